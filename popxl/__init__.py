@@ -1,0 +1,128 @@
+"""PopXL for JAX: write a whole machine-learning program as an explicit graph, and run it on CPU, GPU or TPU.
+
+import popxl
+from popxl import ops
+
+ir = popxl.Ir()
+with ir.main_graph:
+    x = popxl.variable([1.0, 2.0], name="x")
+    total = ops.sum(x * x)
+    out = popxl.d2h_stream(total.shape, total.dtype, "total")
+    ops.host_store(out, total)
+
+with popxl.Session(ir) as session:
+    print(session.run()[out])            # 5.0
+"""
+
+# Tensors come first: they and the ops are written with each other, and this order ties the knot.
+from popxl.dtypes import (
+    bool,
+    complex64,
+    complex128,
+    double,
+    dtype,
+    float,
+    float8_143,
+    float8_152,
+    float16,
+    float32,
+    float64,
+    half,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
+from popxl.spec import TensorByRef, TensorSpec
+from popxl.tensor import Tensor
+from popxl.create import constant, graph_input, graph_output, variable
+from popxl.context import (
+    gcg,
+    get_current_graph,
+    get_ir,
+    get_main_graph,
+    gir,
+    gmg,
+    in_sequence,
+    io_tiles,
+    ipu,
+    name_scope,
+)
+from popxl.graph import Graph
+from popxl.ir import Ir
+from popxl.module import Module
+from popxl.op import Op, OpKind
+from popxl.random_seed import create_seeds
+from popxl.replica_grouping import ReplicaGrouping
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
+from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
+from popxl import errors, fp8_utils, ops, transforms, utils
+from popxl.session import Session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DeviceToHostStream",
+    "ExecutionContext",
+    "Graph",
+    "HostToDeviceStream",
+    "Ir",
+    "Module",
+    "Op",
+    "OpKind",
+    "ReplicaGrouping",
+    "ReplicatedTensorSharding",
+    "Session",
+    "Tensor",
+    "TensorByRef",
+    "TensorLocation",
+    "TensorSpec",
+    "TensorStorage",
+    "TileSet",
+    "bool",
+    "complex64",
+    "complex128",
+    "constant",
+    "create_seeds",
+    "d2h_stream",
+    "double",
+    "dtype",
+    "errors",
+    "float",
+    "float8_143",
+    "float8_152",
+    "float16",
+    "float32",
+    "float64",
+    "fp8_utils",
+    "gcg",
+    "get_current_graph",
+    "get_ir",
+    "get_main_graph",
+    "gir",
+    "gmg",
+    "graph_input",
+    "graph_output",
+    "h2d_stream",
+    "half",
+    "in_sequence",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "io_tiles",
+    "ipu",
+    "name_scope",
+    "ops",
+    "transforms",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "utils",
+    "variable",
+]

@@ -1,0 +1,45 @@
+"""The errors of our own: few kinds, each for something that a program may want to catch.
+
+Wrong kinds and wrong values of arguments stay what Python calls them, `TypeError` and `ValueError`; what is here
+is for the rest. The package `popart` re-exports these classes under the names that existing programs catch.
+"""
+
+
+class PopxlError(Exception):
+    """A program that cannot be what it says it is; the base class of our errors.
+
+    Raised where every argument is of a good kind and value by itself and the program as a whole does not work out:
+    shapes that do not broadcast, a tensor id that nobody has, data that does not fit its replica grouping, ambiguous
+    in-place changes, dtypes that no device handles, more stream transfers than were fed.
+
+    Not raised for what a running program meets on its device: that is a `DeviceError`.
+
+    Example:
+        try:
+            session.run(inputs)
+        except popxl.errors.PopxlError as error:
+            print(error)
+    """
+
+
+class PopxlInternalError(PopxlError):
+    """A broken invariant: a bug in popxl, or one tensor bound by reference twice where only one can be written back.
+
+    Please report it together with the printed graph, unless the message names the two bindings.
+    """
+
+
+class UndefinedValue(Exception):
+    """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
+
+
+class DeviceError(Exception):
+    """Something failed on the device; the base class of the errors of running programs. Not a `PopxlError`."""
+
+
+class DeviceRuntimeError(DeviceError):
+    """The device stopped while a program ran."""
+
+
+class ApplicationRuntimeError(DeviceRuntimeError):
+    """A value that the program computed failed a check on the device, such as a float8 scale outside `[-32, 32)`."""

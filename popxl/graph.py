@@ -1,0 +1,262 @@
+"""`Graph`: ops in the order they were created, the tensors they make, and the names of both.
+
+A graph is entered with `with graph:`, and ops created inside become part of it. It is also the one place that
+invents names: everything else passes a wish, and gets a tensor whose id is unique in the Ir.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from popxl.context import get_current_context
+from popxl.errors import PopxlError
+from popxl.printing import algebra, schedule
+from popxl.spec import TensorSpec
+from popxl.tensor import Constant, Tensor, Variable
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+    from popxl.op import Op
+
+__all__ = ["Graph"]
+
+T = TypeVar("T", bound=Tensor)
+
+
+class Graph:
+    """A graph of an Ir: its main graph, or a subgraph that other graphs call.
+
+    Obtain graphs from an `Ir`: `ir.main_graph`, `ir.create_graph(...)`, `ir.create_empty_graph(...)`.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph as main:
+        ...     x = popxl.variable([1.0, 2.0], name="x")
+        ...     y = x + 1
+        >>> print(main)
+        main graph():
+            add_out: f32[2] = add(x, 1.0)
+
+    Attributes:
+        id: `""` for the main graph; for others a name that is unique in the Ir.
+        ir: the Ir that the graph is in.
+        ops: the ops, in creation order, which is the order they run in.
+        call_sites: the ops of the Ir that run this graph.
+        differentiable: false for a graph whose gradient has to be given: differentiating a caller then asks for
+            the gradient information of this graph instead of differentiating it.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError(
+            "Graphs are not constructed: use `ir.main_graph`, `ir.create_graph` or `ir.create_empty_graph`."
+        )
+
+    @classmethod
+    def _make(cls, ir: Ir, id: str) -> Graph:
+        """A new graph. Only `Ir` calls this."""
+        graph = object.__new__(cls)
+        graph.ir = ir
+        graph.id = id
+        graph.ref = weakref.ref(graph)
+        graph.ops = []
+        graph.call_sites = []
+        graph.differentiable = True
+        graph._inputs = []
+        graph._outputs = []
+        graph._tensors = {}
+        graph._prefix = f"{id}/" if id else ""
+        return graph
+
+    ir: Ir
+    id: str
+    ref: weakref.ref[Graph]
+    ops: list[Op]
+    call_sites: list[Op]
+    differentiable: bool
+    _inputs: list[Tensor]
+    _outputs: list[Tensor]
+    _tensors: dict[str, Tensor]
+    _prefix: str
+
+    # What it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The id."""
+        return self.id
+
+    @property
+    def title(self) -> str:
+        """The graph in a sentence: "the main graph", or "graph `loss_subgraph(0)`"."""
+        return f"graph `{self.id}`" if self.id else "the main graph"
+
+    @property
+    def main_graph(self) -> Graph:
+        """The main graph of the graph's Ir."""
+        return self.ir.main_graph
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs, in the order callers bind them."""
+        return tuple(self._inputs)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs, in order."""
+        return tuple(self._outputs)
+
+    @property
+    def inputs_by_name(self) -> dict[str, Tensor]:
+        """The inputs by their names, in order."""
+        return {t.name: t for t in self._inputs}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the graph, sorted by id."""
+        return tuple(self._tensors[id] for id in sorted(self._tensors))
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables, sorted by id. Only the main graph has any."""
+        return tuple(t for t in self.tensors if isinstance(t, Variable))
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """The constants, sorted by id; those that operators made of numbers too."""
+        return tuple(t for t in self.tensors if isinstance(t, Constant))
+
+    @property
+    def called_graphs(self) -> tuple[Graph, ...]:
+        """The distinct graphs that ops of this graph run, in order of their first call."""
+        return tuple(dict.fromkeys(graph for op in self.ops for graph in op.called_graphs))
+
+    def get_tensor(self, tensor_id: str) -> Tensor:
+        """The tensor with this id. `PopxlError` if the graph has none."""
+        if tensor_id not in self._tensors:
+            raise PopxlError(f"There is no tensor with the id {tensor_id!r} in {self.title}.")
+        return self._tensors[tensor_id]
+
+    def __contains__(self, t: object) -> bool:
+        """Whether the graph has a tensor with the id of `t`. `TypeError` for anything but a tensor."""
+        if not isinstance(t, Tensor):
+            raise TypeError(f"Only a Tensor can be in a graph; got {t!r} ({type(t).__name__}).")
+        return t.id in self._tensors
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Graph):
+            raise TypeError(f"A Graph is compared with a Graph only; got {other!r} ({type(other).__name__}).")
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash((self.ir.id, self.id))
+
+    def __repr__(self) -> str:
+        return f"Graph[id={self.id} name={self.name}]"
+
+    def __str__(self) -> str:
+        return algebra(self)
+
+    def print_schedule(self) -> str:
+        """The ops in the order they run, one line each, with numbered tensors. Returns the text."""
+        return schedule(self)
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        get_current_context().push_graph(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        get_current_context().pop_graph()
+
+    def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[T] = Tensor, scoped: bool = True) -> T:  # type: ignore[assignment]
+        """A tensor of this graph that nothing makes yet. Its id is the wished name, made unique."""
+        wish = f"{get_current_context().scope_prefix}{name or 't'}" if scoped else name or "t"
+        id = self._prefix + wish
+        if id in self._tensors:
+            suffix = f"__t{self.ir.next_suffix()}"
+            wish, id = wish + suffix, id + suffix
+            if id in self._tensors:
+                raise PopxlError(f"The tensor id {id!r} is taken: names ending in `__t<number>` are for popxl to give.")
+        t = self._tensors[id] = kind._make(self, id, wish, spec)
+        return t
+
+    def rename(self, t: Tensor, name: str) -> None:
+        """Give a tensor of this graph another name, made unique. Nobody may hold its id yet."""
+        del self._tensors[t.id]
+        fresh = self.new_tensor(name, t.spec, scoped=False)
+        t.id, t.name = fresh.id, fresh.name
+        self._tensors[t.id] = t
+
+    def add_input(self, spec: TensorSpec, name: str | None = None, by_ref: bool = False) -> Tensor:
+        """A new input, after those the graph has."""
+        t = self.new_tensor(name, spec)
+        t.by_ref = by_ref
+        self._inputs.append(t)
+        return t
+
+    def sort_inputs(self, first: int, key: Callable[[Tensor], Any]) -> None:
+        """Order the inputs from number `first` on. Only for a graph that nothing calls yet."""
+        self._inputs[first:] = sorted(self._inputs[first:], key=key)
+
+    def add_output(self, t: Tensor, extend_calls: bool = True) -> None:
+        """Make `t` an output, after those the graph has.
+
+        Args:
+            t: a tensor of this graph. Any tensor may be an output, and more than once.
+            extend_calls: give every existing call of the graph the new output too.
+
+        Raises:
+            TypeError: if `t` is no tensor.
+            ValueError: if `t` is not in this graph.
+        """
+        if not isinstance(t, Tensor):
+            raise TypeError(f"graph_output: expected a Tensor, got {t!r} ({type(t).__name__}).")
+        if t.graph_ref is not self.ref:
+            raise ValueError(f"graph_output: {t!r} is not in {self.title}.")
+        self._outputs.append(t)
+        if extend_calls:
+            for op in self.call_sites:
+                if op.kind.mirrors:
+                    op.gain_output(t.name, t.spec)
+
+    def trim_outputs(self, count: int) -> None:
+        """Take back the outputs after the first `count`, here and at every call of the graph. Nothing may use them."""
+        added = len(self._outputs) - count
+        del self._outputs[count:]
+        for op in self.call_sites:
+            if op.kind.mirrors and added:
+                for t in op.outputs[-added:]:
+                    del op.graph._tensors[t.id]
+                op.outputs = op.outputs[:-added]
+
+    def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
+        """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
+        context = get_current_context()
+        if context.sequence.mode is not None:
+            key = (self.id, op.execution_context)
+            op.after = context.sequence.predecessors(key)
+        op.id = self.ir.next_op_id()
+        if context.sequence.mode is not None:
+            context.sequence.remember(key, op.id)
+        for t in op.inputs:
+            t.used_by(op)
+        outputs = tuple(self.new_tensor(name, spec) for spec, name in zip(specs, names, strict=True))
+        for t in outputs:
+            t.made_by(op)
+        self.ops.append(op)
+        for graph in op.called_graphs:
+            graph.call_sites.append(op)
+        return outputs
+
+    # Hooks ----------------------------------------------------------------------------------------------------------
+
+    def register_op_created_hook(self, fn: Callable[[Op], Any]) -> int:
+        """Call `fn(op)` after each op created in this graph. Returns a handle for removing the hook."""
+        return get_current_context().register_op_created_hook(fn, self)
+
+    def remove_op_created_hook(self, handle: int) -> None:
+        """Remove a hook, of whichever graph. `ValueError` if there is none with this handle."""
+        get_current_context().remove_op_created_hook(handle)

@@ -1,0 +1,209 @@
+"""`Ir`: a whole program. One main graph, the subgraphs it calls, and the counters that keep their names apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from popxl.binding import build_graph, graph_name
+from popxl.dot import write_checkpoint
+from popxl.graph import Graph
+from popxl.options import SessionOptions
+from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
+from popxl.streams import DeviceToHostStream, HostToDeviceStream
+
+if TYPE_CHECKING:
+    from popxl.module import Module
+
+__all__ = ["Ir"]
+
+_ids = itertools.count()
+
+
+class Ir:
+    """A program under construction, and later what a `popxl.Session` runs.
+
+    Args:
+        replication: number of replicas that run the program side by side.
+
+    Attributes:
+        id: number of the Ir, unique in the process.
+        graphs: all graphs, the main graph first.
+        num_host_transfers: how often each stream is read or written in one `session.run`. Above 1, host arrays have
+            a leading dimension of this size.
+        options: the session options; see `popxl.options.SessionOptions`.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     x = popxl.variable(1.0, name="x")
+        ...     ops.add_(x, popxl.constant(1.0))
+        >>> with popxl.Session(ir) as session:
+        ...     session.run()
+    """
+
+    def __init__(self, replication: int | Literal["popdist"] = 1) -> None:
+        if replication == "popdist":
+            raise NotImplementedError(
+                "Ir: replication='popdist' takes the replicas from a launcher of several processes, which is not "
+                "supported yet; pass their number."
+            )
+        self.id = next(_ids)
+        self.options = SessionOptions()
+        self.num_host_transfers = 1
+        self.frozen = False
+        self._op_ids = itertools.count(100)
+        self._subgraph_numbers = itertools.count()
+        self._suffixes = itertools.count()
+        self.graphs: list[Graph] = [Graph._make(self, "")]
+        self.replication_factor = replication
+
+    @property
+    def main_graph(self) -> Graph:
+        """The graph that a session runs."""
+        return self.graphs[0]
+
+    @property
+    def replication_factor(self) -> int:
+        """Number of replicas, over all processes. It cannot be set once a session has been made of the Ir."""
+        return self.options.replication_factor
+
+    @replication_factor.setter
+    def replication_factor(self, value: int) -> None:
+        if self.frozen:
+            raise RuntimeError(
+                "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
+            )
+        self.options.enableReplicatedGraphs = value > 1
+        self.options.replicatedGraphCount = value
+
+    @property
+    def instance_replication_factor(self) -> int:
+        """Number of replicas that this process drives."""
+        return self.options.instance_replication_factor
+
+    # Graphs ---------------------------------------------------------------------------------------------------------
+
+    def create_graph(self, fn: Callable[..., Any] | Module, *args: Any, **kwargs: Any) -> Graph:
+        """A graph of the ops that `fn` creates.
+
+        Tensors and specs among the arguments (also in lists and tuples made only of them) become graph inputs, which
+        `fn` gets in their place; everything else is passed through. The inputs come in the order of the parameters of
+        `fn`, then those that `fn` makes with `popxl.graph_input`. What `fn` returns (`None`, a tensor, or an iterable
+        of tensors) becomes the outputs. An input is by reference where its parameter is annotated
+        `popxl.TensorByRef`.
+
+        Args:
+            fn: a function, a method, or a `popxl.Module`, whose `build` is meant.
+            *args, **kwargs: arguments for `fn`. Of a tensor only the spec matters.
+
+        Raises:
+            TypeError: if `fn` is not such a callable, or a container mixes tensors with other things.
+            ValueError: if the arguments do not fit the signature, or `fn` returns something else, or uses a tensor
+                of another graph.
+
+        Example:
+            >>> def linear(x, w, bias: bool):
+            ...     return x @ w + 1.0 if bias else x @ w
+            >>> graph = ir.create_graph(linear, x, w, bias=True)
+            >>> (y,) = ops.call(graph, x, w)
+        """
+        graph = self._add_graph(f"{graph_name(fn)}_subgraph({next(self._subgraph_numbers)})")
+        try:
+            build_graph(graph, fn, args, kwargs)
+        except BaseException:
+            self.graphs.remove(graph)
+            raise
+        return graph
+
+    def create_empty_graph(self, name: str | None = None) -> Graph:
+        """A graph without inputs, ops and outputs. Enter it with `with` and fill it."""
+        return self._add_graph(f"{name or 'graph'}_subgraph({next(self._subgraph_numbers)})")
+
+    def create_gradient_graph(self, forward: Graph) -> Graph:
+        """An empty graph named after the graph whose gradient it will compute."""
+        taken = {graph.id for graph in self.graphs}
+        names = itertools.chain([f"{forward.id}_bwd"], (f"{forward.id}_bwd_{k}" for k in itertools.count(1)))
+        return self._add_graph(next(name for name in names if name not in taken))
+
+    def remove_graph(self, graph: Graph) -> None:
+        """Forget a graph that nothing calls."""
+        self.graphs.remove(graph)
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """If the block fails, take back the graphs that it made and the outputs that it gave to others."""
+        before = [(graph, len(graph.outputs)) for graph in self.graphs]
+        try:
+            yield
+        except BaseException:
+            for graph, count in before:
+                graph.trim_outputs(count)
+            self.graphs[:] = [graph for graph, _ in before]
+            raise
+
+    def _add_graph(self, id: str) -> Graph:
+        graph = Graph._make(self, id)
+        self.graphs.append(graph)
+        return graph
+
+    def next_op_id(self) -> int:
+        """A number for a new op."""
+        return next(self._op_ids)
+
+    def next_suffix(self) -> int:
+        """A number for a name that is taken."""
+        return next(self._suffixes)
+
+    # Streams and replicas -------------------------------------------------------------------------------------------
+
+    def get_all_h2d_streams(self) -> set[HostToDeviceStream]:
+        """The streams that some op of the Ir loads from."""
+        return {s for s in self._streams() if isinstance(s, HostToDeviceStream)}
+
+    def get_all_d2h_streams(self) -> set[DeviceToHostStream]:
+        """The streams that some op of the Ir stores to."""
+        return {s for s in self._streams() if isinstance(s, DeviceToHostStream)}
+
+    def _streams(self) -> set[Any]:
+        return {op.attributes["stream"] for graph in self.graphs for op in graph.ops if "stream" in op.attributes}
+
+    def replica_grouping(self, stride: int = 1, group_size: int | None = None) -> ReplicaGrouping:
+        """Groups of `group_size` replicas that are `stride` apart; by default one group of all. See `ReplicaGrouping`."""
+        return constant_grouping(self, stride, group_size)
+
+    def replica_grouping_from_assignments(self, assignment: list[int]) -> ReplicaGrouping:
+        """Groups given by the number of the group that each replica is in. See `ReplicaGrouping`."""
+        return grouping_from_assignments(self, assignment)
+
+    # Looking at it --------------------------------------------------------------------------------------------------
+
+    def dot_checkpoint(self, check: str, save_dir: Path | str | None = None) -> None:
+        """Write the graphs as they are now in Graphviz form, one file each, if the checkpoint `check` is active.
+
+        Active are the names in the option `dotChecks` and in the environment variable `POPART_DOT_CHECKS` (separated
+        by colons), in any case; `ALL` activates everything. If neither says anything, this call activates everything.
+
+        Args:
+            check: name of the checkpoint, and first part of the file names: `<check>_r.dot` for the main graph,
+                `<check>_<k>.dot` for the `k`-th other graph.
+            save_dir: folder for this and all later dumps of the Ir; it is made if it is missing.
+        """
+        write_checkpoint(self, check, save_dir, explicit=True)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ir):
+            raise TypeError(f"An Ir is compared with an Ir only; got {other!r} ({type(other).__name__}).")
+        return self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"Ir[id={self.id}]"
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(graph) for graph in self.graphs)

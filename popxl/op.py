@@ -1,0 +1,425 @@
+"""What an op is: a declaration, `OpKind`, and its records in graphs, `Op`.
+
+Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and beside it what JAX cannot know
+(the names of the results, the gradient where it is not simply JAX's, what is overwritten or shared in place).
+Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on
+arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lower`, how it is differentiated in
+`popxl.transforms.autodiff`.
+
+    sin = OpKind("Sin", jnp.sin)
+    y = sin(x)                       # x, y: tensors of the current graph
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from popxl.context import get_current_context, user_frame
+from popxl.errors import PopxlError
+from popxl.shapes import like_first
+from popxl.spec import TensorSpec, brief
+from popxl.tensor import Location, Tensor
+from popxl.tracing import abstract_evaluation
+
+if TYPE_CHECKING:
+    from popxl.context import Context
+    from popxl.graph import Graph
+    from popxl.tensorlocation import ExecutionContext
+
+__all__ = ["REFUSED", "VJP", "Op", "OpKind", "SourceLocation"]
+
+Specs = TensorSpec | Sequence[TensorSpec]
+
+
+class _Mark:
+    """A value that is only ever itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+VJP = _Mark("VJP")
+"""Gradient of an op: one gradient op, whose function is `jax.vjp` of the op's function."""
+
+REFUSED = _Mark("REFUSED")
+"""Gradient of an op that cannot be asked for: autodiff raises when one reaches the op."""
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """Where the user created an op."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The source line itself, or an empty string where it cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @staticmethod
+    def of(frame: tuple[Any, int]) -> SourceLocation:
+        """From a code object and a line number."""
+        code, line = frame
+        return SourceLocation(code.co_filename, line, code.co_name)
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+
+class OpKind:
+    """The declaration of an op. Call it on tensors to add the op to the current graph.
+
+    The parameters of `lowering` say what the op takes. Positional ones are operands: tensors in a graph, arrays when
+    it runs. An operand that has a default may instead be given a plain value (`None`, a number), which then becomes
+    part of the op. Keyword-only parameters are attributes: plain values, fixed when the op is created.
+
+    Args:
+        name: what printed graphs call the op, for example `"MatMul"`.
+        lowering: the meaning of the op: a JAX function of the operands (arrays) and the attributes, returning one
+            array, or a tuple of arrays.
+        shape: the function's counterpart on specs: given tensors in place of arrays, it returns the `TensorSpec` of
+            the result (or a sequence of them), or raises. Left out, it is derived from `lowering` by abstract
+            evaluation.
+        gradient: how gradients flow. `VJP` (the default) takes JAX's derivative of `lowering`; `None` lets none
+            pass; `REFUSED` makes autodiff raise. A mapping from operand names to rules gives gradients to these
+            operands only. A rule is written with ops, and its parameters say what it reads: `g`, the incoming
+            gradient (`gs`, those of all results); an operand or an attribute, by name; `out`, the result (`outs`, all
+            of them); `<operand>_spec`, the spec of an operand; and where the last operand stands for several, `i`,
+            `operand` and `operand_spec`, the one in question. Operands and results that it reads are kept alive. A
+            rule that returns another shape than the operand's is summed over the broadcast axes. A single function
+            `(forward, gs) -> {operand index: Tensor}` serves ops that run graphs.
+        result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
+            the result where there are several; a tuple names several results.
+        put: makes the op a *view*: its result shares storage with its operands. Where `lowering` reads the view from
+            its bases, `put(*bases, view, **attributes)` returns the bases with the view written into them.
+        modifies: names of operands that the op overwrites. `lowering` then returns the new content; with `aliased`
+            true that is also the result of the op, which shares the operand's storage, otherwise the new contents
+            follow the results. An op that runs graphs gives a function of its attributes instead, which returns the
+            positions of the overwritten operands.
+        effect: the op does more than compute its results (it talks to the host, say) and is never dropped.
+        calls: names of attributes that hold graphs which the op runs.
+        mirrors: the results are the outputs of the graph that the op runs, also those that it gains later.
+        colocated: all operands have to be on one device and tile set.
+        place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
+            is.
+        operands: names of the operands, where those of `lowering`'s parameters would not do.
+
+    Example: any JAX function becomes an op, with its gradient, in one statement.
+        >>> softplus = popxl.OpKind("Softplus", jax.nn.softplus)
+        >>> with ir.main_graph:
+        ...     y = softplus(x)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lowering: Callable[..., Any],
+        *,
+        shape: Callable[..., Specs] | None = None,
+        gradient: Mapping[str, Callable[..., Any]] | Callable[..., Any] | _Mark | None = VJP,
+        result: str | tuple[str, ...] | None = None,
+        put: Callable[..., Any] | None = None,
+        modifies: Sequence[str] | Callable[[Mapping[str, Any]], frozenset[int]] = (),
+        aliased: bool = True,
+        effect: bool = False,
+        calls: tuple[str, ...] = (),
+        mirrors: bool = False,
+        colocated: bool = True,
+        place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
+        operands: tuple[str, ...] | None = None,
+    ) -> None:
+        self.name = name
+        self.lowering = lowering
+        self.shape = shape
+        self.gradient = gradient
+        self.result = result if result is not None else f"{_snake(name)}_out"
+        self.put = put
+        self.modifies = modifies
+        self.aliased = bool(modifies) and aliased
+        self.effect = effect
+        self.calls = calls
+        self.mirrors = mirrors
+        self.colocated = colocated
+        self.place = place
+        self._renamed = operands
+        self._operands, self._required, self._variadic = (
+            _parameters(lowering) if operands is None else (operands, len(operands), False)
+        )
+        self._modified = frozenset() if callable(modifies) else frozenset(map(self._operands.index, modifies))
+
+    def __repr__(self) -> str:
+        return f"OpKind[{self.name}]"
+
+    def inplace(self, name: str, result: str, **changes: Any) -> OpKind:
+        """The same op, overwriting its first operand and returning an alias of it."""
+        settings = {"shape": like_first, "operands": self._renamed, "modifies": self._operands[:1]} | changes
+        return OpKind(name, self.lowering, result=result, **settings)
+
+    def modified(self, attributes: Mapping[str, Any]) -> frozenset[int]:
+        """Positions of the operands that an op with these attributes overwrites."""
+        return self.modifies(attributes) if callable(self.modifies) else self._modified
+
+    # Recording ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *operands: Any, results: Sequence[str | None] | None = None, **attributes: Any) -> Any:
+        """Add the op to the current graph.
+
+        Args:
+            *operands: tensors of the current graph (plain values too, for operands that have a default).
+            results: names of the result tensors, instead of those declared.
+            **attributes: the op's attributes.
+
+        Returns:
+            The result tensor; a tuple of tensors if the op has several; `None` if it has none.
+        """
+        context = get_current_context()
+        graph = context.graph
+        inputs = self._tensors(operands, graph)
+        names = None
+        plain: dict[str, Any] = {}
+        if len(inputs) < len(operands):
+            named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
+            names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
+            plain = {name: operand for name, operand in named.items() if name not in names}
+        if len(inputs) > 1 and self.colocated:
+            check_colocated(names or self.operand_names(len(inputs)), inputs)
+        specs = self._infer(operands, inputs, names, attributes, plain, graph)
+        attributes |= plain
+        op = Op(self, graph, inputs, names, attributes, context)
+        single = isinstance(specs, TensorSpec)
+        op.outputs = graph.append(op, (specs,) if single else specs, results or op.result_names(single, specs))
+        context.op_created(op)
+        return op.outputs[0] if single else (op.outputs or None)
+
+    def operand_names(self, count: int) -> tuple[str, ...]:
+        """Names of the first `count` operands."""
+        if self._variadic:
+            several = self._operands[-1]
+            return self._operands[:-1] + tuple(f"{several}[{i}]" for i in range(count - len(self._operands) + 1))
+        return self._operands[:count]
+
+    def _tensors(self, operands: tuple[Any, ...], graph: Graph) -> tuple[Tensor, ...]:
+        """The tensors among the operands, after the checks that every op makes."""
+        here = graph.ref
+        for i, operand in enumerate(operands):
+            if isinstance(operand, Tensor):
+                if operand.graph_ref is not here:
+                    raise foreign_tensor(self.name, self.operand_names(i + 1)[i], operand, graph)
+            elif i < self._required or self._variadic:
+                raise not_a_tensor(self.name, self.operand_names(i + 1)[i], operand)
+        if len(operands) == len(self._operands):  # by far the most common case, and it skips the comprehension
+            if all(isinstance(operand, Tensor) for operand in operands):
+                return operands
+        elif len(operands) < self._required or (len(operands) > len(self._operands) and not self._variadic):
+            raise TypeError(f"{self.name}: takes the operands {self._operands}; {len(operands)} were given.")
+        return tuple(operand for operand in operands if isinstance(operand, Tensor))
+
+    def _infer(
+        self,
+        operands: tuple[Any, ...],
+        inputs: tuple[Tensor, ...],
+        names: tuple[str, ...] | None,
+        attributes: dict[str, Any],
+        plain: dict[str, Any],
+        graph: Graph,
+    ) -> Specs:
+        """Specs of the results; errors are told with the operands and the user's source line."""
+        try:
+            if self.shape is not None:
+                return self.shape(*operands, **attributes)
+            return abstract_evaluation(self.lowering, [t.spec for t in inputs], names, attributes | plain)
+        except (PopxlError, ValueError, TypeError) as problem:
+            shown = ", ".join(
+                f"`{name}` is {brief(t)}"
+                for name, t in zip(names or self.operand_names(len(inputs)), inputs, strict=True)
+            )
+            source = SourceLocation.of(user_frame())
+            where = f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
+            raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from problem
+
+
+def _snake(name: str) -> str:
+    """`"LogicalNot"` → `"logical_not"`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _parameters(lowering: Callable[..., Any]) -> tuple[tuple[str, ...], int, bool]:
+    """Names of the operands of a lowering, how many of them are required, and whether the last stands for several."""
+    operands: list[str] = []
+    required = 0
+    variadic = False
+    for parameter in inspect.signature(lowering).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            operands.append(parameter.name)
+            required += parameter.default is parameter.empty
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            operands.append(parameter.name)
+            variadic = True
+    return tuple(operands), required, variadic
+
+
+class Op:
+    """One op in a graph: what it is, what it reads and makes, where it runs, and the line that created it.
+
+    Attributes:
+        kind: the declaration.
+        id: number of the op, unique in the Ir; the first op has 100.
+        inputs: the tensors read, in the order of the kind's operands. Operands given as plain values are attributes.
+        outputs: the tensors made.
+        attributes: the plain values, by name.
+        modified: positions of the inputs that the op overwrites.
+        ipu, io_tiles: placement of the op.
+        location: placement of its results; that of the op, but for copies.
+        execution_context: the part of the program that the op belongs to.
+        name: the active name scopes and the kind's name, joined by slashes.
+        after: ids of ops that `in_sequence` puts before this one. Creation order is always a legal order.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_frame",
+        "_graph",
+        "after",
+        "attributes",
+        "execution_context",
+        "id",
+        "inputs",
+        "io_tiles",
+        "ipu",
+        "kind",
+        "location",
+        "modified",
+        "name",
+        "operands",
+        "outputs",
+    )
+
+    def __init__(
+        self,
+        kind: OpKind,
+        graph: Graph,
+        inputs: tuple[Tensor, ...],
+        operands: tuple[str, ...] | None,
+        attributes: dict[str, Any],
+        context: Context,
+    ) -> None:
+        self.kind = kind
+        self._graph = graph.ref
+        self.inputs = inputs
+        self.outputs: tuple[Tensor, ...] = ()
+        self.operands = operands
+        self.attributes = attributes
+        self.modified = kind.modified(attributes)
+        self.ipu = context.ipu_id
+        self.io_tiles = context.io_tile_set
+        here = (context.ipu_id, context.io_tile_set)
+        self.location: Location = here if kind.place is None else kind.place(inputs, attributes, here)
+        self.execution_context: ExecutionContext = context.execution_context
+        self.name = context.scope_prefix + kind.name
+        self._frame = user_frame()
+        self.after: tuple[int, ...] = ()
+        self.id = -1  # given by the graph that the op is appended to
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that the op is in."""
+        graph = self._graph()
+        if graph is None:
+            raise ReferenceError(f"The Ir of the op {self} is gone; keep a reference to the Ir.")
+        return graph
+
+    @property
+    def op_type(self) -> str:
+        """Name of the kind, as printed: `"MatMul"`."""
+        return self.kind.name
+
+    @property
+    def source(self) -> SourceLocation:
+        """The user's line that created the op."""
+        return SourceLocation.of(self._frame)
+
+    @property
+    def called_graphs(self) -> tuple[Graph, ...]:
+        """The graphs that the op runs."""
+        return tuple(self.attributes[name] for name in self.kind.calls)
+
+    @property
+    def bases(self) -> tuple[Tensor, ...]:
+        """The inputs whose storage the first output shares: none, for an op whose results are its own."""
+        if self.kind.put is not None:
+            return self.inputs
+        return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
+
+    def gain_output(self, name: str, spec: TensorSpec) -> None:
+        """Add a result to those of the op."""
+        t = self.graph.new_tensor(name, spec, scoped=False)
+        t.made_by(self)
+        self.outputs += (t,)
+
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of the inputs, as the kind's function calls them."""
+        return self.operands or self.kind.operand_names(len(self.inputs))
+
+    def evaluate(self, function: Callable[..., Any], values: Sequence[Any], *more: Any) -> Any:
+        """Call a function of the kind (`lowering`, `put`) on values in place of the inputs."""
+        if self.operands is None:
+            return function(*values, *more, **self.attributes)
+        return function(*more, **dict(zip(self.operands, values, strict=True)), **self.attributes)
+
+    def result_names(self, single: bool, specs: Specs) -> Sequence[str]:
+        """Names for the results, made from what the kind declares."""
+        result = self.kind.result
+        if "{" not in result:
+            return (result,) if single else [result] * len(specs) if isinstance(result, str) else result
+        known = dict(zip(self.operand_names(), (t.name for t in self.inputs), strict=True)) | self.attributes
+        return [result.format(**known, i=i) for i in range(1 if single else len(specs))]  # type: ignore[union-attr]
+
+    def __repr__(self) -> str:
+        return f"Op[{self.name}.{self.id}]"
+
+
+# What every op checks -----------------------------------------------------------------------------------------------
+
+
+def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
+    """The error for an operand that is no tensor."""
+    return TypeError(
+        f"{name}: `{operand}` must be a Tensor; got {value!r} ({type(value).__name__}). "
+        "Make a tensor of it with `popxl.constant(value, dtype)`."
+    )
+
+
+def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueError:
+    """The error for a tensor of another graph."""
+    return ValueError(
+        f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. "
+        "Pass it into the graph as an input (an argument of the function given to `create_graph`, or "
+        "`popxl.graph_input`) and bind it where the graph is called."
+    )
+
+
+def check_colocated(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """`ValueError` if two tensors are known to be on different IPUs or tile sets."""
+    for part, what in ((0, "IPUs"), (1, "tile sets")):
+        first: tuple[str, Any] | None = None
+        for name, t in zip(names, tensors, strict=True):
+            place = t.location[part]
+            if place is None:
+                continue
+            if first is None:
+                first = (name, place)
+            elif first[1] != place:
+                raise ValueError(
+                    f"The tensors `{first[0]}` and `{name}` are located on different {what}: {first[1]!r} and "
+                    f"{place!r}. Copy one of them first (`ops.ipu_copy`, `ops.io_tile_copy`)."
+                )

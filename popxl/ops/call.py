@@ -1,0 +1,329 @@
+"""Running a graph from another: `call`, and the record of a call site.
+
+A call copies its inputs into the graph, runs it, and copies the results out. Only inputs passed by reference are
+copied back. How a called graph is compiled once, however often it is called, is in `runtime.lower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from popxl.aliasing import written_inputs
+from popxl.context import get_current_context
+from popxl.create import constant
+from popxl.errors import PopxlError, PopxlInternalError
+from popxl.graph import Graph
+from popxl.op import Op, OpKind, foreign_tensor
+from popxl.ops.host import init
+from popxl.spec import TensorSpec, brief
+from popxl.tensor import Tensor, TensorLike
+from popxl.utils import table_to_string
+
+__all__ = ["CallSiteInfo", "call", "call_with_info"]
+
+
+class CallSiteInfo:
+    """One call of a graph (or one repeat of it): which tensor of the caller is bound to which tensor of the graph.
+
+    A live view of the op. "Parent" means the calling graph; a parent index is a position among the inputs or outputs
+    of the op, a graph index one among those of the called graph.
+
+    Example:
+        >>> site = ops.call_with_info(graph, a, b)
+        >>> site.graph_to_parent(graph.inputs[1]) == b
+        True
+    """
+
+    # Positions of the user's inputs and outputs within the called graph's.
+    _first_input = 0
+    _first_output = 0
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+
+    @property
+    def called_graph(self) -> Graph:
+        """The graph that is called."""
+        return self.op.called_graphs[0]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors of the caller that are bound to the graph's inputs, in their order."""
+        return self.op.inputs
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The results in the caller, in the order of the graph's outputs."""
+        return self.op.outputs
+
+    def parent_input(self, idx: int) -> Tensor:
+        """The input of the op at a parent index. `IndexError` if there is none."""
+        return _at(self.op.inputs, idx - self._first_input, "input", idx)
+
+    def parent_output(self, idx: int) -> Tensor:
+        """The output of the op at a parent index. `IndexError` if there is none."""
+        return _at(self.op.outputs, idx, "output", idx)
+
+    def graph_to_parent_input_index(self, idx: int) -> int:
+        """The parent index of a graph input."""
+        return idx
+
+    def parent_to_graph_input_index(self, idx: int) -> int:
+        """The graph index of an input of the op."""
+        return idx
+
+    def graph_to_parent_output_index(self, idx: int) -> int:
+        """The parent index of a graph output."""
+        return idx - self._first_output
+
+    def parent_to_graph_output_index(self, idx: int) -> int:
+        """The graph index of an output of the op."""
+        return idx + self._first_output
+
+    def graph_to_parent(self, graph_tensor: Tensor) -> Tensor:
+        """The tensor of the caller that belongs to an input or output of the graph; for both, the input's.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        graph = self.called_graph
+        if graph_tensor in graph.inputs:
+            return self.parent_input(graph.inputs.index(graph_tensor))
+        if graph_tensor in graph.outputs:
+            return self.parent_output(self.graph_to_parent_output_index(graph.outputs.index(graph_tensor)))
+        raise ValueError(f"{graph_tensor!r} is neither an input nor an output of {graph.title}.")
+
+    def parent_to_graph(self, parent_tensor: Tensor) -> Tensor:
+        """The input of the graph that a tensor of the caller is bound to; the first, if there are several.
+
+        Raises:
+            ValueError: if the tensor is no input of this call.
+        """
+        if parent_tensor not in self.op.inputs:
+            raise ValueError(f"{parent_tensor!r} is not an input of this call of {self.called_graph.title}.")
+        return self.called_graph.inputs[self.op.inputs.index(parent_tensor) + self._first_input]
+
+    def set_parent_input_modified(self, parent_tensor: Tensor, infer_modified_regions: bool = False) -> None:
+        """Write what the graph leaves in an input back to the caller's tensor, at this call.
+
+        Args:
+            parent_tensor: an input of this call.
+            infer_modified_regions: mark it only if the graph really changes the input. The numbers are the same.
+
+        Raises:
+            PopxlInternalError: if the tensor is not an input of this call, or is bound more than once.
+        """
+        positions = [i for i, t in enumerate(self.op.inputs) if t is parent_tensor]
+        if len(positions) != 1:
+            raise PopxlInternalError(
+                f"set_parent_input_modified: {parent_tensor!r} is bound to {len(positions)} inputs of this call of "
+                f"{self.called_graph.title}; it has to be bound to exactly one."
+            )
+        (i,) = positions
+        if not infer_modified_regions or i + self._first_input in written_inputs(self.called_graph):
+            self.op.modified |= {i}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[{self.op!r} of {self.called_graph.title}]"
+
+
+def _at(tensors: tuple[Tensor, ...], position: int, what: str, idx: int) -> Tensor:
+    if not 0 <= position < len(tensors):
+        raise IndexError(f"This call has no {what} {idx}; it has {len(tensors)}.")
+    return tensors[position]
+
+
+def by_ref_inputs(attributes: Mapping[str, Any]) -> frozenset[int]:
+    """Positions of the inputs that a call of the graph writes back."""
+    return frozenset(i for i, t in enumerate(attributes["graph"].inputs) if t.by_ref)
+
+
+def results_of(*inputs: Tensor, graph: Graph, **attributes: Any) -> list[TensorSpec]:
+    """Specs of the results of a call, after checking that the inputs fit."""
+    for given, wanted in zip(inputs, graph.inputs, strict=True):
+        if given.spec.to_tuple() != wanted.spec.to_tuple():
+            raise PopxlError(
+                f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {given.id!r}, which is bound "
+                f"to it, is {_described(given)}. Nothing is broadcast or converted at a call."
+            )
+    return [t.spec for t in graph.outputs]
+
+
+def _described(t: Tensor) -> str:
+    return brief(t) + (f" with meta-shape {t.meta_shape}" if t.meta_shape else "")
+
+
+def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+    """The gradient of a call is a call of the gradient graph."""
+    site = CallSiteInfo(forward.op)
+    graph = site.called_graph
+    info = forward.gradient_of(graph)
+    if info is None:
+        return {}
+    inputs = []
+    for expected in info.expected_inputs:
+        t = expected.fwd_tensor
+        if expected.connection_type.name == "Fwd":
+            inputs.append(forward.read(site.graph_to_parent(t)))
+        else:
+            g = gs[graph.outputs.index(t)]
+            inputs.append(init(t.shape, t.dtype, f"Gradient___{t.name}") if g is None else g)
+    results = call(info.graph, *inputs)
+    return {
+        graph.inputs.index(expected.fwd_tensor): result
+        for expected, result in zip(info.expected_outputs, results, strict=True)
+    }
+
+
+def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
+    """In place of a lowering: running a graph needs to know what is lowered already."""
+    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lower`.")
+
+
+call_kind = OpKind(
+    "Call",
+    by_the_machine,
+    shape=results_of,
+    modifies=by_ref_inputs,
+    aliased=False,
+    gradient=_call_gradient,
+    calls=("graph",),
+    mirrors=True,
+    colocated=False,
+)
+
+
+def call(
+    graph: Graph,
+    *inputs: TensorLike | Iterable[TensorLike],
+    inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+) -> tuple[Tensor, ...]:
+    """Run a graph.
+
+    Args:
+        graph: what to run.
+        *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is no
+            tensor becomes a constant of the input's dtype.
+        inputs_dict: values for inputs of the graph, by the input's tensor.
+
+    Returns:
+        One new tensor for each output of the graph.
+
+    Raises:
+        ValueError: for too many or too few values, an input bound twice, or a tensor of another graph.
+        TypeError: for a value that no constant can be made of.
+        PopxlError: if a value's shape or dtype is not that of the input: nothing is broadcast at a call.
+
+    Example:
+        >>> graph = ir.create_graph(lambda x, y: x * 2 + y, x, y)
+        >>> (z,) = ops.call(graph, x, 1.0)
+    """
+    return call_with_info(graph, *inputs, inputs_dict=inputs_dict).outputs
+
+
+def call_with_info(
+    graph: Graph,
+    *inputs: TensorLike | Iterable[TensorLike],
+    inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+    check_inputs: bool = True,
+) -> CallSiteInfo:
+    """As `call`, but returns the record of the call site, which gradients need.
+
+    Args:
+        graph, inputs, inputs_dict: as for `call`.
+        check_inputs: report inputs that nothing is bound to as `ValueError`; they are an `IndexError` otherwise.
+
+    Example:
+        >>> site = ops.call_with_info(graph, x, y)
+        >>> site.outputs[0]
+    """
+    bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
+    return CallSiteInfo(call_op(graph, bound, [t.name for t in graph.outputs]))
+
+
+def call_op(
+    graph: Graph, bound: tuple[Tensor, ...], names: list[str], kind: OpKind = call_kind, **attributes: Any
+) -> Op:
+    """Add an op that runs a graph on bound inputs."""
+    here = get_current_context().graph
+    twice = {t for i in kind.modified({"graph": graph, **attributes}) for t in (bound[i],) if bound.count(t) > 1}
+    if twice:
+        raise PopxlInternalError(
+            f"{kind.name}: {', '.join(map(repr, twice))} is bound to several inputs of {graph.title}, and one of them is "
+            "by reference; only one value could be written back."
+        )
+    kind(*bound, graph=graph, results=names, **attributes)
+    for given, wanted in zip(bound, graph.inputs[len(graph.inputs) - len(bound) :], strict=True):
+        wanted.bound_to(given)
+    return here.ops[-1]
+
+
+def bind_inputs(
+    graph: Graph,
+    positional: Iterable[Any],
+    by_tensor: Mapping[Tensor, Any] | None,
+    check_inputs: bool = True,
+    which: str = "called",
+) -> tuple[Tensor, ...]:
+    """The tensors of the current graph to bind to each input of `graph`, in order.
+
+    All checks come before any constant is made, so that nothing is left behind by a call that is refused.
+    """
+    here = get_current_context().graph
+    values = list(_flattened(positional))
+    if len(values) > len(graph.inputs):
+        raise ValueError(
+            f"Too many inputs have been provided to the {which} graph {graph.name}: {len(values)} for its "
+            f"{len(graph.inputs)} inputs {list(graph.inputs_by_name)}."
+        )
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.graph_ref is not here.ref:
+            raise foreign_tensor("call", f"input {i}", value, here)
+    bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
+    for key, value in (by_tensor or {}).items():
+        if not isinstance(key, Tensor):
+            raise TypeError(f"call: the keys of `inputs_dict` are inputs of the graph; got {key!r}.")
+        if key.graph_ref is not graph.ref:
+            raise ValueError(f"call: the key {key!r} of `inputs_dict` is not in the {which} graph {graph.name}.")
+        if isinstance(value, Tensor) and value.graph_ref is not here.ref:
+            raise foreign_tensor("call", f"input {key.name}", value, here)
+        if key not in graph.inputs:
+            raise PopxlError(f"call: the key {key!r} of `inputs_dict` is in {graph.title}, but is not an input of it.")
+        if key in bound:
+            raise ValueError(f"Graph input tensor is specified twice for the {which} graph {graph.name}: {key!r}.")
+        bound[key] = value
+    missing = [t for t in graph.inputs if t not in bound]
+    if missing:
+        table = table_to_string(
+            [["Graph input", "Bound to"], *([t.name, bound.get(t, "nothing")] for t in graph.inputs)]
+        )
+        error = ValueError if check_inputs else IndexError
+        raise error(
+            f"Not enough inputs have been provided for the {which} graph {graph.name}; nothing is bound to "
+            f"{', '.join(t.name for t in missing)}.\n{table}"
+        )
+    return tuple(bound[t] if isinstance(bound[t], Tensor) else _constant(bound[t], t) for t in graph.inputs)
+
+
+def _flattened(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
+            yield from value
+        else:
+            yield value
+
+
+def _constant(value: Any, wanted: Tensor) -> Tensor:
+    """A constant for a graph input."""
+    try:
+        if value is None or isinstance(value, str) or np.size(value) == 0:
+            raise ValueError("it holds no numbers")
+        return constant(value, wanted.dtype)
+    except (ValueError, TypeError) as problem:
+        raise TypeError(
+            f"call: {value!r} ({type(value).__name__}) cannot become a constant for the input `{wanted.name}`, which is "
+            f"{brief(wanted)}: {problem}."
+        ) from problem

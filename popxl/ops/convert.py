@@ -1,0 +1,163 @@
+"""Ops that give a value another dtype, name, place or role in differentiation, and no other elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from popxl import dtypes
+from popxl.dtypes import dtype as dtype_
+from popxl.op import OpKind
+from popxl.shapes import like_first
+from popxl.spec import TensorSpec
+from popxl.tensor import Location, Tensor
+
+
+def _convert(t: Any, *, data_type: dtype_) -> Any:
+    if data_type is dtypes.bool:
+        return t != 0
+    if data_type.is_int and jnp.issubdtype(t.dtype, jnp.floating):
+        limits = jnp.iinfo(data_type.as_jax())
+        wide = t.astype(jnp.promote_types(t.dtype, jnp.float32))  # the limits are beyond float16
+        return jnp.clip(jnp.trunc(wide), limits.min, limits.max).astype(data_type.as_jax())
+    return t.astype(data_type.as_jax())
+
+
+_cast = OpKind(
+    "Cast",
+    _convert,
+    shape=lambda t, *, data_type: TensorSpec(t.shape, data_type, t.meta_shape),
+    result="{t}_{data_type.name}",
+    gradient={"t": lambda g, t_spec: _cast(g, data_type=t_spec.dtype) if t_spec.dtype.is_floating_point else None},
+)
+_identity = OpKind("Identity", lambda t: t, shape=like_first, result="identity_{t}", gradient={"t": lambda g: g})
+_detach = OpKind("Detach", lambda t: t, shape=like_first, result="detach_out", gradient=None)
+_detach_ = OpKind(
+    "DetachInplace", lambda t: t, shape=like_first, result="detach_out", gradient=None, put=lambda t, view: (view,)
+)
+
+
+def _destination(inputs: tuple[Tensor, ...], attributes: Any, here: Location) -> Location:
+    return (attributes["destination"], here[1])
+
+
+def _other_tiles(inputs: tuple[Tensor, ...], attributes: Any, here: Location) -> Location:
+    ipu, io_tiles = inputs[0].location
+    return (here[0] if ipu is None else ipu, here[1] if io_tiles is None else not io_tiles)
+
+
+_ipu_copy = OpKind(
+    "IpuCopy",
+    lambda t, *, destination, source: t,
+    shape=like_first,
+    result="{t}_c{destination}",
+    gradient={"t": lambda g, destination, source: _ipu_copy(g, destination=source, source=destination)},
+    place=_destination,
+)
+_io_tile_copy = OpKind(
+    "IoTileCopy", lambda t: t, shape=like_first, result="{t}_iotilecopy", gradient=None, place=_other_tiles
+)
+
+
+def cast(t: Tensor, data_type: dtype_) -> Tensor:
+    """Convert each element of `t` to another dtype.
+
+    Floats become integers by dropping the fraction; what does not fit becomes the nearest integer that does.
+    Integers wrap when narrowed. Anything but 0 becomes true. The gradient is cast back; it flows from floats only.
+
+    Args:
+        t: tensor of any shape.
+        data_type: the new dtype. For float8 use `pow2scale_cast_to_fp8`.
+
+    Returns:
+        A new tensor of the same shape, named `<name of t>_<dtype>`.
+
+    Raises:
+        TypeError: if `data_type` is a float8.
+
+    See also: `numpy.ndarray.astype`.
+
+    Example:
+        >>> h = ops.cast(x, popxl.float16)
+    """
+    for what, asked in (("`data_type`", data_type), ("`t`", t.dtype if isinstance(t, Tensor) else None)):
+        if asked in (dtypes.float8_143, dtypes.float8_152):
+            raise TypeError(
+                f"cast: {what} is {asked.name}; float8 is converted with a scale, by `ops.pow2scale_cast_to_fp8` and "
+                "`ops.pow2scale_cast_from_fp8`."
+            )
+    return _cast(t, data_type=data_type)
+
+
+def cast_if_needed(t: Tensor, data_type: dtype_) -> Tensor:
+    """`t` itself if it has the dtype already, else `cast(t, data_type)`."""
+    return t if isinstance(t, Tensor) and t.dtype is data_type else cast(t, data_type)
+
+
+def identity(t: Tensor, output_name: str | None = None) -> Tensor:
+    """A new tensor equal to `t`, under another name. The gradient passes unchanged.
+
+    Args:
+        t: tensor of any shape.
+        output_name: name of the result, `identity_<name of t>` by default.
+
+    Example:
+        >>> loss = ops.rename(loss, "loss")
+    """
+    return _identity(t, results=(output_name,) if output_name else None)
+
+
+rename = identity
+
+
+def detach(t: Tensor) -> Tensor:
+    """A copy of `t` through which no gradient flows.
+
+    See also: `torch.Tensor.detach`, `jax.lax.stop_gradient`.
+
+    Example:
+        >>> target = ops.detach(y)
+    """
+    return _detach(t)
+
+
+def detach_(t: Tensor) -> Tensor:
+    """An alias of `t` through which no gradient flows: a view, nothing is copied.
+
+    Example:
+        >>> target = ops.detach_(y)
+    """
+    return _detach_(t)
+
+
+def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
+    """A copy of `t` on another IPU. The value is unchanged.
+
+    Args:
+        t: tensor of any shape.
+        destination: number of the IPU to copy to.
+        source: number of the IPU to copy from; by default where `t` is known to be.
+
+    Raises:
+        ValueError: if `source` is not given and not known, as for a variable that nothing uses yet.
+
+    Example:
+        >>> with popxl.ipu(0):
+        ...     h = x + 1
+        >>> h1 = ops.ipu_copy(h, 1)
+    """
+    if source is None and isinstance(t, Tensor):
+        source = t.location[0]
+        if source is None:
+            raise ValueError(f"ipu_copy: Could not infer the ipu of {t!r}. Please specify `source`.")
+    return _ipu_copy(t, destination=destination, source=source)
+
+
+def io_tile_copy(t: Tensor) -> Tensor:
+    """A copy of `t` on the other tile set: from compute tiles to I/O tiles or back. The value is unchanged.
+
+    Example:
+        >>> y = ops.io_tile_copy(x)
+    """
+    return _io_tile_copy(t)

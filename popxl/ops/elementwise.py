@@ -1,0 +1,444 @@
+"""Ops that act on each element alone: arithmetic, functions, comparisons, logic.
+
+Each is one declaration: the name, the JAX function, a sentence, and the gradient where it is not simply JAX's. A
+gradient rule is written with ops, and its parameters say what it reads: `g`, the incoming gradient; an operand by
+its name; `out`, the result. Gradients of operands that were broadcast are summed back by autodiff.
+
+A new function of one tensor is one more line here, and one row in `tests/popxl/ops/rows.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from popxl import dtypes
+from popxl.create import constant
+from popxl.op import REFUSED, OpKind
+from popxl.ops.convert import cast_if_needed, identity
+from popxl.ops.families import binary, inplace, unary
+from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, predicate, same_dtype
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor, TensorLike
+
+# Gradients that are one op of their own -----------------------------------------------------------------------------
+
+zeros_grad = OpKind("ZerosGrad", jnp.zeros_like, shape=like_first)
+relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out > 0, g, 0), shape=like_first)
+clip_grad = OpKind(
+    "ClipGrad", lambda g, out, *, min, max: jnp.where((out != min) & (out != max), g, 0), shape=like_first
+)
+ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
+pow_base_grad = OpKind("PowBaseGrad", lambda g, t, e: jnp.where(e == 0, 0, g * e * t ** (e - 1)), shape=like_first)
+pow_exponent_grad = OpKind(
+    "PowExponentGrad",
+    lambda g, t, e, out: g * jnp.where((t == 0) & (e >= 0), 0, out * jnp.log(t)),
+    shape=like_first,
+)
+
+# One operand --------------------------------------------------------------------------------------------------------
+
+abs = unary("abs", jnp.abs, "|t|. The gradient at 0 is 0.", see="numpy.abs")
+ceil = unary(
+    "ceil", jnp.ceil, "The next integer above. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.ceil"
+)
+cos = unary("cos", jnp.cos, "Cosine of an angle in radians.", see="numpy.cos")
+exp = unary("exp", jnp.exp, "e to the power of t.", lambda g, out: g * out, see="numpy.exp")
+floor = unary(
+    "floor", jnp.floor, "The next integer below. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.floor"
+)
+gelu = unary(
+    "gelu",
+    lambda t: jax.nn.gelu(t, approximate=True),
+    "0.5 t (1 + tanh(√(2/π) (t + 0.044715 t³))), the tanh form of the Gaussian error linear unit.",
+    see="torch.nn.functional.gelu(approximate='tanh')",
+)
+geluerf = unary(
+    "geluerf",
+    lambda t: jax.nn.gelu(t, approximate=False),
+    "0.5 t (1 + erf(t / √2)), the exact Gaussian error linear unit.",
+    kind="GeluErf",
+    see="torch.nn.functional.gelu",
+)
+isinf = unary("isinf", jnp.isinf, "Whether t is +∞ or -∞.", None, kind="IsInf", shape=predicate, see="numpy.isinf")
+isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNaN", shape=predicate, see="numpy.isnan")
+log = unary("log", jnp.log, "Natural logarithm.", lambda g, t: g / t, see="numpy.log")
+negate = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", see="numpy.negative")
+relu = unary(
+    "relu",
+    lambda t: jnp.maximum(t, 0),
+    "max(t, 0). The gradient at 0 is 0.",
+    lambda g, out: relu_grad(g, out),
+    see="torch.nn.functional.relu",
+)
+sign = unary(
+    "sign",
+    lambda t: (t > 0).astype(t.dtype) - (t < 0).astype(t.dtype),
+    "-1, 0 or 1; 0 for NaN. The gradient is zero.",
+    lambda g: zeros_grad(g),
+    see="numpy.sign",
+)
+sin = unary("sin", jnp.sin, "Sine of an angle in radians.", see="numpy.sin")
+sqrt = unary("sqrt", jnp.sqrt, "Square root; NaN for negative t.", lambda g, out: g / (out * 2), see="numpy.sqrt")
+swish = unary("swish", jax.nn.silu, "t / (1 + exp(-t)), also called SiLU.", see="torch.nn.functional.silu")
+tanh = unary("tanh", jnp.tanh, "Hyperbolic tangent.", lambda g, out: g * (1 - out * out), see="numpy.tanh")
+
+exp_ = inplace(exp, "exp_", "exp_inplace_out")
+gelu_ = inplace(gelu, "gelu_", "gelu_inplace_out")
+geluerf_ = inplace(geluerf, "geluerf_", "geluerf_inplace_out")
+relu_ = inplace(relu, "relu_", "relu_inplace_out")
+swish_ = inplace(swish, "swish_", "swish_inplace_out")
+
+# Two operands -------------------------------------------------------------------------------------------------------
+
+
+def _product(lhs: Any, rhs: Any) -> TensorSpec:
+    """As `broadcast`; and a float16 tensor may be scaled by a float32 number, giving float16."""
+    names = {lhs.dtype.name: lhs, rhs.dtype.name: rhs}
+    if names.keys() == {"float16", "float32"} and names["float32"].nelms == 1:
+        shape = broadcast_shapes(lhs.shape, rhs.shape)
+        return TensorSpec(shape, names["float16"].dtype, meta_shape_of(lhs, rhs))
+    return broadcast(lhs, rhs)
+
+
+def _divide(lhs: Any, rhs: Any) -> Any:
+    return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else lhs / rhs
+
+
+def _fmod(lhs: Any, rhs: Any) -> Any:
+    if lhs.dtype == jnp.float16:
+        return jnp.fmod(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
+    return jnp.fmod(lhs, rhs)
+
+
+add = binary("add", jnp.add, "lhs + rhs.", {"lhs": lambda g: g, "rhs": lambda g: g}, see="numpy.add")
+sub = binary("sub", jnp.subtract, "lhs - rhs.", {"lhs": lambda g: g, "rhs": lambda g: negate(g)}, see="numpy.subtract")
+mul = binary(
+    "mul",
+    jnp.multiply,
+    "lhs · rhs. A float16 tensor may be multiplied by a float32 tensor of one element; the result is float16.",
+    {"lhs": lambda g, rhs: g * rhs, "rhs": lambda g, lhs: g * lhs},
+    shape=_product,
+    see="numpy.multiply",
+)
+div = binary(
+    "div",
+    _divide,
+    "lhs / rhs. Integers stay integers: the quotient is rounded down, as PopXL documents it.",
+    {"lhs": lambda g, rhs: g / rhs, "rhs": lambda g, lhs, rhs: negate(g * lhs) / (rhs * rhs)},
+    see="numpy.divide",
+)
+fmod = binary(
+    "fmod",
+    _fmod,
+    "Remainder of lhs / rhs with the sign of `lhs`, as in C. No gradient flows to `rhs`.",
+    {"lhs": lambda g: g},
+    see="numpy.fmod",
+)
+equal = binary("equal", jnp.equal, "Whether lhs = rhs, elementwise.", REFUSED, shape=predicate, see="numpy.equal")
+
+add_ = inplace(add, "add_", "add_lhs_inplace_out")
+
+# Other operands -----------------------------------------------------------------------------------------------------
+
+_clip = OpKind(
+    "Clip",
+    lambda t, *, min, max: jnp.clip(t, *_representable(t.dtype, min, max)),
+    shape=like_first,
+    gradient={"t": lambda g, out, min, max: clip_grad(g, out, min=min, max=max)},
+)
+_greater = OpKind("Greater", lambda input, other: input > other, shape=predicate, gradient=REFUSED)
+_increment_mod = OpKind(
+    "IncrementMod",
+    lambda t, *, increment, modulus: jnp.fmod(t + jnp.asarray(increment, t.dtype), jnp.asarray(modulus, t.dtype)),
+    shape=like_first,
+    gradient=None,
+)
+_increment_mod_ = _increment_mod.inplace("IncrementModInplace", "increment_mod_inplace_out")
+_and = OpKind("And", lambda lhs, rhs: lhs & rhs, shape=predicate, gradient=REFUSED)
+_or = OpKind("Or", lambda lhs, rhs: lhs | rhs, shape=predicate, gradient=REFUSED)
+_not = OpKind("Not", lambda t: ~t, shape=predicate, gradient=REFUSED)
+_max = OpKind(
+    "Max",
+    lambda *ts: functools.reduce(jnp.maximum, ts),
+    shape=broadcast,
+    result="maximum_out",
+    gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
+)
+_pow = OpKind(
+    "Pow",
+    lambda t, e: t**e,
+    shape=broadcast,
+    gradient={
+        "t": lambda g, t, e: pow_base_grad(g, t, e),
+        "e": lambda g, t, e, out: pow_exponent_grad(g, t, e, out),
+    },
+)
+_sum = OpKind("Sum", lambda *ts: sum(ts), shape=broadcast, gradient={"ts": lambda g: g})
+_where = OpKind(
+    "Where",
+    lambda condition, lhs, rhs: jnp.where(condition, lhs, rhs),
+    shape=lambda condition, lhs, rhs: _selection(condition, lhs, rhs),
+    gradient={
+        "lhs": lambda g, condition: where(condition, g, constant(0, g.dtype)),
+        "rhs": lambda g, condition: where(condition, constant(0, g.dtype), g),
+    },
+)
+
+
+def _representable(dtype: Any, *bounds: float) -> tuple[float, ...]:
+    """Bounds as float32; for float16, no larger than its largest number."""
+    largest = float(jnp.finfo(dtype).max) if dtype == jnp.float16 else math.inf
+    return tuple(float(np.clip(np.float32(bound), -largest, largest)) for bound in bounds)
+
+
+def _selection(condition: Any, lhs: Any, rhs: Any) -> TensorSpec:
+    same_dtype(lhs, rhs)
+    return TensorSpec(broadcast_shapes(condition.shape, lhs.shape, rhs.shape), lhs.dtype, meta_shape_of(lhs, rhs))
+
+
+def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
+    """Limit each element of `t` to the range from `min` to `max`. The gradient is 0 where the result is a bound.
+
+    Args:
+        t: tensor of any shape.
+        min, max: plain numbers.
+
+    Returns:
+        A new tensor of the same shape and dtype. NaN stays NaN.
+
+    See also: `numpy.clip`.
+
+    Example:
+        >>> y = ops.clip(x, 0.0, 6.0)
+    """
+    return _clip(t, min=float(min), max=float(max))
+
+
+clamp = clip
+
+
+def greater(input: Tensor, other: Tensor) -> Tensor:
+    """Whether input > other, elementwise; false wherever one of them is NaN.
+
+    Args:
+        input, other: tensors whose shapes broadcast.
+
+    Returns:
+        A bool tensor of the broadcast shape.
+
+    See also: `numpy.greater`.
+
+    Example:
+        >>> mask = ops.greater(x, y)
+    """
+    return _greater(input, other)
+
+
+def increment_mod(t: Tensor, increment: float, modulus: float) -> Tensor:
+    """Remainder of (t + increment) / modulus, with the sign of the sum, as in C. No gradient flows.
+
+    Args:
+        t: tensor of any shape.
+        increment, modulus: plain numbers; they are converted to the dtype of `t` first.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Example:
+        >>> step = ops.increment_mod(step, 1, 4)
+    """
+    return _increment_mod(t, increment=increment, modulus=modulus)
+
+
+def increment_mod_(t: Tensor, increment: float, modulus: float) -> Tensor:
+    """`increment_mod`, written over `t`. Returns an alias of `t`.
+
+    Example:
+        >>> ops.increment_mod_(step, 1, 4)
+    """
+    return _increment_mod_(t, increment=increment, modulus=modulus)
+
+
+def isfinite(t: Tensor) -> Tensor:
+    """Whether t is neither infinite nor NaN.
+
+    Made of other ops, as in PopXL: not (isnan or isinf), renamed.
+
+    Args:
+        t: tensor of any shape.
+
+    Returns:
+        A bool tensor of the same shape.
+
+    See also: `numpy.isfinite`.
+
+    Example:
+        >>> ok = ops.isfinite(loss)
+    """
+    return identity(logical_not(logical_or(isnan(t), isinf(t))), "isfinite_out")
+
+
+def log2(t: Tensor) -> Tensor:
+    """Logarithm to base 2, made of other ops: log(t) / log(2), each rounded to the dtype of `t`.
+
+    Args:
+        t: tensor of any shape.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    See also: `numpy.log2`.
+
+    Example:
+        >>> y = ops.log2(x)
+    """
+    return div(log(t), log(constant(2, t.dtype)))
+
+
+def logical_and(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """Whether both are true, elementwise. Operands that are not bool are converted: anything but 0 is true.
+
+    Args:
+        lhs, rhs: tensors whose shapes broadcast.
+
+    Returns:
+        A bool tensor of the broadcast shape.
+
+    See also: `numpy.logical_and`.
+
+    Example:
+        >>> both = ops.logical_and(a, b)
+    """
+    return _and(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
+
+
+def logical_or(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """Whether one or both are true, elementwise. Operands that are not bool are converted: anything but 0 is true.
+
+    Args:
+        lhs, rhs: tensors whose shapes broadcast.
+
+    Returns:
+        A bool tensor of the broadcast shape.
+
+    See also: `numpy.logical_or`.
+
+    Example:
+        >>> either = ops.logical_or(a, b)
+    """
+    return _or(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
+
+
+def logical_not(t: Tensor) -> Tensor:
+    """Whether t is false. A tensor that is not bool is converted: anything but 0 is true.
+
+    Args:
+        t: tensor of any shape.
+
+    Returns:
+        A bool tensor of the same shape.
+
+    See also: `numpy.logical_not`.
+
+    Example:
+        >>> neither = ops.logical_not(either)
+    """
+    return _not(cast_if_needed(t, dtypes.bool))
+
+
+def maximum(*ts: Tensor) -> Tensor:
+    """The largest of several tensors, elementwise.
+
+    Every operand that is equal to the largest receives the whole gradient there; ties are not split.
+
+    Args:
+        *ts: one or more tensors of one dtype, whose shapes broadcast.
+
+    Returns:
+        A new tensor of the broadcast shape.
+
+    Raises:
+        ValueError: if no tensor is given.
+        PopxlError: if the shapes do not broadcast or the dtypes differ.
+
+    See also: `numpy.maximum`.
+
+    Example:
+        >>> z = ops.maximum(x, y)
+    """
+    if not ts:
+        raise ValueError("maximum: at least one tensor is needed; none was given.")
+    return _max(*ts)
+
+
+def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:
+    """t to the power of `e`, elementwise.
+
+    Args:
+        t: tensor of any shape.
+        e: the exponent: a tensor of the dtype of `t` whose shape broadcasts with that of `t`, or a number. A number
+            becomes a constant of the dtype of `t` if that is a float, else a constant of its own dtype.
+
+    Returns:
+        A new tensor of the broadcast shape.
+
+    Raises:
+        PopxlError: if the shapes do not broadcast or the dtypes differ.
+
+    See also: `numpy.power`.
+
+    Example:
+        >>> y = ops.pow(x, 3)
+    """
+    if not isinstance(e, Tensor):
+        number = isinstance(e, int | float) and isinstance(t, Tensor) and t.dtype.is_floating_point
+        e = constant(e, t.dtype if number else None)
+    return _pow(t, e)
+
+
+def add_n(*ts: Tensor) -> Tensor:
+    """The sum of any number of tensors in one op. Gradient graphs use it for tensors that are read several times.
+
+    Args:
+        *ts: one or more tensors of one dtype, whose shapes broadcast.
+
+    Returns:
+        A new tensor of the broadcast shape.
+
+    Raises:
+        ValueError: if no tensor is given.
+        PopxlError: if the shapes do not broadcast or the dtypes differ.
+
+    Example:
+        >>> total = ops.add_n(a, b, c)
+    """
+    if not ts:
+        raise ValueError("add_n: at least one tensor is needed; none was given.")
+    return _sum(*ts)
+
+
+def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """`lhs` where the condition is true, else `rhs`, elementwise.
+
+    Args:
+        condition: bool tensor, or one that is converted: anything but 0 is true. No gradient flows to it.
+        lhs, rhs: tensors of one dtype. The three shapes broadcast.
+
+    Returns:
+        A new tensor of the broadcast shape.
+
+    Raises:
+        PopxlError: if the shapes do not broadcast or the dtypes differ.
+
+    See also: `numpy.where`.
+
+    Example:
+        >>> y = ops.where(mask, x, zero)
+    """
+    return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)

@@ -1,0 +1,177 @@
+"""What the ops of a family share, said once: the parameters of the public function, its docstring, its names.
+
+A family function declares an `OpKind` and returns the function that users call; the kind is its attribute `kind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+from popxl.op import OpKind
+from popxl.shapes import broadcast, like_first, predicate, reduction_axes
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+Rule = Callable[..., Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Unary(Protocol):
+    """An op of one tensor."""
+
+    kind: OpKind
+
+    def __call__(self, t: Tensor) -> Tensor: ...
+
+
+class Binary(Protocol):
+    """An op of two tensors."""
+
+    kind: OpKind
+
+    def __call__(self, lhs: Tensor, rhs: Tensor) -> Tensor: ...
+
+
+class Reduction(Protocol):
+    """An op that reduces some axes of a tensor."""
+
+    kind: OpKind
+
+    def __call__(self, t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor: ...
+
+
+def public(function: F, kind: OpKind, name: str, doc: str) -> Any:
+    """Dress a function as the public face of an op."""
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = "popxl.ops"
+    function.__doc__ = doc
+    cast(Any, function).kind = kind
+    return function
+
+
+def camel(name: str) -> str:
+    """`"logical_not"` → `"LogicalNot"`."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def unary(
+    name: str,
+    lowering: Callable[[Any], Any],
+    meaning: str,
+    gradient: Rule | None | Any = ...,
+    *,
+    kind: str = "",
+    shape: Callable[..., TensorSpec] = like_first,
+    see: str = "",
+) -> Unary:
+    """Declare an elementwise op of one tensor `t`.
+
+    Args:
+        name: name of the public function.
+        lowering: JAX function of the array `t`.
+        meaning: first line of the docstring.
+        gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
+        kind: name in printed graphs, where it is not the name in capitals.
+        shape: shape rule, for ops whose result has another dtype.
+        see: the namesake in NumPy or PyTorch.
+    """
+    declared: dict[str, Any] = (
+        {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
+    )
+    declaration = OpKind(kind or camel(name), lowering, shape=shape, result=f"{name}_out", operands=("t",), **declared)
+    result = "a bool for each element" if shape is predicate else "same shape and dtype"
+    also = f"\n\nSee also: `{see}`." if see else ""
+    return _unary(
+        declaration,
+        name,
+        f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n\nReturns:\n    A new tensor: {result}.{also}\n\n"
+        f"Example:\n    >>> y = ops.{name}(x)",
+    )
+
+
+def _unary(kind: OpKind, name: str, doc: str) -> Unary:
+    def op(t: Tensor) -> Tensor:
+        return kind(t)
+
+    return public(op, kind, name, doc)
+
+
+def inplace(op: Unary | Binary, name: str, result: str) -> Any:
+    """The in-place form of an elementwise op: it overwrites its first operand and returns an alias of it."""
+    original = op.kind
+    first = "t" if len(original.operand_names(2)) == 1 else "lhs"
+    kind = original.inplace(f"{original.name}{'Inplace' if first == 't' else 'LhsInplace'}", result)
+    doc = (
+        f"`{op.__name__}`, written over `{first}`.\n\nReturns:\n    An alias of `{first}`, which holds the new value "  # type: ignore[union-attr]
+        f"from now on. To read it in a defined order use the alias, or\n    `popxl.in_sequence()`. "
+        f"Autodiff refuses graphs with this op.\n\nExample:\n    >>> y = ops.{name}(x{'' if first == 't' else ', y'})"
+    )
+    return _unary(kind, name, doc) if first == "t" else _binary(kind, name, doc)
+
+
+def binary(
+    name: str,
+    lowering: Callable[[Any, Any], Any],
+    meaning: str,
+    gradient: Mapping[str, Rule] | Any = ...,
+    *,
+    kind: str = "",
+    shape: Callable[..., TensorSpec] = broadcast,
+    result: str = "",
+    see: str = "",
+) -> Binary:
+    """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast. Arguments as for `unary`."""
+    declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
+    result = result or f"{name}_out"
+    declaration = OpKind(kind or camel(name), lowering, shape=shape, result=result, operands=("lhs", "rhs"), **declared)
+    returns = "a bool for each element" if shape is predicate else "their dtype"
+    also = f"\n\nSee also: `{see}`." if see else ""
+    return _binary(
+        declaration,
+        name,
+        f"{meaning}\n\nArgs:\n    lhs, rhs: tensors whose shapes broadcast, of one dtype.\n\nReturns:\n"
+        f"    A new tensor of the broadcast shape: {returns}.\n\nRaises:\n    PopxlError: if the shapes do not "
+        f"broadcast or the dtypes differ.{also}\n\nExample:\n    >>> z = ops.{name}(x, y)",
+    )
+
+
+def _binary(kind: OpKind, name: str, doc: str) -> Binary:
+    def op(lhs: Tensor, rhs: Tensor) -> Tensor:
+        return kind(lhs, rhs)
+
+    return public(op, kind, name, doc)
+
+
+def reduction(
+    name: str,
+    lowering: Callable[..., Any],
+    meaning: str,
+    gradient: Rule | Any = ...,
+    *,
+    kind: str = "",
+) -> Reduction:
+    """Declare a reduction of `t` over `axis`. `lowering(t, axes, keepdims)` gets the axes as a tuple."""
+
+    def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
+        return lowering(t, reduction_axes(axis, t.ndim), keepdims)
+
+    def shape(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> TensorSpec:
+        axes = reduction_axes(axis, len(t.shape))
+        sizes = [1 if d in axes else size for d, size in enumerate(t.shape) if keepdims or d not in axes]
+        return TensorSpec(tuple(sizes), t.dtype)
+
+    declared: dict[str, Any] = {} if gradient is ... else {"gradient": {"t": gradient}}
+    declaration = OpKind(kind or f"Reduce{camel(name)}", reduce, shape=shape, result=f"{name}_out", **declared)
+
+    def op(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
+        return declaration(t, axis=axes, keepdims=keepdims)
+
+    doc = (
+        f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; negative ones "
+        "count from the back; `None` means all,\n        an empty sequence none.\n    keepdims: keep the reduced "
+        "dimensions, with size 1.\n\nReturns:\n    A new tensor of the same dtype.\n\nRaises:\n    PopxlError: if there "
+        f"is no such axis.\n\nExample:\n    >>> y = ops.{name}(x, axis=-1)"
+    )
+    return public(op, declaration, name, doc)

@@ -1,0 +1,200 @@
+"""Ops that make tensors from outside the graph, or hand them out: `init`, the host streams, printing.
+
+Their meaning needs the machine, so they only declare their specs here; `runtime.effects` carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, NoReturn
+
+import jax.numpy as jnp
+
+from popxl.context import get_current_context
+from popxl.dtypes import dtype as dtype_
+from popxl.errors import PopxlError
+from popxl.op import OpKind
+from popxl.shapes import like_first
+from popxl.spec import TensorSpec
+from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.tensor import Tensor
+
+FloatFormat = Literal["auto", "fixed", "scientific", "none"]
+
+_init = OpKind(
+    "Init",
+    lambda *, spec, init_type: jnp.zeros(spec.shape, spec.dtype.as_jax()),
+    shape=lambda *, spec, init_type: spec,
+    result="t",
+    gradient=None,
+)
+
+
+def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
+    raise PopxlError("this op talks to the host, and is carried out by a Session only.")
+
+
+def _stored(t: Any, *, stream: Any) -> tuple[()]:
+    if t.meta_shape:
+        raise PopxlError("a replica-sharded piece cannot be stored to the host; gather it first.")
+    return ()
+
+
+host_load_kind = OpKind(
+    "HostLoad",
+    _by_the_machine,
+    operands=("t",),
+    shape=lambda t, *, stream: stream.spec,
+    gradient=None,
+    effect=True,
+)
+host_store_kind = OpKind("HostStore", _by_the_machine, operands=("t",), shape=_stored, gradient=None, effect=True)
+print_tensor_kind = OpKind(
+    "PrintTensor",
+    _by_the_machine,
+    operands=("t",),
+    shape=like_first,
+    result="print_out",
+    effect=True,
+    gradient={
+        "t": lambda g, title, print_gradient, style: (
+            print_tensor_kind(g, title=f"{title}_gradient", print_self=True, print_gradient=False, style=style)
+            if print_gradient
+            else g
+        )
+    },
+)
+
+
+def init(
+    shape: Iterable[int],
+    dtype: dtype_,
+    name: str | None = None,
+    init_type: Literal["zero", "undef"] = "zero",
+    meta_shape: Iterable[int] | None = None,
+) -> Tensor:
+    """A tensor made anew each time the graph runs.
+
+    Args:
+        shape, dtype, meta_shape: what it looks like.
+        name: name of the tensor.
+        init_type: `"zero"` for zeros; `"undef"` for contents that are not defined (zeros too, here).
+
+    Raises:
+        ValueError: for another `init_type`.
+
+    Example:
+        >>> acc = ops.init((4, 3), popxl.float32, "acc")
+    """
+    if init_type not in ("zero", "undef"):
+        raise ValueError(f"init: `init_type` is {init_type!r}; expected 'zero' or 'undef'.")
+    spec = TensorSpec(tuple(map(int, shape)), dtype, tuple(meta_shape) if meta_shape else ())
+    return _init(spec=spec, init_type=init_type, results=(name,))
+
+
+def host_load(h2d_stream: HostToDeviceStream, name: str | None = None) -> Tensor:
+    """The next element of a stream, each time the op runs.
+
+    Args:
+        h2d_stream: the stream.
+        name: stem of the result's name; the stream's name by default.
+
+    Returns:
+        A new tensor in the current graph, with the shape and dtype of the stream.
+
+    Raises:
+        TypeError: if `h2d_stream` is no such stream.
+        ValueError: if the stream is of another Ir.
+
+    Example:
+        >>> x = ops.host_load(images, "x")
+    """
+    _check_stream("host_load", h2d_stream, HostToDeviceStream)
+    name = name or h2d_stream.tensor.name
+    buffer = _init(spec=h2d_stream.spec, init_type="undef", results=(f"{name}_init",))
+    return host_load_kind(buffer, stream=h2d_stream, results=(f"{name}_hostload",))
+
+
+def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
+    """Send a tensor to the host, each time the op runs.
+
+    Args:
+        d2h_stream: the stream.
+        t: tensor with the stream's shape and dtype; nothing is converted.
+
+    Raises:
+        TypeError: if `d2h_stream` is no such stream, or `t` no tensor.
+        ValueError: if the stream is of another Ir, or the dtypes or shapes differ.
+
+    Example:
+        >>> ops.host_store(losses, loss)
+    """
+    _check_stream("host_store", d2h_stream, DeviceToHostStream)
+    for what in ("dtype", "shape"):
+        if isinstance(t, Tensor) and getattr(d2h_stream, what) != getattr(t, what):
+            raise ValueError(
+                f"host_store: the {what} of the stream {d2h_stream.tensor!r} and of {t!r} differ; expected "
+                f"{getattr(d2h_stream, what)}, got {getattr(t, what)}."
+            )
+    host_store_kind(t, stream=d2h_stream, results=())
+
+
+def _check_stream(name: str, stream: Any, kind: type) -> None:
+    if not isinstance(stream, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {stream!r} ({type(stream).__name__}).")
+    main = get_current_context().graph.main_graph
+    if stream.tensor.graph_ref is not main.ref:
+        raise ValueError(f"{name}: the stream {stream} is of another Ir than the current graph.")
+
+
+def print_tensor(
+    t: Tensor,
+    title: str | None = None,
+    print_self: bool = True,
+    print_gradient: bool = False,
+    summarise_threshold: int = 1000,
+    edge_items: int = 3,
+    max_line_width: int = 75,
+    digits: int = 8,
+    float_format: FloatFormat = "auto",
+    separator: str = " ",
+    open_bracket: str = "[",
+    close_bracket: str = "]",
+) -> Tensor:
+    """Write a tensor to standard error each time the op runs, and pass it on.
+
+    Args:
+        t: tensor of any shape.
+        title: printed before it; `print_<name of t>` by default.
+        print_self: print the tensor.
+        print_gradient: print the gradient that flows back through the op, as `<title>_gradient`. For that the result
+            has to be used.
+        summarise_threshold: above this number of elements only the edges are printed; 0 prints all.
+        edge_items: elements printed at each edge of a summary.
+        max_line_width: width at which lines are broken; 0 for never.
+        digits: digits of a number.
+        float_format: `"auto"`, `"fixed"`, `"scientific"` or `"none"`.
+        separator, open_bracket, close_bracket: one character each.
+
+    Returns:
+        A copy of `t`.
+
+    Raises:
+        ValueError: if a separator or bracket is not one character.
+        KeyError: for another `float_format`.
+
+    Example:
+        >>> loss = ops.print_tensor(loss, "loss")
+    """
+    characters = {"separator": separator, "open_bracket": open_bracket, "close_bracket": close_bracket}
+    for name, character in characters.items():
+        if len(character) != 1:
+            raise ValueError(f"print_tensor: `{name}` must be a single character; got {character!r}.")
+    if float_format not in ("auto", "fixed", "scientific", "none"):
+        raise KeyError(
+            f"print_tensor: `float_format` is {float_format!r}; use 'auto', 'fixed', 'scientific' or 'none'."
+        )
+    if title is None and isinstance(t, Tensor):
+        title = f"print_{t.name}"
+    style = (summarise_threshold, edge_items, max_line_width, digits, float_format, *characters.values())
+    return print_tensor_kind(t, title=title, print_self=print_self, print_gradient=print_gradient, style=style)

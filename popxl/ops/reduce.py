@@ -1,0 +1,179 @@
+"""Reductions: ops that turn some dimensions of a tensor into one number each.
+
+A rule's `g` and `out` lack the reduced dimensions; `spread` gives them back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from popxl import dtypes
+from popxl.op import OpKind
+from popxl.ops.elementwise import sign, ties_grad
+from popxl.ops.families import reduction
+from popxl.ops.shape import reshape
+from popxl.shapes import reduction_axes
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+_broadcast = OpKind(
+    "Expand",
+    lambda t, *, shape: jnp.broadcast_to(t, shape),
+    shape=lambda t, *, shape: TensorSpec(shape, t.dtype),
+    gradient={"t": lambda g: g},
+)
+
+
+def spread(reduced: Tensor, spec: Any, axis: int | Iterable[int] | None) -> Tensor:
+    """Repeat a reduced tensor along the dimensions that were reduced, to the shape of the operand."""
+    axes = reduction_axes(axis, len(spec.shape))
+    kept = tuple(1 if d in axes else size for d, size in enumerate(spec.shape))
+    if reduced.shape != kept:
+        reduced = reshape(reduced, kept)
+    return reduced if kept == spec.shape else _broadcast(reduced, shape=tuple(spec.shape))
+
+
+def _count(spec: Any, axis: Any) -> int:
+    return math.prod(spec.shape[d] for d in reduction_axes(axis, len(spec.shape)))
+
+
+def _accumulated(t: Any) -> Any:
+    """float16 sums are accumulated in float32 and rounded once."""
+    return t.astype(jnp.float32) if t.dtype == jnp.float16 else t
+
+
+def _total(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    return jnp.sum(_accumulated(t), axis=axes, keepdims=keepdims, dtype=_accumulated(t).dtype)
+
+
+def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    total, count = _total(t, axes, keepdims), math.prod(t.shape[d] for d in axes)
+    if jnp.issubdtype(t.dtype, jnp.integer):
+        return jax.lax.div(total, jnp.asarray(count, total.dtype))  # towards zero
+    return total / count
+
+
+sum = reduction("sum", _total, "The sum of the elements.", lambda g, t_spec, axis: spread(g, t_spec, axis))
+mean = reduction(
+    "mean",
+    _mean,
+    "The mean of the elements; for integers rounded towards zero.",
+    lambda g, t_spec, axis: spread(g, t_spec, axis) / _count(t_spec, axis),
+)
+max = reduction(
+    "max",
+    lambda t, axes, keepdims: jnp.max(t, axis=axes, keepdims=keepdims),
+    "The largest element. Every element equal to it receives the whole gradient; ties are not split.",
+    lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
+)
+min = reduction(
+    "min",
+    lambda t, axes, keepdims: jnp.min(t, axis=axes, keepdims=keepdims),
+    "The smallest element. Every element equal to it receives the whole gradient; ties are not split.",
+    lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
+)
+prod = reduction(
+    "prod",
+    lambda t, axes, keepdims: jnp.prod(_accumulated(t), axis=axes, keepdims=keepdims, dtype=_accumulated(t).dtype),
+    "The product of the elements. Its gradient is exact where elements are zero.",
+)
+sumsquare = reduction(
+    "sumsquare",
+    lambda t, axes, keepdims: _total(_accumulated(t) * _accumulated(t), axes, keepdims),
+    "The sum of the squares of the elements.",
+    lambda g, t, axis: spread(g, t, axis) * t * 2,
+    kind="ReduceSumSquare",
+)
+l1 = reduction(
+    "l1",
+    lambda t, axes, keepdims: _total(jnp.abs(t), axes, keepdims),
+    "The sum of the absolute values of the elements.",
+    lambda g, t, axis: spread(g, t, axis) * sign(t),
+)
+l2 = reduction(
+    "l2",
+    lambda t, axes, keepdims: jnp.sqrt(_total(_accumulated(t) * _accumulated(t), axes, keepdims)),
+    "The square root of the sum of the squares of the elements. Its gradient is NaN where all of them are zero.",
+    lambda g, t, out, axis: spread(g, t, axis) * t / spread(out, t, axis),
+)
+logsum = reduction(
+    "logsum",
+    lambda t, axes, keepdims: jnp.log(_total(t, axes, keepdims)),
+    "The natural logarithm of the sum of the elements.",
+    kind="ReduceLogSum",
+)
+logsumexp = reduction(
+    "logsumexp",
+    lambda t, axes, keepdims: jax.nn.logsumexp(_accumulated(t), axis=axes, keepdims=keepdims),
+    "The natural logarithm of the sum of the exponentials of the elements, in a form that does not overflow.",
+    kind="ReduceLogSumExp",
+)
+
+
+def _median(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
+    axes = reduction_axes(axis, t.ndim)
+    kept = [d for d in range(t.ndim) if d not in axes]
+    rows = jnp.transpose(t, (*kept, *axes)).reshape(*(t.shape[d] for d in kept), -1)
+    place = jnp.argsort(rows, axis=-1, stable=True)[..., (rows.shape[-1] - 1) // 2]
+    value = jnp.take_along_axis(rows, place[..., None], axis=-1)[..., 0]
+    shape = tuple(1 if d in axes else size for d, size in enumerate(t.shape) if keepdims or d not in axes)
+    return value.reshape(shape), place.reshape(shape).astype(jnp.int32)
+
+
+_median_kind = OpKind(
+    "ReduceMedian",
+    _median,
+    shape=lambda t, *, axis, keepdims: (
+        sum.kind.shape(t, axis=axis, keepdims=keepdims),
+        TensorSpec(sum.kind.shape(t, axis=axis, keepdims=keepdims).shape, dtypes.int32),
+    ),
+    result=("median_out", "median_indices_out"),
+)
+_lamb_square = OpKind(
+    "LambSquare",
+    lambda t: jnp.sum(jnp.square(t.astype(jnp.float32))),
+    shape=lambda t: TensorSpec((), dtypes.float32),
+    gradient=None,
+)
+
+
+def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+    """The median of the elements; of an even number of elements, the lower of the two in the middle.
+
+    The whole gradient goes to the element that was picked.
+
+    Args:
+        t: tensor of any shape.
+        axis: the dimension to reduce, or several; negative ones count from the back; `None` means all.
+        keepdims: keep the reduced dimensions, with size 1.
+
+    Returns:
+        A new tensor of the same dtype.
+
+    Raises:
+        PopxlError: if there is no such axis.
+
+    Example:
+        >>> y = ops.median(x, axis=-1)
+    """
+    return _median_kind(t, axis=axis if axis is None or isinstance(axis, int) else tuple(axis), keepdims=keepdims)[0]
+
+
+def lamb_square(t: Tensor) -> Tensor:
+    """The sum of the squares of all elements, accumulated and returned in float32. No gradient flows.
+
+    Args:
+        t: tensor of any shape.
+
+    Returns:
+        A float32 scalar. Of a replica-sharded tensor it is the sum over the local piece.
+
+    Example:
+        >>> norm = ops.sqrt(ops.lamb_square(w))
+    """
+    return _lamb_square(t)

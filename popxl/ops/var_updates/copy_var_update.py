@@ -1,0 +1,40 @@
+"""Overwriting a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from popxl.errors import PopxlError
+from popxl.op import OpKind
+from popxl.shapes import like_first, same_dtype
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+
+def _same_spec(t: Any, X: Any) -> TensorSpec:
+    same_dtype(t, X)
+    if t.shape != X.shape:
+        raise PopxlError("`t` and `X` have to have the same shape; nothing is broadcast.")
+    return like_first(t)
+
+
+_copy = OpKind("CopyVarUpdate", lambda t, X: X, shape=_same_spec, result="updated__{t}", modifies=("t",), gradient=None)
+
+
+def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:
+    """Overwrite `t` with `X`.
+
+    Args:
+        t: what to overwrite.
+        X: the new content, of the same shape and dtype. It is not changed, and not shared.
+
+    Returns:
+        An alias of `t`.
+
+    Raises:
+        PopxlError: if the shapes or the dtypes differ.
+
+    Example:
+        >>> ops.var_updates.copy_var_update_(variable, value)
+    """
+    return _copy(t, X)

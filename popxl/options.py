@@ -1,0 +1,74 @@
+"""`SessionOptions`: what a user can set on an Ir before a session is made of it. Reached as `ir.options`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["SessionOptions"]
+
+
+class SessionOptions(BaseModel):
+    """Settings of an Ir, under the names that PopART gave them.
+
+    Unless the description says otherwise a setting has no effect here: it belongs to hardware that programs ran on
+    before, and is accepted so that they run unchanged.
+    """
+
+    model_config = ConfigDict(validate_assignment=True, extra="forbid")
+
+    replicatedGraphCount: int = Field(1, description="Number of replicas of this process; see `Ir.replication_factor`.")
+    enableReplicatedGraphs: bool = Field(False, description="Whether `replicatedGraphCount` counts.")
+    enableDistributedReplicatedGraphs: bool = Field(False, description="Whether `globalReplicationFactor` counts.")
+    globalReplicationFactor: int = Field(1, description="Number of replicas over all processes.")
+    globalReplicaOffset: int = Field(0, description="Number of the first replica of this process.")
+    enableEngineCaching: bool = Field(
+        default_factory=lambda: bool(_cache_dir()), description="Keep compiled programs in `cachePath`."
+    )
+    cachePath: str = Field(default_factory=lambda: _cache_dir(), description="Folder of compiled programs.")
+    dotChecks: set[str] = Field(default_factory=set, description="Active checkpoints of `Ir.dot_checkpoint`.")
+    logDir: str = Field(".", description="Folder that `Ir.dot_checkpoint` writes to.")
+    enableInplaceAmbiguityChecking: bool = Field(
+        True, description="Refuse programs whose in-place ops and readers of the same storage are not ordered."
+    )
+    throwIfLog2ScaleTensorNotInRange: bool = Field(
+        True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
+    )
+    engineOptions: dict[str, str] = Field(default_factory=dict)
+    numIOTiles: int = 0
+    enableStochasticRounding: bool = False
+    partialsTypeMatMuls: Literal["", "half", "float"] | str = ""
+    useHostCopyOps: bool = True
+    aliasZeroCopy: bool = True
+    enableExplicitMainLoops: bool = True
+    explicitRecomputation: bool = True
+    constantWeights: bool = True
+    virtualGraphMode: Any = None
+    enableVariablesCaching: bool = True
+    decomposeGradSum: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).model_fields:
+            near = difflib.get_close_matches(name, type(self).model_fields)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise AttributeError(f"There is no session option {name!r}{hint}")
+        super().__setattr__(name, value)
+
+    @property
+    def instance_replication_factor(self) -> int:
+        """Number of replicas that this process drives."""
+        return self.replicatedGraphCount if self.enableReplicatedGraphs else 1
+
+    @property
+    def replication_factor(self) -> int:
+        """Number of replicas, over all processes."""
+        if self.enableDistributedReplicatedGraphs:
+            return self.globalReplicationFactor
+        return self.instance_replication_factor
+
+
+def _cache_dir() -> str:
+    return os.environ.get("POPXL_CACHE_DIR") or os.environ.get("POPART_CACHE_DIR") or ""

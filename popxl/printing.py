@@ -1,0 +1,117 @@
+"""Graphs as text: `schedule`, the listing that PopXL programs print, and `algebra`, which reads like a page.
+
+Both say the same for the same graph, always. Neither computes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from popxl.spec import brief
+from popxl.streams import Stream
+from popxl.tensor import Constant, Tensor
+
+if TYPE_CHECKING:
+    from popxl.graph import Graph
+    from popxl.op import Op
+
+__all__ = ["algebra", "schedule"]
+
+
+def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
+    """The ops of a graph in the order they run, one line each, with numbered tensors.
+
+    Args:
+        graph: what to list.
+        names: names for some of the graph's inputs, shown as `name=%2`.
+
+    Example:
+        >>> print(schedule(linear_graph, {weight: "weight", bias: "bias"}))
+        Graph : Linear_subgraph(0)
+          (%1, weight=%2, bias=%3) -> (%5) {
+            MatMul.100 (%1 [(2, 4) float32], %2 [(4, 32) float32]) -> (%4 [(2, 32) float32])
+            Add.101 (%4 [(2, 32) float32], %3 [(32,) float32]) -> (%5 [(2, 32) float32])
+          }
+    """
+    numbers: dict[Tensor, int] = {}
+
+    def number(t: Tensor) -> str:
+        return f"%{numbers.setdefault(t, len(numbers) + 1)}"
+
+    def shown(tensors: Sequence[Tensor]) -> str:
+        return ", ".join(f"{number(t)} [{t.shape} {t.dtype.name}]" for t in tensors)
+
+    known = names or {}
+    inputs = ", ".join(f"{known[t]}={number(t)}" if t in known else number(t) for t in graph.inputs)
+    lines = []
+    for op in graph.ops:
+        called = f"({op.called_graphs[0].name})" if len(op.called_graphs) == 1 else ""
+        lines.append(f"    {op.op_type}.{op.id}{called} ({shown(op.inputs)}) -> ({shown(op.outputs)})")
+    outputs = ", ".join(number(t) for t in graph.outputs)
+    return "\n".join([f"Graph : {graph.name}", f"  ({inputs}) -> ({outputs}) {{", *(lines or ["    "]), "  }"])
+
+
+def algebra(graph: Graph) -> str:
+    """A graph, and the graphs it calls, as definitions of named values.
+
+    `&x` marks an operand that the op overwrites. Graphs are shown once, however often they are called.
+    """
+    called = list(_called(graph, {graph}))
+    text = "\n".join(_definitions(graph))
+    if called:
+        blocks = ("\n".join(f"    {line}" for line in _definitions(callee)) for callee in called)
+        text += "\n  where\n" + "\n\n".join(blocks)
+    return text
+
+
+def _called(graph: Graph, seen: set[Graph]) -> Iterator[Graph]:
+    """The graphs reachable by calls, each once, in order of first mention."""
+    for callee in graph.called_graphs:
+        if callee not in seen:
+            seen.add(callee)
+            yield callee
+            yield from _called(callee, seen)
+
+
+def _definitions(graph: Graph) -> Iterator[str]:
+    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
+    yield f"{graph.name or 'main graph'}({parameters}):"
+    rows = [(f"{v.name}: {brief(v)}", "variable") for v in graph.variables]
+    rows += [(", ".join(f"{t.name}: {brief(t)}" for t in op.outputs), _expression(op)) for op in graph.ops]
+    width = max((len(left) for left, _ in rows if len(left) <= 44), default=0)
+    for left, right in rows:
+        yield f"    {left:{width}} = {right}" if left else f"    {right}"
+    if graph.outputs:
+        yield f"    return {', '.join(t.name for t in graph.outputs)}"
+    elif not rows:
+        yield "    pass"
+
+
+def _expression(op: Op) -> str:
+    operands = [f"{'&' if i in op.modified else ''}{_operand(t)}" for i, t in enumerate(op.inputs)]
+    if op.operands is not None:
+        operands = [f"{name}={text}" for name, text in zip(op.operands, operands, strict=True)]
+    plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.calls}
+    operands += [f"{name}={_plain(value)}" for name, value in plain.items()]
+    called = "".join(f" {graph.name}" for graph in op.called_graphs)
+    place = f"  @ ipu {op.ipu}" if op.ipu else ""
+    return f"{op.op_type}{called}({', '.join(operands)}){place}"
+
+
+def _operand(t: Tensor) -> str:
+    if not isinstance(t, Constant):
+        return t.name
+    return _plain(t.data) if t.nelms <= 4 else f"constant {brief(t)}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return str(value.tolist())
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Stream):
+        return value.tensor.name
+    return str(value)

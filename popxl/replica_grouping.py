@@ -1,0 +1,260 @@
+"""Which replicas belong together: `ReplicaGrouping`, made by `ir.replica_grouping` and its sibling.
+
+A grouping only describes. Variables use it to say who shares a value, collectives to say who talks to whom.
+"""
+
+import math
+import weakref
+from collections import Counter, defaultdict
+from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+
+class ReplicaGrouping:
+    """A partition of all replicas into groups of equal size, numbered in the order of their first replicas.
+
+    In a *constant* grouping, neighbours within a group are always `stride` replicas apart. Collectives accept only
+    these; variables accept any. Make one with `ir.replica_grouping` or `ir.replica_grouping_from_assignments`.
+
+    Groupings are equal if they group the replicas of the same `Ir` in the same way. They cannot be hashed, and
+    comparing one with anything else raises `TypeError`. A grouping does not keep its `Ir` alive.
+
+    Example:
+        >>> rg = popxl.Ir(replication=6).replica_grouping(stride=3, group_size=2)
+        >>> rg.assignment
+        [0, 1, 2, 0, 1, 2]
+    """
+
+    _ir_ref: "weakref.ref[Ir]"
+    _assignment: list[int]
+    _stride: int | None  # None where the grouping is not constant
+    _group_size: int
+
+    def __init__(self) -> None:
+        raise RuntimeError(
+            "ReplicaGrouping() cannot be called: a grouping belongs to an Ir. "
+            "Use ir.replica_grouping(stride, group_size) or ir.replica_grouping_from_assignments(assignment)."
+        )
+
+    @property
+    def stride(self) -> int:
+        """How many replicas apart neighbours within a group are; 1 where groups have one member.
+
+        Raises:
+            NotImplementedError: if the grouping is not constant.
+        """
+        if self._stride is None:
+            raise NotImplementedError(
+                f"stride: {self} is not constant, so it has no single stride. Check `is_const` first, "
+                "or use `const_rg`, a constant grouping that refines it."
+            )
+        return self._stride
+
+    @property
+    def group_size(self) -> int:
+        """How many replicas there are in each group."""
+        return self._group_size
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there are."""
+        return len(self._assignment) // self._group_size
+
+    @property
+    def assignment(self) -> list[int]:
+        """The group of each replica."""
+        return list(self._assignment)
+
+    @property
+    def is_const(self) -> bool:
+        """Whether neighbours within a group are always the same distance apart."""
+        return self._stride is not None
+
+    @property
+    def const_rg(self) -> "ReplicaGrouping":
+        """The grouping itself if it is constant, else a constant one that cuts its groups into smaller ones.
+
+        The groups are cut where neighbours are further apart than the closest two, and then into the largest size
+        that fits all the pieces.
+        """
+        if self.is_const:
+            return self
+        smallest_gap = min(_gaps(self._groups()))
+        pieces: list[int] = []
+        for group in self._groups():
+            pieces.append(1)
+            for gap in _gaps([group]):
+                if gap == smallest_gap:
+                    pieces[-1] += 1
+                else:
+                    pieces.append(1)
+        return _constant(self._ir_ref, len(self._assignment), smallest_gap, math.gcd(*pieces))
+
+    @property
+    def to_device_map(self) -> list[int] | None:
+        """For each group of `const_rg`, the group of this grouping that it lies in; `None` if constant."""
+        if self.is_const:
+            return None
+        return [self._assignment[first] for first, *_ in self.const_rg._groups()]
+
+    @property
+    def to_host_map(self) -> list[int] | None:
+        """For each group of this grouping, the first group of `const_rg` that lies in it; `None` if constant."""
+        if self.is_const:
+            return None
+        refined = self.const_rg._assignment
+        return [refined[first] for first, *_ in self._groups()]
+
+    def transpose(self) -> "ReplicaGrouping":
+        """Return the grouping whose group `i` consists of the `i`-th members of all groups of this one.
+
+        The transpose of a constant grouping may be non-constant, and the other way round. Variables whose values
+        differ within the groups of a collective use the transpose of its grouping.
+
+        Example:
+            >>> popxl.Ir(replication=6).replica_grouping(group_size=2).transpose().assignment
+            [0, 1, 0, 1, 0, 1]
+        """
+        num_replicas = len(self._assignment)
+        if self._stride == 1:
+            return _constant(self._ir_ref, num_replicas, self._group_size, self.num_groups)
+        if self._stride is not None and self._stride * self._group_size == num_replicas:
+            return _constant(self._ir_ref, num_replicas, 1, self.num_groups)
+        members = {replica: i for group in self._groups() for i, replica in enumerate(group)}
+        return _from_assignment(self._ir_ref, [members[replica] for replica in range(num_replicas)])
+
+    @property
+    def _ir(self) -> "Ir":
+        """The Ir whose replicas these are."""
+        ir = self._ir_ref()
+        if ir is None:
+            raise RuntimeError(f"{self} outlived its Ir. Keep a reference to the Ir, or to one of its graphs.")
+        return ir
+
+    def _groups(self) -> list[list[int]]:
+        """The replicas of each group."""
+        return _groups_of(self._assignment)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReplicaGrouping):
+            raise TypeError(
+                f"A ReplicaGrouping can be compared with another one only; this is a {type(other).__name__}. "
+                "To ask whether a grouping was given, write `is None`."
+            )
+        return self._ir_ref == other._ir_ref and self._assignment == other._assignment
+
+    def __repr__(self) -> str:
+        if self._stride is None:
+            return f"ReplicaGrouping(assignment={self._assignment})"
+        return (
+            f"ReplicaGrouping(num_replicas={len(self._assignment)}, stride={self._stride}, "
+            f"group_size={self._group_size}, num_groups={self.num_groups})"
+        )
+
+
+def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) -> ReplicaGrouping:
+    """Group the replicas of `ir` so that neighbours within a group are `stride` apart; see `Ir.replica_grouping`.
+
+    Args:
+        ir: whose replicas to group; held weakly.
+        stride: a divisor of the number of replicas. It becomes 1 where groups have one member.
+        group_size: as many as possible if `None`. `stride * group_size` must divide the number of replicas.
+
+    Raises:
+        ValueError: if the replicas cannot be grouped like this.
+        ZeroDivisionError: if `stride` is 0 and `group_size` is `None`.
+    """
+    num_replicas = ir.replication_factor
+    if group_size is None:
+        group_size = num_replicas // stride
+    if not 0 < stride <= num_replicas:
+        raise ValueError(
+            f"replica_grouping: `stride` is {stride}. Expected 1 to {num_replicas}, the replication factor of the Ir."
+        )
+    if num_replicas % stride:
+        raise ValueError(
+            f"replica_grouping: `stride` is {stride}, which does not divide {num_replicas}, the replication factor of "
+            "the Ir. Choose a divisor, or set `ir.replication_factor` before making groupings."
+        )
+    if not 0 < group_size <= num_replicas:
+        raise ValueError(
+            f"replica_grouping: `group_size` is {group_size}. Expected 1 to {num_replicas}, the replication factor of "
+            "the Ir."
+        )
+    if group_size > 1 and num_replicas % (stride * group_size):
+        raise ValueError(
+            f"replica_grouping: `stride` {stride} times `group_size` {group_size} is {stride * group_size}, which does "
+            f"not divide {num_replicas}, the replication factor of the Ir: some group would lack members. "
+            "Choose another stride or group size."
+        )
+    return _constant(weakref.ref(ir), num_replicas, index(stride), index(group_size))
+
+
+def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGrouping:
+    """Group the replicas of `ir` as listed; see `Ir.replica_grouping_from_assignments`.
+
+    Args:
+        ir: whose replicas to group; held weakly.
+        assignment: the group of each replica, numbered from 0 in the order in which the groups appear.
+
+    Returns:
+        A constant grouping where neighbours are all the same distance apart, else a non-constant one.
+
+    Raises:
+        ValueError: if groups differ in size, are misnumbered, have one member each, or do not cover all replicas.
+    """
+    assignment = [index(group) for group in assignment]
+    start = f"replica_grouping_from_assignments: `assignment` is {assignment}"
+    sizes = Counter(assignment)
+    appearing = list(sizes)
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} in group {group}" for group, size in sizes.items())
+        raise ValueError(f"{start}. Expected groups of equal size; there are {listed}.")
+    if sorted(appearing) != list(range(len(appearing))):
+        raise ValueError(f"{start}. Expected groups numbered 0 to {len(appearing) - 1}; there are {sorted(appearing)}.")
+    if appearing != sorted(appearing):
+        raise ValueError(f"{start}. Expected groups numbered in order of appearance; they appear as {appearing}.")
+    if len(assignment) != ir.replication_factor:
+        raise ValueError(
+            f"{start}, of length {len(assignment)}. "
+            f"Expected one entry for each of the {ir.replication_factor} replicas of the Ir."
+        )
+    if len(sizes) == len(assignment):
+        raise ValueError(f"{start}. For groups of one member use `ir.replica_grouping(group_size=1)`.")
+    return _from_assignment(weakref.ref(ir), assignment)
+
+
+def _constant(ir_ref: "weakref.ref[Ir]", num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
+    if group_size == 1:
+        stride = 1
+    block = stride * group_size
+    return _make(ir_ref, [r % stride + stride * (r // block) for r in range(num_replicas)], stride, group_size)
+
+
+def _from_assignment(ir_ref: "weakref.ref[Ir]", assignment: list[int]) -> ReplicaGrouping:
+    groups = _groups_of(assignment)
+    gaps = set(_gaps(groups))
+    return _make(ir_ref, assignment, gaps.pop() if len(gaps) == 1 else None, len(groups[0]))
+
+
+def _make(ir_ref: "weakref.ref[Ir]", assignment: list[int], stride: int | None, group_size: int) -> ReplicaGrouping:
+    grouping: ReplicaGrouping = object.__new__(ReplicaGrouping)
+    grouping._ir_ref, grouping._assignment = ir_ref, assignment
+    grouping._stride, grouping._group_size = stride, group_size
+    return grouping
+
+
+def _groups_of(assignment: list[int]) -> list[list[int]]:
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for replica, group in enumerate(assignment):
+        groups[group].append(replica)
+    return list(groups.values())
+
+
+def _gaps(groups: list[list[int]]) -> list[int]:
+    """The distances between neighbours within groups."""
+    return [right - left for group in groups for left, right in pairwise(group)]

@@ -1,0 +1,71 @@
+"""What `popxl.in_sequence` remembers: which ops the next op has to follow.
+
+For each graph (and execution context) the memory is a pair: the ops that everything new must follow, and the ops of
+an unordered block that nothing has followed yet. A chained op follows both and becomes the new memory; an unordered
+op follows only the first and joins the second. Nesting then needs no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+Mode = bool | None
+
+
+@dataclass
+class _Memory:
+    """Ids of ops: `before` precede every new op, `members` are unordered among themselves."""
+
+    before: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+class Sequencer:
+    """Hands out ordering constraints as ops are created."""
+
+    def __init__(self) -> None:
+        self.mode: Mode = None
+        self._depth = 0
+        self._memories: dict[Hashable, _Memory] = {}
+
+    @contextmanager
+    def block(self, mode: object) -> Iterator[None]:
+        """Enter a mode; leaving the outermost block forgets everything."""
+        before = self.mode
+        if mode == "pass":
+            self._memories.clear()
+        elif mode is False and before is True:
+            for key, memory in self._memories.items():  # a block nested in a chain follows whole blocks before it
+                self._memories[key] = _Memory(memory.before + memory.members)
+        self.mode = None if mode == "pass" else mode  # type: ignore[assignment]  # checked by the first op
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self.mode = before
+            self._depth -= 1
+            if self._depth == 0:
+                self._memories.clear()
+
+    def predecessors(self, key: Hashable) -> tuple[int, ...]:
+        """Ids of the ops that a new op has to follow. `ValueError` if the mode of the block is not a mode."""
+        if self.mode is None:
+            return ()
+        if not isinstance(self.mode, bool):
+            raise ValueError(f"in_sequence: the mode {self.mode!r} is unknown; expected True, False or 'pass'.")
+        memory = self._memories.get(key)
+        if memory is None:
+            return ()
+        return memory.before + memory.members if self.mode else memory.before
+
+    def remember(self, key: Hashable, op_id: int) -> None:
+        """Take note of a new op."""
+        if self.mode is None:
+            return
+        memory = self._memories.setdefault(key, _Memory())
+        if self.mode:
+            self._memories[key] = _Memory(before=(op_id,))
+        else:
+            memory.members += (op_id,)

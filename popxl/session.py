@@ -1,0 +1,372 @@
+"""`Session`: the bridge from the language to the machine. A finished Ir goes in; arrays go in and out at each run."""
+
+from __future__ import annotations
+
+import numbers
+from collections import UserDict
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from popxl.dot import write_checkpoint
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
+from popxl.utils import to_numpy
+from runtime.devices import Device, find_device
+from runtime.program import Program, fetched
+
+__all__ = ["Session", "StreamBufferMaps", "d2hStreamBufferMaps", "h2dStreamBufferMaps"]
+
+d2hStreamBufferMaps = Mapping[DeviceToHostStream, np.ndarray]
+h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
+StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
+
+
+class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
+    """What a run stored, by stream. An array is fetched from the device when it is first looked at."""
+
+    def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
+        array = self.data[stream]
+        if not isinstance(array, np.ndarray):
+            array = self.data[stream] = fetched(array, stream.dtype)
+        return array
+
+
+class Session:
+    """A compiled Ir, with its variables, ready to run as often as you like.
+
+    Args:
+        ir: the program. It is taken as it is now; other sessions may be made of it later.
+        device_desc: `"cpu"`; `"ipu_model"` (the CPU too); `"ipu_hw"`, the best accelerator that JAX sees, else the CPU.
+        weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
+
+    Raises:
+        RuntimeError: if the Ir has no ops.
+        ValueError: for an unknown device, or a program for several devices on `"cpu"`.
+
+    Attributes:
+        ir: the Ir.
+        weights_to_host_on_exit: as given.
+        program: the compiled program; `program.executable` is JAX's.
+
+    Example:
+        >>> with popxl.Session(ir, "ipu_hw") as session:
+        ...     for images, labels in batches:
+        ...         outputs = session.run({image_stream: images, label_stream: labels})
+        ...         print(outputs[loss_stream])
+        >>> session.get_tensor_data(weight)
+    """
+
+    def __init__(self, ir: Ir, device_desc: str | Device = "cpu", weights_to_host_on_exit: bool = True) -> None:
+        if not ir.main_graph.ops:
+            raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
+        self._ir = ir
+        self.weights_to_host_on_exit = weights_to_host_on_exit
+        self._device = find_device(device_desc, ir)
+        write_checkpoint(ir, "Final")
+        self.program = Program(ir, self._device)
+        ir.frozen = True
+        self._variables = ir.main_graph.variables
+        self._is_attached = False
+        self._was_attached_stack: list[bool] = []
+        self._host_is_stale = False
+        self._feeds = tuple(
+            (s, self.program.host_shape(s), s.dtype.as_jax(), s.dtype.as_numpy()) for s in self.program.inputs
+        )
+
+    @property
+    def ir(self) -> Ir:
+        """The Ir that the session runs."""
+        return self._ir
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the program is on the device, ready to run: inside a `with session:` block."""
+        return self._is_attached
+
+    # Attaching ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if not self._is_attached:
+            self.program.upload()
+            self._is_attached = True
+            self._was_attached_stack.append(False)
+        else:
+            self._was_attached_stack.append(True)
+        return self
+
+    def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
+        if self._was_attached_stack.pop() or not self._is_attached:
+            return
+        try:
+            if exception is None and self.weights_to_host_on_exit:
+                self.weights_to_host()
+        finally:
+            self.detach()
+
+    def detach(self) -> None:
+        """Release the device. The values of the variables there are lost unless they were copied to the host."""
+        self._is_attached = False
+        self.program.release()
+
+    def _check_attached(self, what: str) -> None:
+        if not self._is_attached:
+            raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, inputs: Mapping[HostToDeviceStream, HostScalarTensor] | None = None, downcast_inputs: bool = True
+    ) -> Mapping[DeviceToHostStream, np.ndarray]:
+        """Run the program once.
+
+        Args:
+            inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
+                shape is that of the stream, after a leading dimension of `ir.num_host_transfers` if that is above 1.
+            downcast_inputs: narrow 64-bit numbers to 32 bits.
+
+        Returns:
+            The arrays of the output streams, by stream. Each is fetched from the device when you look at it, so a loop
+            that does not is not slowed down by waiting.
+
+        Raises:
+            ValueError: if the session is not attached; for a missing or unexpected stream, or an array of the wrong
+                shape.
+            PopxlError: for an array of the wrong dtype, or a program that makes more transfers than there is room for.
+        """
+        self._check_attached("run")
+        fetches = self.program.run(self._arrays({} if inputs is None else inputs, downcast_inputs))
+        self._device_is_ahead()
+        return Outputs(zip(self.program.outputs, fetches, strict=True))
+
+    def run_with_outputs(
+        self,
+        inputs: Mapping[HostToDeviceStream, HostScalarTensor] | None = None,
+        outputs: Mapping[DeviceToHostStream, np.ndarray] | None = None,
+        downcast_inputs: bool = True,
+    ) -> None:
+        """Run the program once, and fill arrays with what it stores.
+
+        Args:
+            inputs, downcast_inputs: as for `run`.
+            outputs: for each stream that the program stores to, an array of its shape and dtype; see
+                `create_host_outputs`.
+
+        Raises:
+            ValueError, PopxlError: as `run` does, for outputs too.
+        """
+        self._check_attached("run_with_outputs")
+        arrays = {} if outputs is None else outputs
+        self._check_streams("output", self.program.outputs, arrays)
+        for s in self.program.outputs:
+            self._check_output(s, arrays[s])
+        results = self.run(inputs, downcast_inputs)
+        for s in self.program.outputs:
+            np.copyto(arrays[s].reshape(self.program.host_shape(s)), results[s])
+
+    def create_host_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
+        """A new array for each stream that the program stores to, for `run_with_outputs`."""
+        return {s: np.empty(self.program.host_shape(s), s.dtype.as_numpy()) for s in self.program.outputs}
+
+    def expected_inputs(self) -> set[HostToDeviceStream]:
+        """The streams that the program loads from: the keys that `run` expects."""
+        return set(self.program.inputs)
+
+    def _expected_outputs(self) -> set[DeviceToHostStream]:
+        return set(self.program.outputs)
+
+    def host_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """The shape of the host array of a stream of this shape, with the leading dimensions that `run` expects."""
+        return self.program.leading_dimensions + tuple(shape)
+
+    _full_input_shape = host_shape
+
+    @property
+    def _extra_input_dims(self) -> tuple[int, ...]:
+        return self.program.leading_dimensions
+
+    def _arrays(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
+        """The feeds in the order of the program; every one is checked before anything runs."""
+        if len(inputs) != len(self._feeds) or not all(stream in inputs for stream, *_ in self._feeds):
+            self._check_streams("input", self.program.inputs, inputs)
+        arrays = []
+        for stream, shape, dtype, host_dtype in self._feeds:
+            array = inputs[stream]
+            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+                array = self._as_feed(stream, array, shape, dtype, host_dtype, downcast)
+            arrays.append(array)
+        return tuple(arrays)
+
+    def _as_feed(
+        self,
+        stream: HostToDeviceStream,
+        value: Any,
+        shape: tuple[int, ...],
+        dtype: Any,
+        host_dtype: Any,
+        downcast: bool,
+    ) -> Any:
+        """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
+        array: Any
+        if isinstance(value, jax.Array):
+            array = value
+        else:
+            array = to_numpy(value, downcast=downcast, copy=isinstance(value, np.memmap))
+        array = self._fitted(stream, array, shape)
+        if array.dtype == dtype:
+            return array
+        if array.dtype == np.int64 and dtype == np.int32:
+            return array.astype(np.int32)
+        if array.dtype == host_dtype or (host_dtype.names and array.dtype == np.uint8):
+            return np.ascontiguousarray(array).view(dtype)  # float8, as its bytes
+        raise PopxlError(
+            f"Session.run: the array for {stream} has the dtype {array.dtype}; expected {host_dtype}. Nothing is "
+            f"converted: pass `array.astype(np.{host_dtype})`."
+        )
+
+    def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
+        """An array in the shape of its feed, where that is meant: longer ones are cut, single elements reshaped."""
+        if array.shape == shape:
+            return array
+        transfers = self.program.transfers
+        if transfers > 1:
+            if not array.shape or array.shape[0] < transfers:
+                raise ValueError(
+                    f"Session.run: the array for {stream} has the shape {array.shape}; its first dimension has to hold "
+                    f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
+                )
+            array = array[:transfers]
+        one_number_each = len(array.squeeze().shape) <= (1 if transfers > 1 else 0)
+        if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
+            raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
+        return array.reshape(shape)
+
+    def _check_output(self, stream: Stream, array: np.ndarray) -> None:
+        shape = self.program.host_shape(stream)
+        if self._fitted(stream, array, shape).dtype != stream.dtype.as_numpy():
+            raise PopxlError(
+                f"Session.run_with_outputs: the array for {stream} has the dtype {array.dtype}; expected "
+                f"{stream.dtype.as_numpy()}."
+            )
+
+    def _check_streams(self, what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:
+        """`ValueError` that names every missing and unexpected stream at once."""
+        missing = [str(s) for s in expected if s not in given]
+        wanted = set(expected)
+        extra = [str(s) for s in given if not isinstance(s, Stream) or s not in wanted]
+        if missing or extra:
+            problems = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unexpected: {', '.join(extra)}"] * bool(
+                extra
+            )
+            raise ValueError(
+                f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
+                f"Expected are {', '.join(map(str, wanted)) or 'none'}."
+            )
+
+    def _validate_run_inputs(self, inputs: Mapping[HostToDeviceStream, Any]) -> None:
+        self._arrays(inputs, True)
+
+    # Variables ------------------------------------------------------------------------------------------------------
+
+    def _device_is_ahead(self) -> None:
+        if not self._host_is_stale:
+            self._set_stale(True)
+
+    def _set_stale(self, stale: bool) -> None:
+        self._host_is_stale = stale
+        for v in self._variables:
+            v._in_sync = not stale
+
+    def weights_from_host(self) -> None:
+        """Copy the host values of all variables to the device. `ValueError` if the session is not attached."""
+        self._check_attached("weights_from_host")
+        self.program.upload()
+
+    def weights_to_host(self) -> None:
+        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached."""
+        if any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables):
+            raise Exception(
+                "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
+            )
+        self._check_attached("weights_to_host")
+        self.program.download()
+        self._set_stale(False)
+        for v in self._variables:
+            if isinstance(v.data, np.memmap):
+                v.data.flush()
+
+    def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
+        """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
+
+        The array changes when the host copy does; copy it to keep it.
+
+        Raises:
+            TypeError: for any other tensor.
+        """
+        return self.get_tensors_data([tensor])[tensor]
+
+    def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
+        """As `get_tensor_data`, for several tensors, with one transfer at most."""
+        wanted = list(tensors)
+        for t in wanted:
+            if not isinstance(t, Variable | Constant):
+                raise TypeError(
+                    f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
+                    "stream (`ops.host_store`)."
+                )
+            if isinstance(t, Variable) and (t.dtype.is_complex or t.dtype.name in ("int8", "uint8")):
+                raise ValueError(
+                    f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
+                )
+        if self._is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
+            self.weights_to_host()
+        return {t: t.data for t in wanted}
+
+    def write_variable_data(self, tensor: Variable, data: Any) -> None:
+        """Give a variable new numbers, on the host and, if the session is attached, on the device.
+
+        The device gets the host values of *all* variables: call `weights_to_host` first to keep what it changed.
+
+        Args:
+            tensor: the variable.
+            data: an array of its `shape_on_host` and dtype; or a number, for a scalar.
+
+        Raises:
+            TypeError: if `tensor` is no variable, or for another dtype.
+            ValueError: for another shape.
+        """
+        self.write_variables_data({tensor: data})
+
+    def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
+        """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        checked = {t: self._new_data(t, data) for t, data in tensors.items()}
+        for t, data in checked.items():
+            np.copyto(t.data, data)
+        if self._is_attached:
+            self.weights_from_host()
+
+    def _new_data(self, t: Tensor, data: Any) -> np.ndarray:
+        if not isinstance(t, Variable):
+            raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
+        if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
+            raise NotImplementedError(
+                f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
+            )
+        wanted = t.dtype.as_numpy()
+        if isinstance(data, numbers.Number):
+            if wanted.names:
+                raise TypeError(f"Session.write_variable_data: {t!r} is a float8; expected an array of dtype {wanted}.")
+            data = np.asarray(data, wanted)
+        if data.dtype != wanted:
+            raise TypeError(
+                f"Session.write_variable_data: the data for {t!r} has the dtype {data.dtype}; expected {wanted}."
+            )
+        if data.shape != t.shape_on_host:
+            raise ValueError(
+                f"Session.write_variable_data: the data for {t!r} has the shape {data.shape}; expected {t.shape_on_host}."
+            )
+        return np.asarray(data)

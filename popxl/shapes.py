@@ -1,0 +1,88 @@
+"""Shape rules: what the result of an op looks like, given what its operands look like.
+
+A rule takes tensors (anything with `shape`, `dtype` and `meta_shape`) and the op's attributes, and returns a
+`TensorSpec` or raises; the op adds its name, its operands and the user's line to the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from popxl import dtypes
+from popxl.errors import PopxlError
+from popxl.spec import TensorSpec
+
+
+def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
+    """The spec of the first operand."""
+    return TensorSpec(first.shape, first.dtype, first.meta_shape)
+
+
+def same_dtype(first: Any, *others: Any) -> None:
+    """There is no implicit promotion: operands of arithmetic have one dtype."""
+    for other in others:
+        if other.dtype is not first.dtype:
+            raise PopxlError(
+                f"the operands have different dtypes, {first.dtype.name} and {other.dtype.name}, and nothing is "
+                "promoted implicitly; convert one of them with `ops.cast`."
+            )
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """NumPy's rule: sizes are aligned at the right, and are equal or 1."""
+    first, *others = shapes
+    if all(shape == first for shape in others):
+        return first
+    rank = max(map(len, shapes))
+    result = []
+    for sizes in zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape in shapes), strict=True):
+        larger = {size for size in sizes if size != 1}
+        if len(larger) > 1:
+            raise PopxlError(
+                f"the shapes {' and '.join(map(str, shapes))} do not broadcast; aligned at the right, sizes have to "
+                "be equal or 1."
+            )
+        result.append(larger.pop() if larger else 1)
+    return tuple(result)
+
+
+def meta_shape_of(*operands: Any) -> tuple[int, ...]:
+    """The meta-shape that an elementwise result inherits: that of the operands which have one."""
+    found: tuple[int, ...] = ()
+    for operand in operands:
+        if operand.meta_shape:
+            if found and operand.meta_shape != found:
+                raise PopxlError(f"the operands have different meta-shapes, {found} and {operand.meta_shape}.")
+            found = operand.meta_shape
+    return found
+
+
+def broadcast(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
+    """Elementwise arithmetic: one dtype, broadcast shapes."""
+    same_dtype(first, *others)
+    shape = broadcast_shapes(first.shape, *(other.shape for other in others))
+    return TensorSpec(shape, first.dtype, meta_shape_of(first, *others))
+
+
+def predicate(*operands: Any, **attributes: Any) -> TensorSpec:
+    """Elementwise questions: a bool for each element of the broadcast shape, whatever the dtypes."""
+    return TensorSpec(broadcast_shapes(*(t.shape for t in operands)), dtypes.bool, meta_shape_of(*operands))
+
+
+def reduction_axes(axis: int | Iterable[int] | None, rank: int) -> tuple[int, ...]:
+    """The axes that a reduction reduces, ascending, each once; all of them for `None`."""
+    if axis is None:
+        return tuple(range(rank))
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    for a in axes:
+        if not -rank <= a < rank:
+            raise PopxlError(f"axis {a} does not exist in a tensor of rank {rank}; expected {-rank} to {rank - 1}.")
+    return tuple(sorted({a % rank for a in axes}))
+
+
+def one_axis(axis: int, rank: int) -> int:
+    """A single axis, counted from the front."""
+    if not -rank <= axis < rank:
+        raise PopxlError(f"axis {axis} does not exist in a tensor of rank {rank}; expected {-rank} to {rank - 1}.")
+    return axis % rank

@@ -1,0 +1,420 @@
+"""Tensors: the values of a graph, with the operators and methods that make programs read like formulas.
+
+A `Tensor` is a name, a spec and a place in a graph; it holds no numbers. A `Variable` and a `Constant` know their
+initial numbers, on the host. Making them is in `popxl.create`; every operator is an op of `popxl.ops`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Union
+
+import numpy as np
+
+from popxl.errors import PopxlError, UndefinedValue
+from popxl.spec import TensorSpec
+from popxl.utils import to_numpy
+
+if TYPE_CHECKING:
+    from popxl.dtypes import dtype as dtype_
+    from popxl.graph import Graph
+    from popxl.ir import Ir
+    from popxl.op import Op
+    from popxl.replica_grouping import ReplicaGrouping
+
+Location = tuple[int | None, bool | None]
+
+
+class Tensor:
+    """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
+
+    Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
+
+    Example:
+        >>> with ir.main_graph:
+        ...     x = popxl.variable([1.0, 2.0], name="x")
+        ...     y = x * 2 + 1
+        >>> y.shape, y.dtype
+        ((2,), popxl.dtypes.float32)
+
+    Attributes:
+        id: name of the tensor, unique in its Ir: graph, name scopes and name, joined by slashes.
+        name: the id without the graph.
+        shape: size of each dimension (on each replica).
+        dtype: element type.
+        meta_shape: for a replica-sharded piece, the shape before sharding; else `()`.
+        by_ref: for a graph input: changes made to it in place are seen by the caller.
+    """
+
+    __slots__ = ("__weakref__", "_bound", "_producer", "_used_at", "by_ref", "dtype", "graph_ref", "id", "meta_shape",
+                 "name", "shape")  # fmt: skip
+
+    # NumPy arrays leave `array <op> tensor` to the reflected operators; tensors cannot be iterated over or unpacked.
+    __array_ufunc__ = None
+    __iter__ = None
+    __contains__ = None
+
+    _kinds: dict[str, type[Tensor]] = {}
+
+    def __init_subclass__(cls, tensor_type: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if tensor_type is not None:
+            Tensor._kinds[tensor_type] = cls
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{cls.__name__}s are not constructed: use `popxl.variable`, `popxl.constant`, `popxl.graph_input`, or an op."
+        )
+
+    @classmethod
+    def _make(cls, graph: Graph, id: str, name: str, spec: TensorSpec) -> Any:
+        """A new tensor. Only `Graph` calls this: it keeps ids unique."""
+        t = object.__new__(cls)
+        t.graph_ref = graph.ref
+        t.id = id
+        t.name = name
+        t.shape = spec.shape
+        t.dtype = spec.dtype
+        t.meta_shape = spec.meta_shape
+        t.by_ref = False
+        t._producer = None
+        t._bound = None
+        t._used_at = (None, None)
+        return t
+
+    # Where it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that the tensor is in."""
+        graph = self.graph_ref()
+        if graph is None:
+            raise ReferenceError(f"The Ir of the tensor {self.id} is gone; keep a reference to the Ir.")
+        return graph
+
+    @property
+    def ir(self) -> Ir:
+        """The Ir that the tensor is in."""
+        return self.graph.ir
+
+    @property
+    def scope(self) -> str:
+        """The id of the tensor's graph; `""` for the main graph."""
+        return self.id[: -len(self.name)].rstrip("/")
+
+    @property
+    def producer(self) -> Op | None:
+        """The op that makes the tensor; `None` for variables, constants and graph inputs."""
+        return None if self._producer is None else self._producer()
+
+    @property
+    def location(self) -> Location:
+        """IPU and tile set (true for I/O tiles), each `None` where it is not known.
+
+        That of the op which makes the tensor; for a graph input, that of the tensor bound to it; failing that, the
+        lowest of the ops that use it.
+        """
+        op = self.producer
+        if op is not None:
+            return op.location
+        bound = None if self._bound is None else self._bound()
+        if bound is not None:
+            ipu, tiles = bound.location
+            return (self._used_at[0] if ipu is None else ipu, self._used_at[1] if tiles is None else tiles)
+        return self._used_at
+
+    @property
+    def ipu(self) -> int:
+        """Number of the IPU that the tensor is on. `UndefinedValue` if nothing says so."""
+        ipu, _ = self.location
+        if ipu is None:
+            raise UndefinedValue(f"The IPU of {self!r} is not known: no op that has an IPU makes or uses it.")
+        return ipu
+
+    @property
+    def tile_set(self) -> str:
+        """`"compute"` or `"io"`. `UndefinedValue` if nothing says so."""
+        _, io_tiles = self.location
+        if io_tiles is None:
+            raise UndefinedValue(f"The tile set of {self!r} is not known: no op makes or uses it.")
+        return "io" if io_tiles else "compute"
+
+    def made_by(self, op: Op) -> None:
+        """Note the op that makes the tensor."""
+        self._producer = weakref.ref(op)
+
+    def used_by(self, op: Op) -> None:
+        """Note that an op reads the tensor: the tensor may take its place from it."""
+        if self._producer is None:
+            ipu, tiles = self._used_at
+            self._used_at = (
+                op.ipu if ipu is None else ipu if op.ipu is None else min(ipu, op.ipu),
+                op.io_tiles if tiles is None else tiles and op.io_tiles,
+            )
+
+    def bound_to(self, parent: Tensor) -> None:
+        """Note that a call site binds a tensor of the caller to this graph input."""
+        if self._bound is None:
+            self._bound = weakref.ref(parent)
+
+    # What it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape, dtype and meta-shape."""
+        return TensorSpec(self.shape, self.dtype, self.meta_shape)
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nelms(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def strides(self, shape: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Byte strides of a C-contiguous array of `shape` (default: the tensor's own) and the tensor's dtype."""
+        sizes = tuple(self.shape if shape is None else shape)
+        return tuple(self.dtype.itemsize * math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+    @property
+    def in_sync_with_ipu(self) -> bool:
+        """Whether the host copy of the numbers is known to be that of the device."""
+        raise PopxlError(f"{self!r} has no numbers on the host; only variables and constants have.")
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ValueError(f"{self!r} is a scalar, which has no length.")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[{self.id} {self.dtype!r} {self.shape}]"
+
+    # Operators ------------------------------------------------------------------------------------------------------
+
+    def _operand(self, value: Any, dtype: dtype_ | None = None) -> Tensor:
+        """The other operand of an operator: anything but a tensor becomes a constant of this tensor's dtype."""
+        if isinstance(value, Tensor):
+            return value
+        if np.size(value) == 0:
+            raise ValueError(f"An operand without elements was given to an operator of {self!r}: {value!r}.")
+        return create.constant(value, dtype or self.dtype)
+
+    def __add__(self, other: TensorLike) -> Tensor:
+        return ops.add(self, self._operand(other))
+
+    def __radd__(self, other: TensorLike) -> Tensor:
+        return ops.add(self._operand(other), self)
+
+    def __iadd__(self, other: TensorLike) -> Tensor:
+        ops.add_(self, self._operand(other))
+        return self
+
+    def __sub__(self, other: TensorLike) -> Tensor:
+        return ops.sub(self, self._operand(other))
+
+    def __rsub__(self, other: TensorLike) -> Tensor:
+        return ops.sub(self._operand(other), self)
+
+    def __mul__(self, other: TensorLike) -> Tensor:
+        return ops.mul(self, self._operand(other))
+
+    def __rmul__(self, other: TensorLike) -> Tensor:
+        return ops.mul(self._operand(other), self)
+
+    def __truediv__(self, other: TensorLike) -> Tensor:
+        return ops.div(self, self._operand(other))
+
+    def __rtruediv__(self, other: TensorLike) -> Tensor:
+        return ops.div(self._operand(other), self)
+
+    def __mod__(self, other: TensorLike) -> Tensor:
+        return ops.fmod(self, self._operand(other))
+
+    def __rmod__(self, other: TensorLike) -> Tensor:
+        return ops.fmod(self._operand(other), self)
+
+    def __matmul__(self, other: TensorLike) -> Tensor:
+        return ops.matmul(self, self._operand(other))
+
+    def __rmatmul__(self, other: TensorLike) -> Tensor:
+        return ops.matmul(self._operand(other), self)
+
+    def __and__(self, other: TensorLike) -> Tensor:
+        return ops.logical_and(self, self._operand(other))
+
+    def __rand__(self, other: TensorLike) -> Tensor:
+        return ops.logical_and(self._operand(other), self)
+
+    def __or__(self, other: TensorLike) -> Tensor:
+        return ops.logical_or(self, self._operand(other))
+
+    def __ror__(self, other: TensorLike) -> Tensor:
+        return ops.logical_or(self._operand(other), self)
+
+    def __pow__(self, other: TensorLike) -> Tensor:
+        return ops.pow(self, other)
+
+    def __rpow__(self, other: TensorLike) -> Tensor:
+        return ops.pow(create.constant(other), self)
+
+    def __neg__(self) -> Tensor:
+        return ops.negate(self)
+
+    def __invert__(self) -> Tensor:
+        return ops.logical_not(self)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Slices and integers, an integer tensor (a gather on axis 0), or a bool mask (other elements become 0)."""
+        return ops.getitem(self, key)
+
+    # Methods --------------------------------------------------------------------------------------------------------
+
+    @property
+    def T(self) -> Tensor:
+        """The transpose: all dimensions reversed."""
+        return ops.transpose(self)
+
+    @property
+    def T_(self) -> Tensor:
+        """The transpose as a view of this tensor."""
+        return ops.transpose_(self)
+
+    def transpose(self, permutation: Iterable[int] | None = None) -> Tensor:
+        """`ops.transpose` of this tensor."""
+        return ops.transpose(self, permutation)
+
+    def transpose_(self, permutation: Iterable[int] | None = None) -> Tensor:
+        """`ops.transpose_` of this tensor: a view."""
+        return ops.transpose_(self, permutation)
+
+    def reshape(self, shape: Iterable[int]) -> Tensor:
+        """`ops.reshape` of this tensor."""
+        return ops.reshape(self, shape)
+
+    def reshape_(self, shape: Iterable[int]) -> Tensor:
+        """`ops.reshape_` of this tensor: a view."""
+        return ops.reshape_(self, shape)
+
+    def flatten(self) -> Tensor:
+        """`ops.flatten` of this tensor."""
+        return ops.flatten(self)
+
+    def flatten_(self) -> Tensor:
+        """`ops.flatten_` of this tensor: a view."""
+        return ops.flatten_(self)
+
+    def detach(self) -> Tensor:
+        """`ops.detach` of this tensor: the same value, through which no gradient flows."""
+        return ops.detach(self)
+
+    def detach_(self) -> Tensor:
+        """`ops.detach_` of this tensor: an alias through which no gradient flows."""
+        return ops.detach_(self)
+
+    def diag(self) -> Tensor:
+        """The diagonal of a matrix. `ValueError` for any other rank.
+
+        Every `ncols + 1`-th element of the flattened matrix, as in PopXL: a tall matrix can give further elements
+        from below the diagonal.
+        """
+        if self.rank != 2:
+            raise ValueError(f"diag: expected a matrix, got {self!r} of rank {self.rank}.")
+        return self.flatten()[:: self.shape[1] + 1]
+
+    def copy_to_ipu(self, destination: int, source: int | None = None) -> Tensor:
+        """`ops.ipu_copy` of this tensor."""
+        return ops.ipu_copy(self, destination, source)
+
+
+class Variable(Tensor, tensor_type="Variable"):
+    """A tensor that lives as long as the program and can change; it is in the main graph.
+
+    Attributes:
+        data: the host copy. It is the initial value, and later what the last transfer or write left there.
+        replica_grouping: which replicas share one value.
+        retrieval_mode: `"one_per_group"` or `"all_replicas"`: which replicas' values are read back.
+    """
+
+    __slots__ = ("_in_sync", "data", "replica_grouping", "retrieval_mode")
+
+    data: np.ndarray
+    replica_grouping: ReplicaGrouping
+    retrieval_mode: str
+
+    @property
+    def in_sync_with_ipu(self) -> bool:
+        return self._in_sync
+
+    @property
+    def shape_on_host(self) -> tuple[int, ...]:
+        """Shape of the host copy: with one leading row for each replica group, if there are several."""
+        groups = self.replica_grouping.num_groups
+        return self.shape if groups == 1 else (groups, *self.shape)
+
+    @property
+    def shape_on_replica(self) -> tuple[int, ...]:
+        """Shape of the value on each replica."""
+        return self.shape
+
+    @property
+    def _memmap_arr(self) -> np.memmap | None:
+        return self.data if isinstance(self.data, np.memmap) else None
+
+    def copy_to_ipu(self, dst: int, src: int) -> Tensor:  # type: ignore[override]  # PopXL names these otherwise
+        """`ops.ipu_copy` of this variable; no op makes it, so the source has to be said."""
+        return ops.ipu_copy(self, dst, src)
+
+
+class Constant(Tensor, tensor_type="Constant"):
+    """A tensor whose numbers never change.
+
+    Attributes:
+        data: the numbers (read-only).
+    """
+
+    __slots__ = ("data",)
+
+    data: np.ndarray
+
+    @property
+    def in_sync_with_ipu(self) -> bool:
+        return True
+
+    def copy_to_ipu(self, dst: int, src: int) -> Tensor:  # type: ignore[override]  # PopXL names these otherwise
+        """`ops.ipu_copy` of this constant; no op makes it, so the source has to be said."""
+        return ops.ipu_copy(self, dst, src)
+
+
+ScalarType = Union[int, float, bool]
+HostTensor = Union[np.ndarray, Iterable[ScalarType]]
+HostScalarTensor = Union[ScalarType, HostTensor]
+TensorLike = Union[Tensor, HostScalarTensor]
+host_tensor_types: tuple[type, ...] = (np.ndarray, Iterable)
+
+# At the end: operators are written with ops, and ops with tensors.
+from popxl import create, ops  # noqa: E402
+from popxl.create import constant, graph_input, graph_output, variable  # noqa: E402
+from popxl.spec import TensorByRef  # noqa: E402
+
+__all__ = [
+    "Constant",
+    "HostScalarTensor",
+    "HostTensor",
+    "ScalarType",
+    "Tensor",
+    "TensorByRef",
+    "TensorLike",
+    "TensorSpec",
+    "Variable",
+    "constant",
+    "graph_input",
+    "graph_output",
+    "host_tensor_types",
+    "to_numpy",
+    "variable",
+]

@@ -1,0 +1,63 @@
+"""What JAX can tell about a function without running it: the specs of its results, and what its gradient reads.
+
+The one file of the language that asks JAX anything. Tracing is abstract: no device is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from popxl.dtypes import dtype
+from popxl.errors import PopxlError
+from popxl.spec import TensorSpec
+
+
+def abstract_evaluation(
+    function: Callable[..., Any],
+    specs: Sequence[TensorSpec],
+    names: tuple[str, ...] | None,
+    attributes: Mapping[str, Any],
+) -> TensorSpec | tuple[TensorSpec, ...]:
+    """Specs of the results of a JAX function of arrays with these specs.
+
+    Raises:
+        PopxlError: if JAX refuses the operands; its own words are kept.
+    """
+    arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+    bound = _bind(function, names, tuple(attributes.items()))
+    try:
+        result = jax.eval_shape(bound, *arrays)
+    except (TypeError, ValueError) as problem:
+        raise PopxlError(f"JAX refuses these operands: {problem}.") from problem
+    if isinstance(result, tuple | list):
+        return tuple(TensorSpec(r.shape, dtype.as_dtype(r.dtype)) for r in result)
+    return TensorSpec(result.shape, dtype.as_dtype(result.dtype))
+
+
+def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
+    """Which arguments the results of a JAX function really depend on, after dead code is dropped."""
+    arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+    jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return tuple(used)
+
+
+def _bind(function: Callable[..., Any], names: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> Any:
+    try:
+        return _bound(function, names, attributes)
+    except TypeError:  # an attribute that cannot be hashed: bind anew, at the price of tracing each time
+        return _bound.__wrapped__(function, names, attributes)
+
+
+@lru_cache(maxsize=4096)
+def _bound(function: Callable[..., Any], names: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> Any:
+    """`function` of arrays only. The same object for the same arguments, so that JAX remembers what it traced."""
+    plain = dict(attributes)
+    if names is None:
+        return lambda *arrays: function(*arrays, **plain)
+    return lambda *arrays: function(**dict(zip(names, arrays, strict=True)), **plain)

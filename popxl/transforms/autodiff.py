@@ -1,0 +1,460 @@
+"""`autodiff`: from a graph to the graph of its gradients.
+
+The forward graph is walked backwards once. Each op adds, by its own rule, ops to the gradient graph; a rule asks for
+the forward tensors it reads, and these become inputs of the gradient graph (activations). JAX differentiates the op,
+the graph stays explicit: what comes out is printed, called, bound and differentiated like any other graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from popxl.context import get_current_context
+from popxl.create import constant
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.op import REFUSED, VJP, Op, OpKind
+from popxl.ops.convert import cast_if_needed, identity
+from popxl.ops.elementwise import add_n
+from popxl.ops.host import init
+from popxl.ops.reduce import sum as sum_
+from popxl.ops.shape import reshape
+from popxl.spec import TensorSpec
+from popxl.tensor import Constant, Tensor
+from popxl.tracing import inputs_used
+from popxl.transforms.grad_graph_info import (
+    ExpectedConnection,
+    ExpectedConnectionType,
+    GradGraphInfo,
+    make_grad_graph_info,
+)
+
+__all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "autodiff", "make_grad_graph_info"]
+
+
+def autodiff(
+    graph: Graph,
+    grads_provided: Iterable[Tensor] | None = None,
+    grads_required: Iterable[Tensor] | None = None,
+    called_graphs_grad_info: Mapping[Graph, GradGraphInfo] | None = None,
+    return_all_grad_graphs: bool = False,
+) -> Any:
+    """The gradient graph of a graph: a new graph that computes vector-Jacobian products.
+
+    Given gradients of the provided tensors, it returns for each required tensor `t` the sum of `gradient · ∂p/∂t` over
+    the provided `p`. Forward tensors that it needs are further inputs; bind them with `info.inputs_dict(site)`. Those
+    that are neither inputs nor outputs of `graph` are appended to its outputs, and to the results of every call of it
+    that exists already.
+
+    Args:
+        graph: what to differentiate. Nothing in it, or in what it calls, may be modified in place.
+        grads_provided: tensors of `graph` whose gradients the caller will give, in that order; the outputs by default.
+        grads_required: tensors of `graph` whose gradients are wanted, in that order; the inputs by default.
+        called_graphs_grad_info: gradient graphs to use for graphs that `graph` calls, instead of new ones.
+        return_all_grad_graphs: return the information of all graphs that were differentiated on the way, and of
+            those given.
+
+    Returns:
+        The `GradGraphInfo`; or a dict from graphs to theirs, if `return_all_grad_graphs`.
+
+    Raises:
+        PopxlError: if nothing is required; if a tensor is not in `graph`; if a required tensor has no gradient (no
+            provided tensor depends on it in a differentiable way: it is not zero, it does not exist); if the graph
+            contains a modifying op.
+
+    Example:
+        >>> graph = ir.create_graph(lambda x, w: x @ w, x, w)
+        >>> info = popxl.transforms.autodiff(graph)
+        >>> site = ops.call_with_info(graph, x, w)
+        >>> dx, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
+    """
+    infos = dict(called_graphs_grad_info or {})
+    if graph not in infos:
+        required = list(graph.inputs if grads_required is None else grads_required)
+        provided = list(graph.outputs if grads_provided is None else grads_provided)
+        if not required:
+            raise PopxlError(f"autodiff: no gradients are required of {graph.title}; name some in `grads_required`.")
+        for name, tensors in (("grads_provided", provided), ("grads_required", required)):
+            for t in tensors:
+                if not isinstance(t, Tensor) or t.graph_ref is not graph.ref:
+                    raise PopxlError(f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}.")
+        _refuse_modifying_ops(graph, infos)
+        with graph.ir.undone_on_failure():
+            _Differentiation(graph, provided, required, infos, complete=True).run()
+    return infos if return_all_grad_graphs else infos[graph]
+
+
+def _refuse_modifying_ops(graph: Graph, infos: Mapping[Graph, GradGraphInfo]) -> None:
+    for op in graph.ops:
+        if op.modified:
+            raise PopxlError(
+                f"The graph {graph.id} contains a modifying op: {op.name} ({op.source}). Autodiff cannot be used on "
+                "graphs with inplace modifying ops."
+            )
+        for callee in op.called_graphs:
+            if callee not in infos:
+                _refuse_modifying_ops(callee, infos)
+
+
+class _Differentiation:
+    """One graph being differentiated.
+
+    Args:
+        graph: the forward graph.
+        provided, required: its tensors whose gradients are given and wanted.
+        infos: the gradient graphs that are known; this one is added.
+        complete: whether each required gradient must exist. Otherwise those that do not are left out.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        provided: list[Tensor],
+        required: list[Tensor],
+        infos: dict[Graph, GradGraphInfo],
+        complete: bool,
+    ) -> None:
+        self.forward_graph = graph
+        self.provided = provided
+        self.required = required
+        self.infos = infos
+        self.complete = complete
+        self.leads = _leading_to(graph, provided)
+        self.follows = _following(graph, required)
+        self.contributions: dict[Tensor, list[Tensor]] = {}
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.activations: dict[Tensor, Tensor] = {}
+        self.copies: dict[Tensor, Tensor] = {}
+
+    def run(self) -> GradGraphInfo | None:
+        """Build the gradient graph. `None` if no gradient is found and none has to be."""
+        for op in self.forward_graph.ops:
+            for callee in op.called_graphs:
+                self._differentiate_callee(callee)
+        ir = self.forward_graph.ir
+        self.graph = ir.create_gradient_graph(self.forward_graph)
+        with get_current_context().set(scope_prefix=""), self.graph:
+            outputs = self._build()
+        if not outputs:
+            ir.remove_graph(self.graph)
+            return None
+        for t in outputs.values():
+            self.graph.add_output(t)
+        return self._connect(list(outputs))
+
+    def _build(self) -> dict[Tensor, Tensor]:
+        """Fill the gradient graph. Returns the gradients, by the required tensors."""
+        for t in self.provided:
+            self._contribute(t, self.graph.add_input(t.spec, f"Gradient___{t.name}"))
+        for op in reversed(self.forward_graph.ops):
+            gs = tuple(self.gradient(t) for t in op.outputs)
+            wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
+            if wanted and any(g is not None for g in gs):
+                with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+                    for i, g in _rule_of(op)(_Forward(self, op), gs).items():
+                        self._contribute(op.inputs[i], g)
+        found = {t: g for t in self.required if (g := self.gradient(t)) is not None}
+        missing = [t for t in self.required if t not in found]
+        if missing and self.complete:
+            raise PopxlError(
+                f"Unable to provide required gradient output of {', '.join(map(repr, missing))} in "
+                f"{self.forward_graph.title}: no provided tensor ({', '.join(t.name for t in self.provided) or 'none'}) "
+                "depends on it in a differentiable way. Leave it out of `grads_required`."
+            )
+        return {t: self._named(t, g) for t, g in found.items()}
+
+    def _named(self, t: Tensor, gradient: Tensor) -> Tensor:
+        """A gradient under the name of its tensor; one that was passed through still has another's."""
+        name = f"Gradient___{t.name}"
+        return gradient if t.name in gradient.name else identity(gradient, name)
+
+    def _connect(self, outputs: list[Tensor]) -> GradGraphInfo:
+        """Order the activations, make them outputs of the forward graph where needed, and write all this down."""
+        count = len(self.provided)
+        forward = {copy: t for t, copy in self.activations.items()}
+        self.graph.sort_inputs(count, lambda t: forward[t].id)
+        activations = [forward[t] for t in self.graph.inputs[count:]]
+        known = {*self.forward_graph.inputs, *self.forward_graph.outputs}
+        for t in activations:
+            if t not in known:
+                self.forward_graph.add_output(t)
+        info = make_grad_graph_info(
+            self.forward_graph,
+            self.graph,
+            [(t, ExpectedConnectionType.FwdGrad) for t in self.provided]
+            + [(t, ExpectedConnectionType.Fwd) for t in activations],
+            outputs,
+        )
+        self.infos[self.forward_graph] = info
+        return info
+
+    def _differentiate_callee(self, callee: Graph) -> None:
+        """Make the gradient graph of a called graph, for the outputs that matter at any of its calls here."""
+        if callee in self.infos:
+            return
+        sites = [op for op in self.forward_graph.ops if callee in op.called_graphs and op.kind.mirrors]
+        used = [t for i, t in enumerate(callee.outputs) if any(op.outputs[i] in self.leads for op in sites)]
+        wanted = any(t in self.follows for op in sites for t in op.inputs)
+        if not used or not wanted:
+            return
+        if not callee.differentiable:
+            raise PopxlError(
+                f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to autodiff. "
+                "Pass its gradient graph in `called_graphs_grad_info`."
+            )
+        _Differentiation(callee, used, list(callee.inputs), self.infos, complete=False).run()
+
+    # What rules ask for ---------------------------------------------------------------------------------------------
+
+    def gradient(self, t: Tensor) -> Tensor | None:
+        """The gradient of a forward tensor, all contributions summed; `None` if there are none so far."""
+        parts = self.contributions.pop(t, None)
+        if parts is not None:
+            if t in self.gradients:
+                parts.insert(0, self.gradients[t])
+            total = parts[0] if len(parts) == 1 else add_n(*parts)
+            if len(parts) > 1 or (total.producer is not None and not total.name.startswith("Gradient___")):
+                self.graph.rename(total, f"Gradient___{t.name}")
+            self.gradients[t] = total
+        return self.gradients.get(t)
+
+    def _contribute(self, t: Tensor, gradient: Tensor) -> None:
+        fitted = cast_if_needed(_unbroadcast(gradient, t.shape), t.dtype)
+        self.contributions.setdefault(t, []).append(fitted)
+
+    def read(self, t: Tensor) -> Tensor:
+        """A forward tensor, in the gradient graph: an activation, or a copy if it is a constant."""
+        if isinstance(t, Constant):
+            if t not in self.copies:
+                self.copies[t] = constant(t.data, t.dtype, t.name)
+            return self.copies[t]
+        if t not in self.activations:
+            self.activations[t] = self.graph.add_input(t.spec, t.name)
+        return self.activations[t]
+
+
+class _Forward:
+    """What the gradient of one op can ask about the op."""
+
+    def __init__(self, differentiation: _Differentiation, op: Op) -> None:
+        self.op = op
+        self.read = differentiation.read
+        self._infos = differentiation.infos
+        self._follows = differentiation.follows
+
+    def wants(self, i: int) -> bool:
+        """Whether the gradient of input `i` leads anywhere."""
+        return self.op.inputs[i] in self._follows
+
+    def gradient_of(self, graph: Graph) -> GradGraphInfo | None:
+        """The gradient graph of a graph that the op runs; `None` if no gradient flows through it."""
+        return self._infos.get(graph)
+
+
+def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
+    """The tensors that some provided tensor depends on."""
+    leads = set(provided)
+    for op in reversed(graph.ops):
+        if op.kind.gradient is not None and not leads.isdisjoint(op.outputs):
+            leads.update(op.inputs)
+    return leads
+
+
+def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:
+    """The tensors that depend on some required tensor."""
+    follows = set(required)
+    for op in graph.ops:
+        if op.kind.gradient is not None and not follows.isdisjoint(op.inputs):
+            follows.update(op.outputs)
+    return follows
+
+
+def _unbroadcast(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Sum a gradient over the dimensions that broadcasting added or repeated."""
+    if gradient.shape == shape:
+        return gradient
+    added = gradient.rank - len(shape)
+    repeated = [d for d in range(added, gradient.rank) if gradient.shape[d] != shape[d - added]]
+    axes = [*range(added), *repeated]
+    summed = sum_(gradient, axes) if axes else gradient
+    return summed if summed.shape == shape else reshape(summed, shape)
+
+
+# The gradient of one op ---------------------------------------------------------------------------------------------
+
+Gradients = dict[int, Tensor]
+
+
+def _rule_of(op: Op) -> Callable[[_Forward, tuple[Tensor | None, ...]], Gradients]:
+    """How gradients flow through an op: from those of its results to those of its inputs, by position."""
+    gradient = op.kind.gradient
+    if gradient is None:
+        return lambda forward, gs: {}
+    if gradient is REFUSED:
+        return _refuse
+    if gradient is VJP:
+        return _by_jax
+    if isinstance(gradient, Mapping):
+        return functools.partial(_by_rules, gradient)
+    return gradient
+
+
+def _refuse(forward: _Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
+    if any(g is None for g in gs):
+        return {}
+    raise PopxlError(
+        f"autodiff: a gradient reaches the op {forward.op.name} ({forward.op.source}), which has none. Pass the tensor "
+        "through `ops.detach`, or leave it out of `grads_provided`."
+    )
+
+
+def _or_zeros(op: Op, gs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
+
+
+def _by_rules(
+    rules: Mapping[str, Callable[..., Tensor | None]], forward: _Forward, gs: tuple[Tensor | None, ...]
+) -> Gradients:
+    """Apply the rules that an op states, one for each operand, for the operands that matter."""
+    op = forward.op
+    found: Gradients = {}
+    for i, name in enumerate(op.operand_names()):
+        rule = rules.get(name.partition("[")[0])
+        if rule is not None and forward.wants(i):
+            gradient = rule(**{wish: _wish(wish, forward, gs, i) for wish in _wishes(rule)})
+            if gradient is not None:
+                found[i] = gradient
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _wishes(rule: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(rule).parameters)
+
+
+def _wish(name: str, forward: _Forward, gs: tuple[Tensor | None, ...], i: int) -> Any:
+    """What a parameter of a gradient rule stands for. See `OpKind`."""
+    op = forward.op
+    if name == "g":
+        return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
+    if name == "gs":
+        return _or_zeros(op, gs)
+    if name == "out":
+        return forward.read(op.outputs[0])
+    if name == "outs":
+        return tuple(forward.read(t) for t in op.outputs)
+    if name == "i":
+        return i
+    if name == "operand":
+        return forward.read(op.inputs[i])
+    if name == "operand_spec":
+        return op.inputs[i].spec
+    if name == "specs":
+        return tuple(t.spec for t in op.inputs)
+    operands = dict(zip(op.operand_names(), op.inputs, strict=True))
+    if name in operands:
+        return forward.read(operands[name])
+    if name.removesuffix("_spec") in operands:
+        return operands[name.removesuffix("_spec")].spec
+    if name in op.attributes:
+        return op.attributes[name]
+    default = inspect.signature(op.kind.lowering).parameters[name].default
+    if default is inspect.Parameter.empty:
+        raise PopxlError(f"The gradient rule of {op.op_type} asks for {name!r}, which the op does not have.")
+    return default
+
+
+def _by_jax(forward: _Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
+    """The gradient op of an op whose gradient is JAX's, for the operands that matter."""
+    op = forward.op
+    wanted = tuple(i for i, t in enumerate(op.inputs) if forward.wants(i) and t.dtype.is_floating_point)
+    given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_floating_point)
+    if not wanted or not given:
+        return {}
+    kind, read = _gradient_kind(op, wanted, given)
+    operands = [forward.read(op.inputs[i]) for i in read] + [g for k in given if (g := gs[k]) is not None]
+    results = kind(*operands)
+    return dict(zip(wanted, results if isinstance(results, tuple) else (results,), strict=True))
+
+
+def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
+    """The gradient op of an op, and the positions of the forward inputs that it reads."""
+    try:
+        key = (op.kind, op.operands, tuple(op.attributes.items()))
+        hash(key)
+    except TypeError:
+        return _vjp.__wrapped__(
+            _Function(op.kind, op.operands, tuple(op.attributes.items())), *_specs(op), wanted, given
+        )
+    return _vjp(_Function(*key), *_specs(op), wanted, given)
+
+
+def _specs(op: Op) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    return tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
+
+
+class _Function:
+    """The function of an op, of arrays only. Equal for ops that compute the same."""
+
+    def __init__(self, kind: OpKind, operands: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> None:
+        self.key = (kind, operands, attributes)
+        self.name = kind.name
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        kind, operands, attributes = self.key
+        if operands is None:
+            result = kind.lowering(*arrays, **dict(attributes))
+        else:
+            result = kind.lowering(**dict(zip(operands, arrays, strict=True)), **dict(attributes))
+        return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _vjp(
+    function: _Function,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    wanted: tuple[int, ...],
+    given: tuple[int, ...],
+) -> tuple[OpKind, tuple[int, ...]]:
+    """See `_gradient_kind`. Cached, so that a program has one gradient op for each op that it uses."""
+
+    def pullback(*operands: Any) -> tuple[Any, ...]:
+        """Of all inputs, and the given gradients."""
+        primals, gs = list(operands[: len(inputs)]), operands[len(inputs) :]
+
+        def of_wanted(*values: Any) -> tuple[Any, ...]:
+            for i, value in zip(wanted, values, strict=True):
+                primals[i] = value
+            results = function(*primals)
+            return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in given)
+
+        _, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
+        return pull(gs)
+
+    gradients = [outputs[k] for k in given]
+    used = inputs_used(pullback, [*inputs, *gradients])
+    read = tuple(i for i in range(len(inputs)) if used[i])
+
+    def lowering(*operands: Any) -> Any:
+        primals = [jnp.zeros(spec.shape, spec.dtype.as_jax()) for spec in inputs]
+        for i, value in zip(read, operands, strict=False):
+            primals[i] = value
+        results = pullback(*primals, *operands[len(read) :])
+        return results if len(wanted) > 1 else results[0]
+
+    specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
+    kind = OpKind(f"{function.name}Grad", lowering, shape=lambda *operands: specs if len(wanted) > 1 else specs[0])
+    return kind, read

@@ -1,0 +1,157 @@
+"""What a gradient graph expects and returns, in terms of the graph that was differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import NoReturn
+
+from popxl.graph import Graph
+from popxl.ops.call import CallSiteInfo
+from popxl.tensor import Tensor
+
+__all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "make_grad_graph_info"]
+
+
+class ExpectedConnectionType(Enum):
+    """What an input or output of a gradient graph stands for."""
+
+    Fwd = "Fwd"
+    """A tensor of the forward graph."""
+    FwdGrad = "FwdGrad"
+    """The gradient of a tensor of the forward graph."""
+
+
+class ExpectedConnection:
+    """One input or output of a gradient graph.
+
+    Attributes:
+        fwd_tensor: the tensor of the forward graph that is meant.
+        connection_type: whether it is that tensor, or its gradient.
+    """
+
+    fwd_tensor: Tensor
+    connection_type: ExpectedConnectionType
+
+    def __init__(self) -> NoReturn:
+        raise TypeError("ExpectedConnections are made by `popxl.transforms.autodiff`.")
+
+    @classmethod
+    def _make(cls, fwd_tensor: Tensor, connection_type: ExpectedConnectionType) -> ExpectedConnection:
+        connection = object.__new__(cls)
+        connection.fwd_tensor = fwd_tensor
+        connection.connection_type = connection_type
+        return connection
+
+    def __repr__(self) -> str:
+        return f"({self.connection_type}, {self.fwd_tensor})"
+
+
+class GradGraphInfo:
+    """A gradient graph, and how to connect it to calls of its forward graph.
+
+    Example:
+        >>> info = popxl.transforms.autodiff(graph)
+        >>> site = ops.call_with_info(graph, x, w)
+        >>> dx, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
+
+    Attributes:
+        graph: the gradient graph.
+        forward_graph: the graph that was differentiated.
+        expected_inputs: what each input of the gradient graph stands for; gradients that are provided come first.
+        expected_outputs: what each output of the gradient graph stands for.
+    """
+
+    graph: Graph
+    forward_graph: Graph
+    _expected_inputs: list[ExpectedConnection]
+    _expected_outputs: list[ExpectedConnection]
+
+    def __init__(self) -> NoReturn:
+        raise TypeError("GradGraphInfos are made by `popxl.transforms.autodiff`.")
+
+    @property
+    def expected_inputs(self) -> tuple[ExpectedConnection, ...]:
+        """What each input of the gradient graph stands for, in order."""
+        return tuple(self._expected_inputs)
+
+    @property
+    def expected_outputs(self) -> tuple[ExpectedConnection, ...]:
+        """What each output of the gradient graph stands for, in order."""
+        return tuple(self._expected_outputs)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors of the forward graph that the inputs stand for."""
+        return tuple(expected.fwd_tensor for expected in self._expected_inputs)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors of the forward graph whose gradients the outputs are."""
+        return tuple(expected.fwd_tensor for expected in self._expected_outputs)
+
+    def inputs_dict(self, fwd_call_info: CallSiteInfo) -> dict[Tensor, Tensor]:
+        """The activations of one forward call, by the inputs of the gradient graph that need them.
+
+        Raises:
+            TypeError: if the call is of another graph.
+        """
+        if fwd_call_info.called_graph is not self.forward_graph:
+            raise TypeError(
+                f"inputs_dict: expected a call of {self.forward_graph.title}, got {fwd_call_info!r}. A repeat calls a "
+                "wrapper graph; take the activations inside of it."
+            )
+        return {
+            t: fwd_call_info.graph_to_parent(expected.fwd_tensor)
+            for t, expected in zip(self.graph.inputs, self._expected_inputs, strict=False)
+            if expected.connection_type is ExpectedConnectionType.Fwd
+        }
+
+    def fwd_graph_ins_to_grad_parent_outs(self, grad_call_info: CallSiteInfo) -> dict[Tensor, Tensor]:
+        """The gradients of one gradient call, by the tensors of the forward graph."""
+        return {
+            expected.fwd_tensor: grad_call_info.parent_output(i) for i, expected in enumerate(self._expected_outputs)
+        }
+
+    def fwd_parent_ins_to_grad_parent_outs(
+        self, fwd_call_info: CallSiteInfo, grad_call_info: CallSiteInfo
+    ) -> dict[Tensor, Tensor]:
+        """The gradients of one gradient call, by the tensors that the forward call was given.
+
+        A tensor that was bound to two inputs of the forward call keeps one gradient only; then use
+        `fwd_graph_ins_to_grad_parent_outs` and add them.
+
+        Raises:
+            ValueError: if a gradient is of a tensor that is neither input nor output of the forward graph.
+        """
+        gradients = self.fwd_graph_ins_to_grad_parent_outs(grad_call_info)
+        return {fwd_call_info.graph_to_parent(t): gradient for t, gradient in gradients.items()}
+
+    def __repr__(self) -> str:
+        lines = [f"  graph={self.graph.id}"]
+        for name, connections in (("inputs", self._expected_inputs), ("outputs", self._expected_outputs)):
+            lines += [f"  expected_{name}=[", *(f"    {c!r}" for c in connections), "  ]"]
+        return "\n".join(["GradGraphInfo[", *lines, "]"])
+
+
+def make_grad_graph_info(
+    forward_graph: Graph,
+    grad_graph: Graph,
+    expected_inputs: Iterable[tuple[Tensor, ExpectedConnectionType]],
+    expected_outputs: Iterable[Tensor],
+) -> GradGraphInfo:
+    """The information of a gradient graph that was written by hand.
+
+    Args:
+        forward_graph: the graph that `grad_graph` is the gradient of.
+        grad_graph: the gradient graph.
+        expected_inputs: for each input of it, a tensor of the forward graph, and whether that tensor is meant or its
+            gradient.
+        expected_outputs: for each output of it, the tensor of the forward graph whose gradient it is.
+    """
+    info = object.__new__(GradGraphInfo)
+    info.forward_graph = forward_graph
+    info.graph = grad_graph
+    info._expected_inputs = [ExpectedConnection._make(t, kind) for t, kind in expected_inputs]
+    info._expected_outputs = [ExpectedConnection._make(t, ExpectedConnectionType.FwdGrad) for t in expected_outputs]
+    return info

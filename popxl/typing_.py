@@ -1,0 +1,27 @@
+"""Annotations that say one thing to a type checker and another to us."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+def NewAliasAnnotation(name: str, tp: type[T] | None) -> Callable[..., T]:
+    """Make a marker for annotations that stands for the type `tp` and can be told from it by identity.
+
+    The marker is a function, which is what the generics of `typing` accept: `List[marker]` works. It is not a
+    constructor: calling it raises `NotImplementedError`. `tp` is there for the reader and may be `None`.
+
+    Example:
+        TensorByRef = NewAliasAnnotation("TensorByRef", Tensor)
+
+        def scale(x: TensorByRef, factor: Tensor): ...
+    """
+
+    def marker(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} only marks annotations and cannot be called. Write it after the colon, as in `x: {name}`."
+        )
+
+    marker.__name__ = marker.__qualname__ = name
+    return marker

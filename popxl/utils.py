@@ -1,0 +1,142 @@
+"""What every function that takes host data does with it: `to_numpy`; and small helpers that programs import."""
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from popxl import dtypes
+from popxl.dtypes import torch_imported as torch_imported
+from popxl.fp8_utils import as_array, to_host
+from popxl.fp8_utils import host_pow2scale_cast_to_fp8 as host_pow2scale_cast_to_fp8
+
+HW_DEVICE_CONNECTION_TIMEOUT = 10_000
+"""Seconds to wait for a device that is in use."""
+
+downcast_np_dtypes: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.float32),
+}
+
+
+def to_numpy(
+    x: Any,
+    dtype: dtypes.dtype | None = None,
+    downcast: bool = True,
+    copy: bool = True,
+    log2_scale: int | None = None,
+    nan_on_overflow: bool | None = None,
+) -> NDArray[Any]:
+    """Convert host data to a C-contiguous array, as every function that accepts host data does.
+
+    Args:
+        x: a scalar, nested sequence, NumPy, JAX or torch array. A `np.memmap` is returned as it is if not `copy`, or
+            refused, because a conversion would cut it off from its file.
+        dtype: the type of the result, to which values are cast without a word about those that do not fit. For a
+            float8 type `x` must be of float16, float32 or float64, or hold float8 already. If `None`, NumPy infers it.
+        downcast: where `dtype` is `None`, narrow 64-bit integers and floats to 32 bits.
+        copy: if false, share memory with `x` where nothing needs to be converted.
+        log2_scale: for float8, scale by `2**log2_scale` before rounding (default 0).
+        nan_on_overflow: for float8, whether what is too large becomes NaN (default) or the largest number.
+
+    Returns:
+        The array. It is of dtype `object` where NumPy has no better idea, and for data without elements whose type
+        cannot be known; looking up the popxl dtype of such an array fails.
+
+    Raises:
+        TypeError: if float8 is asked for and `x` is neither a wider float nor of the same float8 type.
+        ValueError: if nested sequences are ragged, or a memory-mapped array would have to be converted.
+        RuntimeError: if `log2_scale` or `nan_on_overflow` is given without a float8 `dtype`.
+
+    Example:
+        >>> to_numpy([1, 2.5])
+        array([1. , 2.5], dtype=float32)
+        >>> to_numpy(1.7, popxl.int32)
+        array(1, dtype=int32)
+    """
+    scaled = log2_scale is not None or nan_on_overflow is not None
+    # What session.run mostly gets, and the reason why a run costs little: nothing to do.
+    as_is = dtype is None and not copy and not scaled
+    if as_is and type(x) is np.ndarray and x.flags.c_contiguous and not (downcast and x.dtype in downcast_np_dtypes):
+        return x
+
+    if not (dtype is None or isinstance(dtype, dtypes.dtype)):
+        raise TypeError(
+            f"to_numpy: `dtype` is {dtype!r}. Expected a popxl.dtype such as popxl.float32, or None; "
+            "popxl.dtype.as_dtype finds the one that belongs to a NumPy or torch type."
+        )
+    if scaled and not (dtype is not None and dtype.is_float8):
+        raise RuntimeError(
+            f"to_numpy: `log2_scale` is {log2_scale} and `nan_on_overflow` is {nan_on_overflow}, but `dtype` is "
+            f"{dtype!r}. Expected None for both, or popxl.float8_143 or popxl.float8_152 for `dtype`."
+        )
+    if isinstance(x, np.memmap) and not copy:
+        _check_memmap(x, dtype)
+        return x
+
+    array = as_array(x)
+    if dtype is None:
+        if array.size == 0 and not hasattr(x, "dtype"):
+            target = np.dtype(object)  # NumPy would invent float64 for an empty list
+        else:
+            target = downcast_np_dtypes.get(array.dtype, array.dtype) if downcast else array.dtype
+    elif dtype.is_float8:
+        target = dtype.as_numpy()
+        if array.dtype == dtype.as_jax():
+            array = to_host(array, dtype)
+        if array.dtype in (np.float16, np.float32, np.float64):
+            overflow_to_nan = nan_on_overflow is None or nan_on_overflow
+            return host_pow2scale_cast_to_fp8(array, dtype, log2_scale or 0, overflow_to_nan)
+        if array.dtype != target:
+            raise TypeError(
+                f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected float16, float32 or "
+                "float64 data, or the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
+            )
+    else:
+        target = dtype.as_numpy()
+    # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(target, order="C", copy=copy)
+
+
+def _check_memmap(array: np.memmap[Any, Any], dtype: dtypes.dtype | None) -> None:
+    # The array is used in place: a converted copy would be cut off from the file.
+    start = "When passing a memory-mapped NumPy array,"
+    if dtype is not None and dtype.as_numpy() != array.dtype:
+        raise ValueError(
+            f"{start} the `dtype` parameter must be None or match the array, because no copy is made. "
+            f"Here `dtype` is {dtype!r} and the array's is {array.dtype}: leave out `dtype`, or convert the file."
+        )
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        raise ValueError(
+            f"{start} it must already be in C-ordered, aligned memory, because no copy is made. This one, of shape "
+            f"{array.shape}, has strides {array.strides}: store the file in C order, or pass np.array(x)."
+        )
+    if array.dtype in downcast_np_dtypes:
+        raise ValueError(
+            f"{start} the dtype {dtype} is not supported, as it requires downcasting, and no copy is made. The array's "
+            f"is {array.dtype}: store the file as {downcast_np_dtypes[array.dtype]}, or pass np.array(x)."
+        )
+
+
+def table_to_string(rows: Iterable[Sequence[Any]], delimiter: str = " | ", header: bool = True) -> str:
+    """Format rows of cells as text, each column as wide as its widest cell.
+
+    Args:
+        rows: the rows; cells are formatted by `str`.
+        delimiter: what to put between two cells.
+        header: whether to draw a line below the first row, if there are more.
+
+    Example:
+        >>> table_to_string([["op", "n"], ["add", 12]]).splitlines()
+        ['op  | n ', '---------', 'add | 12']
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
+    lines = [delimiter.join(map(str.ljust, row, widths)) + "\n" for row in cells]
+    if header and len(lines) > 1:
+        lines.insert(1, "-" * len(lines[0]) + "\n")
+    return "".join(lines)

@@ -1,0 +1,100 @@
+"""What a module gathers while its graph is built: factories, placeholders, stashed tensors, gradients of called graphs.
+
+Submodules are linked, not copied: what a child adds shows up in the parent under the child's name. Everything but these
+links is forgotten when the build is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, overload
+
+import popxl
+from popxl.transforms.autodiff import GradGraphInfo
+from popxl_addons.build_grad import Aux, VarGrad
+from popxl_addons.grad_info import CalledGraphs
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
+
+
+@dataclass(frozen=True)
+class Build:
+    """The result of one build, independent of the module from here on."""
+
+    factories: NamedVariableFactories
+    args: NamedTensors
+    aux: dict[Any, Any]
+    called_graphs_grad_info: dict[popxl.Graph, GradGraphInfo]
+
+
+class Collected:
+    """The collections of one module, and links to those of its submodules."""
+
+    def __init__(self) -> None:
+        self.factories = NamedVariableFactories()
+        self.args = NamedTensors()
+        self.aux = Aux()
+        self.var_grad = VarGrad()
+        self.called_graphs = CalledGraphs()
+        self._children: dict[str, Collected] = {}
+
+    def link(self, name: str, child: Collected) -> None:
+        """Show all that `child` collects, now or later, under `name`. `ValueError` if the name is taken."""
+        self.factories.insert(name, child.factories)
+        self.args.insert(name, child.args)
+        self.called_graphs.add_submap(child.called_graphs)
+        self._children[name] = child
+
+    @overload
+    def add(self, name: str | int, recipe: VariableFactory, overwrite: bool = False) -> popxl.Tensor: ...
+    @overload
+    def add(self, name: str | int, recipe: NamedVariableFactories, overwrite: bool = False) -> NamedTensors: ...
+    def add(
+        self, name: str | int, recipe: VariableFactory | NamedVariableFactories, overwrite: bool = False
+    ) -> popxl.Tensor | NamedTensors:
+        """Keep a factory, or a copy of a tree of them, under `name`, with new placeholders in the current graph."""
+        head, _, rest = str(name).partition(".")
+        if rest and overwrite and head in self._children:
+            return self._children[head].add(rest, recipe, overwrite)  # a merge here would cut the link to the child
+        self.factories.insert(name, recipe.copy() if isinstance(recipe, NamedVariableFactories) else recipe, overwrite)
+        placeholders = _placeholders(recipe)
+        self.args.insert(name, placeholders, overwrite)
+        return placeholders
+
+    @contextmanager
+    def one_build(self) -> Iterator[None]:
+        """Return to the state found on entry, here and in all submodules: nothing collected, and the same links."""
+        before = [(collected, dict(collected._children)) for collected in self._walk()]
+        try:
+            yield
+        finally:
+            for collected, children in before:
+                collected._reset(children)
+
+    def result(self) -> Build:
+        """A copy of what has been collected so far."""
+        return Build(self.factories.copy(), self.args.copy(), self.aux.to_dict(), self.called_graphs.consolidate())
+
+    def _walk(self) -> Iterator[Collected]:
+        yield self
+        for child in self._children.values():
+            yield from child._walk()
+
+    def _reset(self, children: dict[str, Collected]) -> None:
+        # Emptied, not replaced: parents hold these very trees.
+        for tree in (self.factories, self.args):
+            for key in tree.keys():
+                tree.pop(key)
+        self.aux.clear()
+        self.called_graphs.clear()
+        self._children.clear()
+        for name, child in children.items():
+            self.link(name, child)
+
+
+def _placeholders(recipe: VariableFactory | NamedVariableFactories) -> popxl.Tensor | NamedTensors:
+    if isinstance(recipe, VariableFactory):
+        return recipe.create_input()
+    return NamedTensors.from_dict({name: factory.create_input() for name, factory in recipe.to_dict().items()})

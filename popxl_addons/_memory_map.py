@@ -1,0 +1,47 @@
+"""Raw memory maps that several processes may open at once. What they hold is known to `variable_factory`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def memory_map(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    fill: Callable[[], np.ndarray] | None,
+    read_only_if_exists: bool,
+) -> np.memmap[Any, Any]:
+    """The array in the file `path` (no header), which is made, and filled by `fill`, if there is none."""
+    existed = path.exists()
+    if not existed:
+        _create(path, shape, dtype, fill)
+    expected = math.prod(shape) * dtype.itemsize
+    if path.stat().st_size != expected:
+        raise ValueError(
+            f"Memory map `{path}` holds {path.stat().st_size} bytes, but an array {dtype.name}{list(shape)} takes "
+            f"{expected}. It was written for another variable: remove the file or choose another directory."
+        )
+    return np.memmap(path, dtype, "r" if existed and read_only_if_exists else "r+", shape=shape)
+
+
+def _create(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[[], np.ndarray] | None) -> None:
+    # Written beside its place and linked in when complete: of several processes the quickest gives the contents, and
+    # none ever sees half a file. Each of them fills a draft, so seeded generators stay in step.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        draft = Path(directory) / path.name
+        array = np.memmap(draft, dtype, "w+", shape=shape)
+        if fill is not None:
+            array[...] = fill()
+        array.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)

@@ -1,0 +1,96 @@
+"""Gradient information as plain data: which forward tensor each input and output of a gradient graph stands for.
+
+How gradient graphs come about is told elsewhere: by the transform in `transforms.autodiff`, by hand in `build_grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import popxl
+from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
+
+if TYPE_CHECKING:
+    from popxl_addons.graph_common import (
+        CalledGraphsGradInfoLike,
+        GradGraphInfoLike,
+        GraphLike,
+    )
+
+
+def as_graph(graph: GraphLike) -> popxl.Graph:
+    """The `popxl.Graph` itself, whatever wraps it."""
+    return graph if isinstance(graph, popxl.Graph) else graph.graph
+
+
+def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
+    """The `GradGraphInfo` itself, also from the gradient graph that carries it."""
+    return info if isinstance(info, GradGraphInfo) else info.grad_graph_info
+
+
+def merge_called_graphs(*infos: CalledGraphsGradInfoLike | None) -> dict[popxl.Graph, GradGraphInfo]:
+    """One mapping of several, in popxl's own types. Later entries win."""
+    return {as_graph(graph): as_grad_graph_info(grad) for info in infos for graph, grad in (info or {}).items()}
+
+
+class CalledGraphs:
+    """The gradient graphs known for the graphs that a module calls, with those that its submodules know (a live link).
+
+    A transform needs them where a called graph cannot be, or should not be, differentiated on the way.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[popxl.Graph, GradGraphInfo] = {}
+        self._submaps: list[CalledGraphs | CalledGraphsGradInfoLike] = []
+
+    def add(self, fwd_graph: GraphLike, grad_graph: GradGraphInfoLike) -> None:
+        """Use `grad_graph` as the gradient of `fwd_graph`."""
+        self._own[as_graph(fwd_graph)] = as_grad_graph_info(grad_graph)
+
+    def add_submap(self, mapping: CalledGraphs | CalledGraphsGradInfoLike) -> None:
+        """Include what `mapping` holds whenever `consolidate` is called."""
+        self._submaps.append(mapping)
+
+    def consolidate(self) -> dict[popxl.Graph, GradGraphInfo]:
+        """Everything known, as one dictionary. Own entries win over those of submodules."""
+        submaps = (sub.consolidate() if isinstance(sub, CalledGraphs) else sub for sub in self._submaps)
+        return merge_called_graphs(*submaps, self._own)
+
+    def clear(self) -> None:
+        """Forget everything, links included."""
+        self._own.clear()
+        self._submaps.clear()
+
+
+def create_grad_graph_info(
+    ir: popxl.Ir,
+    fwd_graph: GraphLike,
+    grad_graph: GraphLike,
+    grad_input_to_fwd_output: Mapping[popxl.Tensor, popxl.Tensor],
+    grad_output_to_fwd_input: Mapping[popxl.Tensor, popxl.Tensor],
+    fwd_tensors: Collection[popxl.Tensor],
+) -> GradGraphInfo:
+    """Declare `grad_graph` to be a gradient graph of `fwd_graph`. The mappings are in the order of the graph's lists.
+
+    A grad graph input that stands for one of the `fwd_tensors` takes that tensor's value, any other input the
+    gradient of its forward tensor.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> double = ir.create_graph(lambda x: x * 2.0, popxl.TensorSpec((3,), popxl.float32))
+        >>> back = ir.create_graph(lambda dy: dy * 2.0, popxl.TensorSpec((3,), popxl.float32))
+        >>> dy, dx, x, y = *back.inputs, *back.outputs, *double.inputs, *double.outputs
+        >>> create_grad_graph_info(ir, double, back, {dy: y}, {dx: x}, []).expected_outputs[0].fwd_tensor == x
+        True
+    """
+    fwd, grad = as_graph(fwd_graph), as_graph(grad_graph)
+    if fwd.ir != ir or grad.ir != ir:
+        raise ValueError(f"create_grad_graph_info: `{fwd.name}` and `{grad.name}` must both be graphs of `ir`, {ir}.")
+    Fwd, FwdGrad = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad
+    return make_grad_graph_info(
+        fwd,
+        grad,
+        [(tensor, Fwd if tensor in fwd_tensors else FwdGrad) for tensor in grad_input_to_fwd_output.values()],
+        list(grad_output_to_fwd_input.values()),
+    )

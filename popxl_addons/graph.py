@@ -1,0 +1,216 @@
+"""Graphs whose inputs have names, and graphs that already know some of the tensors they are called with.
+
+`GraphWithNamedArgs` pairs a `popxl.Graph` with names for the inputs that hold state. Binding it to tensors of the same
+names gives a `BoundGraph`; one graph may be bound to many sets of variables and stays one graph in the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import popxl
+from popxl import ops
+from popxl.ops.call import CallSiteInfo
+from popxl.transforms.autodiff import GradGraphInfo
+from popxl_addons.dot_tree import DotTree
+from popxl_addons.errors import GradientError
+from popxl_addons.grad_info import merge_called_graphs
+from popxl_addons.named_tensors import NamedTensors, TensorMap
+
+if TYPE_CHECKING:
+    from popxl_addons.graph_common import CalledGraphsGradInfoLike
+    from popxl_addons.module import Module
+
+
+class GraphWithNamedArgs:
+    """A graph, and under `args` those of its inputs that have a name.
+
+    Usually made by `Module.create_graph`, together with factories of the same names. `from_module` and `aux` are what a
+    hand-written gradient needs; `called_graphs_grad_info` are the gradients known for graphs that this one calls.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> graph = ir.create_graph(lambda x, w: x * w, *[popxl.TensorSpec((2,), popxl.float32)] * 2)
+        >>> scale = GraphWithNamedArgs(graph, NamedTensors(w=graph.inputs[1]))
+        >>> with ir.main_graph:
+        ...     variables = NamedTensors(w=popxl.variable([1.0, 2.0]))
+        ...     (y,) = scale.bind(variables).call(popxl.constant([3.0, 4.0]))
+    """
+
+    def __init__(
+        self,
+        graph: popxl.Graph,
+        args: NamedTensors | None = None,
+        grad_graph_info: GradGraphInfo | None = None,
+        from_module: Module | None = None,
+        aux: Mapping[Any, Any] | None = None,
+        called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
+    ):
+        self.graph = graph
+        self.args = NamedTensors() if args is None else args
+        self.from_module = from_module
+        self.aux = dict(aux or {})
+        self.called_graphs_grad_info: CalledGraphsGradInfoLike = dict(called_graphs_grad_info or {})
+        self.autodiff_applied = False
+        self._grad_graph_info = grad_graph_info
+
+    @classmethod
+    def from_grad_graph(cls, grad_graph_info: GradGraphInfo, args: NamedTensors | None = None) -> GraphWithNamedArgs:
+        """The gradient graph that `grad_graph_info` describes."""
+        return cls(grad_graph_info.graph, args, grad_graph_info)
+
+    @property
+    def grad_graph_info(self) -> GradGraphInfo:
+        """How this gradient graph relates to its forward graph. `AttributeError` for other graphs."""
+        if self._grad_graph_info is None:
+            raise AttributeError("`grad_graph_info` attribute does not exist. Not a gradient graph.")
+        return self._grad_graph_info
+
+    @grad_graph_info.setter
+    def grad_graph_info(self, info: GradGraphInfo) -> None:
+        self._grad_graph_info = info
+
+    def bind(self, args: NamedTensors | None = None) -> BoundGraph:
+        """Pair the named inputs with the tensors of the same flat names in `args`.
+
+        Names found on one side only are left alone: inputs without a partner have to be given at the call.
+        """
+        if args is None:
+            return BoundGraph(self.graph)
+        if not isinstance(args, DotTree):
+            raise TypeError(
+                f"GraphWithNamedArgs.bind: `args` is a {type(args).__name__}, expected NamedTensors. "
+                "Make one of a dictionary with `NamedTensors.from_dict`."
+            )
+        return BoundGraph(self.graph, self.args.to_mapping(args))
+
+    def call(self, *targs: Any, args: TensorMap | None = None) -> tuple[popxl.Tensor, ...]:
+        """Call the graph with nothing bound; see `BoundGraph.call`."""
+        return self.bind().call(*targs, args=args)
+
+    def call_with_info(self, *targs: Any, args: TensorMap | None = None) -> CallSiteInfo:
+        """Call the graph with nothing bound; see `BoundGraph.call_with_info`."""
+        return self.bind().call_with_info(*targs, args=args)
+
+    def copy(self) -> GraphWithNamedArgs:
+        """The same graph with a copy of `args` and the same gradient info, but no module, `aux` or the like."""
+        return GraphWithNamedArgs(self.graph, self.args.copy(), self._grad_graph_info)
+
+    def print_schedule(self) -> str:
+        """The graph as text, one line per op in the order of execution, with the flat names of its inputs."""
+        return popxl.printing.schedule(self.graph, {tensor: name for name, tensor in self.args.to_dict().items()})
+
+    def autodiff(
+        self,
+        grads_provided: Iterable[popxl.Tensor] | None = None,
+        grads_required: Iterable[popxl.Tensor] | None = None,
+        called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
+        method: Literal["auto", "build_grad", "autodiff"] = "auto",
+        force: bool = False,
+    ) -> GraphWithNamedArgs:
+        """The gradient graph: hand-written if the module has a `build_grad`, else made by the transform.
+
+        `method` insists on one of the two. Differentiating may add outputs to this graph, so it is done once; `force`
+        allows it again. The other arguments are those of `popxl_addons.autodiff`.
+
+        `ValueError` for an unknown `method`; `GradientError` for a second time, or if a `build_grad` is asked for and
+        there is none.
+        """
+        by_hand = self.from_module is not None and self.from_module.implements_grad_graph
+        if method not in ("auto", "build_grad", "autodiff"):
+            raise ValueError(f"autodiff: `method` is {method!r}, expected 'auto', 'build_grad' or 'autodiff'.")
+        if method == "build_grad" and not by_hand:
+            raise GradientError(
+                f"autodiff: the graph `{self.graph.name}` only has a `build_grad` if `from_module` is specified and is "
+                "a module that implements it. Create the graph with `Module.create_graph`, or use another `method`."
+            )
+        if self.autodiff_applied and not force:
+            raise GradientError(
+                f"Autodiff has already been applied to the graph `{self.graph.name}`. Keep the first result, or pass "
+                "`force=True` if a second gradient graph is really wanted."
+            )
+        if self.from_module is not None and by_hand and method != "autodiff":
+            grad = self.from_module.create_grad_graph(self, grads_provided, grads_required)
+        else:
+            grad = self.differentiate(grads_provided, grads_required, called_graphs_grad_info)
+        self.autodiff_applied = True
+        return grad
+
+    def differentiate(
+        self,
+        grads_provided: Iterable[popxl.Tensor] | None = None,
+        grads_required: Iterable[popxl.Tensor] | None = None,
+        called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
+    ) -> GraphWithNamedArgs:
+        """The gradient graph made by the transform, unconditionally: `popxl_addons.autodiff` of this graph."""
+        info = popxl.transforms.autodiff(
+            self.graph,
+            grads_provided=grads_provided,
+            grads_required=grads_required,
+            called_graphs_grad_info=merge_called_graphs(self.called_graphs_grad_info, called_graphs_grad_info),
+        )
+        return GraphWithNamedArgs.from_grad_graph(info)
+
+
+class BoundGraph:
+    """A graph together with tensors for some of its inputs: `args` maps graph inputs to tensors of the calling graph.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> graph = ir.create_graph(lambda x, w: x * w, *[popxl.TensorSpec((), popxl.float32)] * 2)
+        >>> with ir.main_graph:
+        ...     double = BoundGraph(graph, {graph.inputs[1]: popxl.constant(2.0)})
+        ...     (y,) = double.call(popxl.constant(3.0))
+    """
+
+    def __init__(self, graph: popxl.Graph, args: TensorMap | None = None):
+        self.graph = graph
+        self.args = dict(args or {})
+
+    def call(self, *targs: Any, args: TensorMap | None = None) -> tuple[popxl.Tensor, ...]:
+        """The outputs of a call of the graph, made in the current graph.
+
+        `targs` go to the graph inputs from the first on (lists are flattened by one level, numbers become constants).
+        The rest is looked up in `args`, then in what is bound. Errors are those of `popxl.ops.call`.
+        """
+        return ops.call(self.graph, *targs, inputs_dict=self._inputs_dict(args))
+
+    def call_with_info(self, *targs: Any, args: TensorMap | None = None) -> CallSiteInfo:
+        """As `call`, but returns the call site: its ``outputs``, and what finds activations and gradients."""
+        return ops.call_with_info(self.graph, *targs, inputs_dict=self._inputs_dict(args))
+
+    def bind(self, args: TensorMap) -> BoundGraph:
+        """A graph that is bound to `args`, too; they win over what was bound before."""
+        return BoundGraph(self.graph, self._inputs_dict(args))
+
+    def subgraph_io_map(
+        self, *targs: Any, args: TensorMap | None = None, outs: Iterable[popxl.Tensor]
+    ) -> dict[popxl.Tensor, Any]:
+        """Graph tensor → tensor of the calling graph, for a call with `targs` and `args` that returned `outs`.
+
+        Example:
+            >>> ir = popxl.Ir()
+            >>> graph = ir.create_graph(lambda x: x + 1.0, popxl.TensorSpec((), popxl.float32))
+            >>> with ir.main_graph:
+            ...     x = popxl.constant(2.0)
+            ...     y = BoundGraph(graph).call(x)
+            >>> BoundGraph(graph).subgraph_io_map(x, outs=y) == {graph.inputs[0]: x, graph.outputs[0]: y[0]}
+            True
+        """
+        return {
+            **self._inputs_dict(args),
+            **dict(zip(self.graph.inputs, _flattened(targs), strict=False)),
+            **dict(zip(self.graph.outputs, outs, strict=False)),
+        }
+
+    def _inputs_dict(self, args: TensorMap | None) -> dict[popxl.Tensor, popxl.Tensor]:
+        return {**self.args, **(args or {})}
+
+
+def _flattened(targs: Iterable[Any]) -> Iterator[Any]:
+    for targ in targs:
+        if isinstance(targ, Iterable) and not isinstance(targ, str):
+            yield from targ
+        else:
+            yield targ

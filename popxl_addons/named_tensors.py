@@ -1,0 +1,67 @@
+"""Trees of tensors and of host arrays: how variables, placeholders and gradients of a model are passed around."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl_addons.dot_tree import DotTree
+
+TensorMap = Mapping[popxl.Tensor, popxl.Tensor]
+
+
+class NamedTensors(DotTree[popxl.Tensor]):
+    """A tree whose leaves are tensors.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     nt = NamedTensors.pack(["w", "b"], [popxl.variable(1.0, name="w"), popxl.variable(2.0, name="b")])
+        >>> nt.tensors
+        (Variable[b popxl.dtypes.float32 ()], Variable[w popxl.dtypes.float32 ()])
+    """
+
+    @property
+    def tensors(self) -> tuple[popxl.Tensor, ...]:
+        """All leaves, sorted by ``tensor.name`` (not by flat name)."""
+        return tuple(sorted(self.values_flat(), key=lambda tensor: tensor.name))
+
+    @property
+    def named_tensors(self) -> dict[str, popxl.Tensor]:
+        """Flat name → tensor as a plain dictionary, in insertion order."""
+        return dict(self.to_dict())
+
+    def remap(self, mapping: TensorMap) -> NamedTensors:
+        """The same keys with every leaf replaced by ``mapping[leaf]``; `KeyError` lists the leaves that are missing.
+
+        Example:
+            >>> with popxl.Ir().main_graph:
+            ...     a, b = popxl.constant(1.0), popxl.constant(2.0)
+            >>> NamedTensors(x=a).remap({a: b}).x == b
+            True
+        """
+        if missing := [name for name, tensor in self.to_dict().items() if tensor not in mapping]:
+            raise KeyError(f"NamedTensors.remap: `mapping` has no tensor for {missing}.")
+        return self.map(lambda tensor: mapping[tensor])
+
+
+class NamedTensorData(DotTree[np.ndarray]):
+    """A tree whose leaves are NumPy arrays: the host values of some `NamedTensors`."""
+
+
+def print_named_tensors(named_tensors: NamedTensors) -> NamedTensors:
+    """Print every leaf when the program runs, titled with its flat name.
+
+    Returns the outputs of the print ops under the same keys.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     printed = print_named_tensors(NamedTensors(w=popxl.variable([1.0, 2.0], name="w")))
+        >>> printed.w.shape
+        (2,)
+    """
+    return NamedTensors.from_dict(
+        {name: ops.print_tensor(tensor, title=name) for name, tensor in named_tensors.to_dict().items()}
+    )

@@ -1,0 +1,40 @@
+"""A stream and its load or store in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import popxl
+from popxl import ops
+
+
+def host_load(t: Any, dtype: popxl.dtype, name: str) -> tuple[np.ndarray, popxl.HostToDeviceStream, popxl.Tensor]:
+    """A tensor `name` that is fed from the host, shaped like the sample `t` (an array, a NumPy scalar, a torch tensor).
+
+    Returns the sample as a NumPy array of `dtype`, the stream ``<name>_stream``, and the tensor. The sample is not
+    remembered: it has to be given to ``Session.run`` like any other input.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     x_host, x_stream, x = host_load(np.ones((3, 2)), popxl.float32, "x")
+        >>> x_host.dtype, x_stream.shape, x.shape
+        (dtype('float32'), (3, 2), (3, 2))
+    """
+    stream = popxl.h2d_stream(tuple(np.shape(t)), dtype, f"{name}_stream")
+    return popxl.utils.to_numpy(t, dtype), stream, ops.host_load(stream, name)
+
+
+def host_store(t: popxl.Tensor) -> popxl.DeviceToHostStream:
+    """Send `t` to the host over a new stream ``<t.name>_stream``, which is returned.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     stream = host_store(popxl.variable([1.0, 2.0], name="v"))
+        >>> stream.tensor_id
+        'v_stream'
+    """
+    stream = popxl.d2h_stream(t.shape, t.dtype, f"{t.name}_stream")
+    ops.host_store(stream, t)
+    return stream

@@ -1,0 +1,186 @@
+"""Small helpers that know nothing of modules or graphs: two dictionaries, a timer, and a few one-line functions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections import Counter
+from collections import OrderedDict as _OrderedDict
+from collections.abc import Iterable, Iterator, KeysView, MutableMapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+import popxl
+from popxl.tensor import Variable
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_logger = logging.getLogger(__name__)
+
+
+class _Keys(KeysView[K]):
+    """Keys that print like those of a plain ``dict``: the order is nothing to point out any more."""
+
+    def __reversed__(self) -> Iterator[K]:
+        return reversed(list(self))
+
+    def __repr__(self) -> str:
+        return f"dict_keys({list(self)})"
+
+
+class OrderedDict(_OrderedDict[K, V]):
+    """A ``collections.OrderedDict`` that prints one item per line and can be read by position.
+
+    Example:
+        >>> d = OrderedDict(w=1, b=2)
+        >>> d
+        {
+        w: 1,
+        b: 2,
+        }
+        >>> d.idx(-1)
+        2
+        >>> d.keys()
+        dict_keys(['w', 'b'])
+    """
+
+    def idx(self, i: int) -> V:
+        """The value at position `i`; negative positions count from the end. `IndexError` outside."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"OrderedDict.idx: position {i} is outside; there are {len(self)} items.")
+        return list(self.values())[i]
+
+    def keys(self) -> Any:
+        """A view of the keys, as `dict.keys`."""
+        return _Keys(self)
+
+    def __repr__(self) -> str:
+        if not self:
+            return "{}"
+        return "{\n" + "".join(f"{key}: {value},\n" for key, value in self.items()) + "}"
+
+    __str__ = __repr__
+
+
+class WeightsDict(MutableMapping[Variable, np.ndarray]):
+    """Host data for variables, checked as it is put in. Hand it to ``Session.write_variables_data``.
+
+    An array must have the variable's dtype and its shape on the host (with the leading group dimension of a grouped
+    variable); otherwise `ValueError`.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     w = popxl.variable(np.zeros((2, 3)), popxl.float32, "w")
+        >>> weights = WeightsDict({w: np.ones((2, 3), np.float32)})
+        >>> weights[w] = np.ones((3, 2), np.float32)
+        Traceback (most recent call last):
+            ...
+        ValueError: WeightsDict: the array for `w` has shape (3, 2), expected (2, 3), the variable's shape on the host.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._arrays: dict[Variable, np.ndarray] = {}
+        self.update(*args, **kwargs)
+
+    def __setitem__(self, variable: Variable, array: np.ndarray) -> None:
+        dtype = popxl.dtype.as_dtype(array.dtype)
+        if dtype != variable.dtype:
+            raise ValueError(
+                f"WeightsDict: the array for `{variable.name}` is of {dtype.name}, expected {variable.dtype.name}, "
+                "the variable's dtype. Convert it with `array.astype(...)`."
+            )
+        if tuple(array.shape) != tuple(variable.shape_on_host):
+            raise ValueError(
+                f"WeightsDict: the array for `{variable.name}` has shape {tuple(array.shape)}, expected "
+                f"{tuple(variable.shape_on_host)}, the variable's shape on the host."
+            )
+        self._arrays[variable] = array
+
+    def __getitem__(self, variable: Variable) -> np.ndarray:
+        return self._arrays[variable]
+
+    def __delitem__(self, variable: Variable) -> None:
+        del self._arrays[variable]
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"WeightsDict({self._arrays!r})"
+
+
+@contextlib.contextmanager
+def timer(title: str | None = None, log_to_wandb: bool = True) -> Iterator[None]:
+    """Log how many minutes the body took, unless it raised.
+
+    With a `title`, and while a ``wandb`` run is active, the minutes also go to the run's summary as ``<title>_mins``
+    (lower case, underscores for spaces); `log_to_wandb=False` switches that off.
+
+    Example:
+        >>> with timer("Graph building"):
+        ...     pass
+    """
+    if title:
+        _logger.info("Starting %s", title)
+    start = time.perf_counter()
+    yield
+    minutes = (time.perf_counter() - start) / 60
+    _logger.info("%s: %.2f mins", f"{title} duration" if title else "Duration", minutes)
+    if log_to_wandb and title:
+        _add_to_wandb_summary(title.lower().replace(" ", "_") + "_mins", minutes)
+
+
+def _add_to_wandb_summary(key: str, value: float) -> None:
+    try:
+        import wandb  # optional, and slow to import: only looked for when there is something to tell it
+    except ImportError:
+        return
+    if wandb.run is not None:
+        wandb.run.summary[key] = value
+
+
+def null_context() -> contextlib.AbstractContextManager[None]:
+    """A context manager that does nothing, for ``with a() if condition else null_context():``.
+
+    Example:
+        >>> with null_context():
+        ...     pass
+    """
+    return contextlib.nullcontext()
+
+
+def suffix_graph_name(name: str, suffix: str) -> str:
+    """A name for a graph made from the graph `name`: without its ``_subgraph(<k>)``, and with ``_<suffix>``.
+
+    Example:
+        >>> suffix_graph_name("Net_subgraph(3)_bwd", "recomp")
+        'Net_bwd_recomp'
+    """
+    return re.sub(r"_subgraph\(\d+\)", "", name) + "_" + suffix
+
+
+def overrides(cls: type, base_cls: type, method: str) -> bool:
+    """Whether `cls` has a `method` of its own, or inherits it from someone other than `base_cls`.
+
+    Example:
+        >>> overrides(bool, int, "__repr__"), overrides(bool, int, "__add__")
+        (True, False)
+    """
+    return bool(getattr(cls, method) != getattr(base_cls, method))
+
+
+def duplicate_items(iterable: Iterable[K]) -> list[K]:
+    """The items that occur more than once, in the order in which they are first seen.
+
+    Example:
+        >>> duplicate_items([3, 1, 3, 2, 1])
+        [3, 1]
+    """
+    return [item for item, count in Counter(iterable).items() if count > 1]

@@ -1,0 +1,330 @@
+"""Recipes for variables. A subgraph can only hold a placeholder; its variable is made later, in the main graph.
+
+A `VariableFactory` makes both: the placeholder with `create_input`, the variable with `create_tensor`. A module
+returns the factories of all its placeholders as `NamedVariableFactories`, whose `init` makes all the variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Number
+from pathlib import Path
+from typing import Any, Literal, SupportsInt
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.tensor import Variable
+from popxl_addons._memory_map import memory_map
+from popxl_addons.dot_tree import DotTree
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_tensors import NamedTensors
+
+DataIter = Callable[[], Any] | Iterable[Any]
+PathLike = str | os.PathLike[str]
+
+
+class VariableFactory:
+    """How to make a variable, kept until there is a main graph to make it in.
+
+    `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
+    variable for one replica group. A callable is called once here, as a check, and its result dropped; a first
+    element is then taken to learn `shape` and `dtype`, and kept for the first variable.
+
+    With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
+    ``(nelms // shard_over,)``. Otherwise `shape` is the shape of the data and `meta_shape` is None.
+
+    `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     factory = VariableFactory(lambda: np.ones((2, 3)), popxl.float32, "w")
+        ...     w = factory.create_tensor()
+        >>> factory.shape, w
+        ((2, 3), Variable[w popxl.dtypes.float32 (2, 3)])
+    """
+
+    def __init__(
+        self,
+        data_iter: DataIter,
+        dtype: popxl.dtype | None = None,
+        name: str | None = None,
+        by_ref: bool = False,
+        replica_grouping: popxl.ReplicaGrouping | None = None,
+        shard_over: SupportsInt = 1,
+    ):
+        self.data_iter = _Peekable(_elements(data_iter, name))
+        self.name = name
+        self.by_ref = by_ref
+        self.replica_grouping = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+
+        shard_over = int(shard_over)
+        if shard_over > self.replica_grouping.group_size:
+            raise AssertionError(
+                f"VariableFactory `{name}`: `shard_over` is {shard_over}, but a group has only "
+                f"{self.replica_grouping.group_size} replicas to hold the pieces."
+            )
+        self.replica_sharded = shard_over > 1
+
+        first = _first_element(self.data_iter, name)
+        self.dtype = popxl.dtype.as_dtype(first.dtype) if dtype is None else dtype
+        self.shape: tuple[int, ...] = tuple(first.shape)
+        self.meta_shape: tuple[int, ...] | None = None
+        if self.replica_sharded:
+            self.meta_shape, self.shape = self.shape, (math.prod(self.shape) // shard_over,)
+
+    def create_input(self, prefix: str | None = None) -> popxl.Tensor:
+        """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
+        return popxl.graph_input(self.shape, self.dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
+
+    def create_tensor(
+        self,
+        name: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> Variable:
+        """The variable, whole even if the placeholder is a piece. The current graph must be the main graph.
+
+        With `empty` the value is left undefined; with `memmap_dir` it lives in a file there (see `next_memmap`).
+        """
+        name = name or self.name
+        data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
+        return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
+
+    def create_remote_tensor(
+        self,
+        buffer: Any,
+        entry: int,
+        name: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> Variable:
+        """The variable in slot `entry` of a remote buffer, in pieces if the buffer has a meta-shape."""
+        name = name or self.name
+        data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
+        create = "remote_replica_sharded_variable" if buffer.meta_shape else "remote_variable"
+        return getattr(popxl, create)(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
+
+    def next_data(self, empty: bool = False) -> Any:
+        """The host value of the next variable: one element, or one for each replica group, stacked."""
+        if empty:
+            return np.empty(self._host_shape, self.dtype.as_numpy())
+        if self.replica_grouping.num_groups == 1:
+            return next(self.data_iter)
+        return np.stack([next(self.data_iter) for _ in range(self.replica_grouping.num_groups)])
+
+    def next_memmap(
+        self, memmap_dir: PathLike, name: str, empty: bool = False, read_only_if_exists: bool = False
+    ) -> np.memmap[Any, Any]:
+        """The host value in the file ``<memmap_dir>/<name>.npy``, raw and without header.
+
+        A missing file is made and filled with the next data (left as it is with `empty`); a present one is opened, for
+        reading only if `read_only_if_exists`. Several processes may do this at once: they get the same file.
+        """
+        return memory_map(
+            Path(memmap_dir) / f"{name}.npy",
+            self._host_shape,
+            self.dtype.as_numpy(),
+            None if empty else lambda: popxl.utils.to_numpy(self.next_data(), self.dtype),
+            read_only_if_exists,
+        )
+
+    def _host_value(self, name: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool) -> Any:
+        if memmap_dir is None:
+            return self.next_data(empty)
+        if name is None:
+            raise ValueError(
+                "VariableFactory: a memory-mapped variable needs a `name`, which its file is called after."
+            )
+        return self.next_memmap(memmap_dir, name, empty, read_only_if_exists)
+
+    @property
+    def _host_shape(self) -> tuple[int, ...]:
+        groups = self.replica_grouping.num_groups
+        value = self.shape if self.meta_shape is None else self.meta_shape
+        return value if groups == 1 else (groups, *value)
+
+
+class NamedVariableFactories(DotTree[VariableFactory]):
+    """A tree of factories: what a module needs to have made before it can run.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     facts = NamedVariableFactories(w=VariableFactory(lambda: np.zeros((2, 3)), popxl.float32))
+        ...     variables = facts.init("fc")
+        >>> variables
+        NamedTensors({
+        w: Variable[fc.w popxl.dtypes.float32 (2, 3)],
+        })
+    """
+
+    def init(
+        self,
+        prefix: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> NamedTensors:
+        """A variable for every factory, in sorted order, named ``<prefix>.<flat name>``. In the main graph.
+
+        Each call makes new variables, with the next elements of the data. `empty`, `memmap_dir` and
+        `read_only_if_exists` are those of `VariableFactory.create_tensor`.
+        """
+        return NamedTensors.from_dict(
+            {
+                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists)
+                for name, factory in sorted(self.to_dict().items())
+            }
+        )
+
+    def init_remote(
+        self,
+        buffers: DotTree[Any],
+        entry: int = 0,
+        prefix: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> NamedTensors:
+        """As `init`, with each variable in slot `entry` of the buffer of the same flat name.
+
+        `KeyError` lists the names that `buffers` lacks.
+        """
+        factories = sorted(self.to_dict().items())
+        if missing := [name for name, _ in factories if name not in buffers]:
+            raise KeyError(f"NamedVariableFactories.init_remote: `buffers` has no buffer for {missing}.")
+        return NamedTensors.from_dict(
+            {
+                name: factory.create_remote_tensor(
+                    buffers[name], entry, _join(prefix, name), empty, memmap_dir, read_only_if_exists
+                )
+                for name, factory in factories
+            }
+        )
+
+    def init_zero(self) -> NamedTensors:
+        """A plain tensor of zeros for every factory, in the current graph: no variables are made."""
+        return self._init_plain("zero")
+
+    def init_undef(self) -> NamedTensors:
+        """A plain tensor with undefined contents for every factory, in the current graph: no variables are made."""
+        return self._init_plain("undef")
+
+    def _init_plain(self, init_type: Literal["zero", "undef"]) -> NamedTensors:
+        return NamedTensors.from_dict(
+            {name: ops.init(f.shape, f.dtype, name, init_type) for name, f in self.to_dict().items()}
+        )
+
+    @property
+    def replica_groupings(self) -> NamedReplicaGrouping:
+        """Flat name → the grouping of that factory. A new tree each time: keep it in a variable to add to it."""
+        return NamedReplicaGrouping.from_dict({name: f.replica_grouping for name, f in self.to_dict().items()})
+
+
+def add_variable_input(
+    name: str,
+    data_iter: DataIter,
+    dtype: popxl.dtype | None = None,
+    by_ref: bool = False,
+    replica_grouping: popxl.ReplicaGrouping | None = None,
+) -> tuple[popxl.Tensor, VariableFactory]:
+    """A factory, and its placeholder in the current graph.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.create_empty_graph("f"):
+        ...     w, factory = add_variable_input("w", lambda: np.ones(3), popxl.float32)
+        >>> with ir.main_graph:
+        ...     variable = factory.create_tensor()
+    """
+    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
+    return factory.create_input(), factory
+
+
+def add_replica_sharded_variable_input(
+    name: str,
+    data_iter: DataIter,
+    dtype: popxl.dtype | None = None,
+    by_ref: bool = False,
+    replica_grouping: popxl.ReplicaGrouping | None = None,
+    shard_over: SupportsInt | None = None,
+) -> tuple[popxl.Tensor, VariableFactory]:
+    """A factory, and in the current graph a placeholder for one replica's piece of the variable.
+
+    `shard_over` is the number of pieces: by default the size of the group, which by default is all replicas. If that
+    is 1 the placeholder is whole.
+    """
+    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
+    return factory.create_input(), factory
+
+
+def replica_sharded_factory(
+    name: str,
+    data_iter: DataIter,
+    dtype: popxl.dtype | None = None,
+    by_ref: bool = False,
+    replica_grouping: popxl.ReplicaGrouping | None = None,
+    shard_over: SupportsInt | None = None,
+) -> VariableFactory:
+    """A factory whose variable is split over `shard_over` replicas, by default the whole group."""
+    group = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+    pieces = group.group_size if shard_over is None else shard_over
+    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces)
+
+
+class _Peekable(Iterator[Any]):
+    """An iterator whose next element can be looked at before it is taken."""
+
+    def __init__(self, elements: Iterable[Any]):
+        self._elements = iter(elements)
+
+    def peek(self) -> Any:
+        element = next(self._elements)
+        self._elements = itertools.chain((element,), self._elements)
+        return element
+
+    def __next__(self) -> Any:
+        return next(self._elements)
+
+
+def _elements(data_iter: DataIter, name: str | None) -> Iterable[Any]:
+    if callable(data_iter):
+        try:
+            data_iter()
+        except Exception as error:
+            raise ValueError(f"VariableFactory `{name}`: calling `data_iter` without arguments failed.") from error
+        return itertools.starmap(data_iter, itertools.repeat(()))
+    if isinstance(data_iter, Iterable):
+        return data_iter
+    raise ValueError(
+        f"VariableFactory `{name}`: `data_iter` is a {type(data_iter).__name__}, expected a callable that returns an "
+        "array, or an iterable of arrays. Wrap a constant in a `lambda`."
+    )
+
+
+def _first_element(elements: _Peekable, name: str | None) -> Any:
+    try:
+        first = elements.peek()
+    except StopIteration:
+        raise ValueError(f"VariableFactory `{name}`: `data_iter` is empty.") from None
+    if not isinstance(first, (Iterable, Number, np.generic)):
+        raise ValueError(
+            f"VariableFactory `{name}`: `data_iter` gives a {type(first).__name__}, expected NumPy or torch arrays."
+        )
+    if not hasattr(first, "shape"):
+        raise AttributeError(
+            f"VariableFactory `{name}`: `data_iter` gives a plain {type(first).__name__}, which has no shape. "
+            "Wrap it in `np.array(...)`."
+        )
+    return first
+
+
+def _join(prefix: str | None, name: str | None) -> str | None:
+    return ".".join(part for part in (prefix, name) if part) or None

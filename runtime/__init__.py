@@ -1,0 +1,10 @@
+"""The machine: from a finished Ir to a JAX program, and what happens while it runs.
+
+Reading order: `lower`, one loop that turns a graph into a function of arrays; `effects`, what crosses to the host;
+`program`, an Ir compiled for a device; `devices`, which device that is.
+"""
+
+from runtime.devices import Device, find_device
+from runtime.program import Program
+
+__all__ = ["Device", "Program", "find_device"]

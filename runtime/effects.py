@@ -1,0 +1,176 @@
+"""What a running program shares with the host: streams and printing.
+
+Effects are values. A stream is an array with room for all its transfers of one run, and the number of the next one;
+a graph that uses a stream takes both and gives both back. A number is known while tracing, as long as no loop or kept
+call comes between; then loads and stores are plain slices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.streams import HostToDeviceStream, Stream
+
+Array = Any
+Position = int | Array
+
+
+class Channels:
+    """The streams that a graph can use: for each, the array of its transfers and the number of the next one."""
+
+    def __init__(self, channels: dict[Stream, tuple[Array, Position]]) -> None:
+        self._channels = channels
+
+    def load(self, stream: Stream) -> Array:
+        """The next element of a stream."""
+        transfers, position = self._channels[stream]
+        self._channels[stream] = (transfers, position + 1)
+        if isinstance(position, int):
+            return transfers[min(position, transfers.shape[0] - 1)]
+        return lax.dynamic_index_in_dim(transfers, position, keepdims=False)
+
+    def store(self, stream: Stream, value: Array) -> None:
+        """Make a value the next element of a stream."""
+        transfers, position = self._channels[stream]
+        if isinstance(position, int) and transfers.shape[0] == 1:
+            transfers = value[None]
+        else:
+            transfers = lax.dynamic_update_index_in_dim(transfers, value, position, 0)
+        self._channels[stream] = (transfers, position + 1)
+
+    def transfers(self, stream: Stream) -> Array:
+        """All elements of a stream."""
+        return self._channels[stream][0]
+
+    def take(self, streams: Sequence[Stream]) -> tuple[tuple[Array, Position], ...]:
+        """The state of some streams, to hand to a graph that uses them."""
+        return tuple(self._channels[stream] for stream in streams)
+
+    def put_back(self, streams: Sequence[Stream], states: Sequence[tuple[Array, Position]]) -> None:
+        """The state in which a graph left some streams."""
+        self._channels.update(zip(streams, states, strict=True))
+
+    def positions(self, streams: Sequence[Stream]) -> dict[int, Any]:
+        """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array."""
+        return {
+            i: (position if isinstance(stream, HostToDeviceStream) else (transfers, position))
+            for i, (stream, (transfers, position)) in enumerate(zip(streams, self.take(streams), strict=True))
+        }
+
+    def stepping(self, streams: Sequence[Stream]) -> Stepping:
+        """The streams as a loop uses them."""
+        return Stepping(self, streams)
+
+
+class Stepping:
+    """Streams in a loop: what is loaded from stays outside, what changes is carried."""
+
+    def __init__(self, channels: Channels, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._arrays = [transfers for transfers, _ in channels.take(streams)]
+        self.start = jax.tree.map(jnp.asarray, channels.positions(streams))
+
+    def at(self, positions: dict[int, Any]) -> Channels:
+        """The streams at one turn of the loop."""
+        return Channels(
+            {
+                stream: (array, positions[i]) if isinstance(stream, HostToDeviceStream) else positions[i]
+                for i, (stream, array) in enumerate(zip(self._streams, self._arrays, strict=True))
+            }
+        )
+
+
+def streams_of(graph: Graph) -> tuple[Stream, ...]:
+    """The streams that running a graph uses, calls included, in the order of their ids."""
+    return tuple(sorted(_streams_of(graph), key=lambda stream: stream.tensor_id))
+
+
+def _streams_of(graph: Graph) -> set[Stream]:
+    own = {op.attributes["stream"] for op in graph.ops if op.kind in (host_load_kind, host_store_kind)}
+    return own.union(*map(_streams_of, graph.called_graphs))
+
+
+def transfers_of(graph: Graph) -> dict[Stream, int]:
+    """How many transfers of each stream one run of a graph makes."""
+    counts: dict[Stream, int] = {}
+    for op in graph.ops:
+        if op.kind in (host_load_kind, host_store_kind):
+            counts[op.attributes["stream"]] = counts.get(op.attributes["stream"], 0) + 1
+        for callee in op.called_graphs:
+            for stream, count in transfers_of(callee).items():
+                turns = op.attributes.get("repeat_count", 1)
+                counts[stream] = counts.get(stream, 0) + count * turns
+    return counts
+
+
+def prints(graph: Graph) -> bool:
+    """Whether running a graph prints, calls included."""
+    return any(op.kind is print_tensor_kind for op in graph.ops) or any(map(prints, graph.called_graphs))
+
+
+def host_load(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Take the next element of the stream."""
+    environment.write(op.outputs[0], channels.load(op.attributes["stream"]))
+
+
+def host_store(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Send the tensor to the stream."""
+    channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
+
+
+def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Write the tensor to standard error, and pass it on."""
+    value = environment.read(op.inputs[0])
+    title, style = op.attributes["title"], op.attributes["style"]
+    if op.attributes["print_self"]:
+        jax.debug.callback(
+            lambda array: _write(f"{title}: {_formatted(np.asarray(array), *style)}\n"), value, ordered=True
+        )
+    environment.write(op.outputs[0], value)
+
+
+def _write(text: str) -> None:
+    os.write(2, text.encode())  # standard error itself: redirections made after the program started count
+
+
+def _formatted(
+    array: np.ndarray,
+    summarise_threshold: int,
+    edge_items: int,
+    max_line_width: int,
+    digits: int,
+    float_format: str,
+    separator: str,
+    open_bracket: str,
+    close_bracket: str,
+) -> str:
+    if array.dtype.itemsize == 1 and array.dtype.kind == "V" or array.dtype.name.startswith("float8"):
+        array = array.astype(np.float32)
+    number = {
+        "auto": None,
+        "none": None,
+        "fixed": lambda x: np.format_float_positional(x, digits, unique=False),
+        "scientific": lambda x: np.format_float_scientific(x, digits, unique=False),
+    }[float_format if digits else "none"]
+    if array.ndim == 0:
+        return number(array[()]) if number and array.dtype.kind == "f" else str(array[()])
+    text = np.array2string(
+        array,
+        max_line_width=max_line_width or 10**9,
+        precision=digits or None,
+        separator="\0",
+        threshold=summarise_threshold or array.size + 1,
+        edgeitems=edge_items,
+        formatter={"float_kind": number} if number else None,
+    )
+    return text.replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)

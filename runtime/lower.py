@@ -1,0 +1,235 @@
+"""From a graph to a function of arrays: one loop, one environment.
+
+Ops run in the order they were created. Each reads its operands from the environment, applies its lowering, and writes
+its results back. The environment keeps one value for each *storage*: a view is read from its base and written through
+to it, so in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
+
+A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
+What a graph touches besides its inputs (the streams, so far) goes in and comes out as values; see `runtime.effects`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from popxl.aliasing import written_inputs
+from popxl.errors import PopxlInternalError
+from popxl.fp8_utils import to_device
+from popxl.graph import Graph
+from popxl.op import Op, OpKind
+from popxl.ops.call import call_kind
+from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
+from popxl.tensor import Constant, Tensor
+from runtime import effects
+from runtime.effects import Channels, streams_of
+
+Array = Any
+Meaning = Callable[["Lowering", Op, "Environment", Channels], None]
+
+meanings: dict[OpKind, Meaning] = {}
+"""What ops do whose meaning needs the machine. Other ops say it themselves: `op.kind.lowering`."""
+
+
+def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
+    """Register what an op of this kind does."""
+
+    def register(function: Meaning) -> Meaning:
+        meanings[kind] = function
+        return function
+
+    return register
+
+
+class Environment:
+    """The current value of every storage of one graph, while it runs."""
+
+    def __init__(self, values: Mapping[Tensor, Array]) -> None:
+        self.values = dict(values)
+
+    def read(self, t: Tensor) -> Array:
+        """The current value of a tensor: of its storage, or seen through the view that it is."""
+        op = _made_from_another(t)
+        if op is None:
+            if t not in self.values and isinstance(t, Constant):
+                self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
+            return self.values[t]
+        if op.kind.put is None:
+            return self.read(op.bases[0])
+        return op.evaluate(op.kind.lowering, [self.read(base) for base in op.bases])
+
+    def write(self, t: Tensor, value: Array) -> None:
+        """Change a tensor: its storage, or the part of its bases that it is a view of."""
+        op = _made_from_another(t)
+        if op is None:
+            self.values[t] = value
+        elif op.kind.put is None:
+            self.write(op.bases[0], value)
+        else:
+            bases = op.evaluate(op.kind.put, [self.read(base) for base in op.bases], value)
+            for base, changed in zip(op.bases, bases, strict=True):
+                self.write(base, changed)
+
+
+def _made_from_another(t: Tensor) -> Op | None:
+    """The op that makes `t` out of the storage of its inputs, if there is one."""
+    op = t.producer
+    return op if op is not None and op.outputs[0] is t and op.bases else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What running a graph gives: its outputs, and the final values of the inputs that it overwrote, by position."""
+
+    outputs: tuple[Array, ...]
+    written: dict[int, Array]
+
+
+class Lowering:
+    """The graphs of one program, as functions of arrays.
+
+    Args:
+        main: the graph that the program runs.
+        keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
+    """
+
+    def __init__(self, main: Graph, keep_calls: bool = True) -> None:
+        self._kept = {graph for graph, sites in _call_sites(main).items() if keep_calls and sites > 1}
+        self._function = cache(self._jitted)
+
+    def run(self, graph: Graph, values: Mapping[Tensor, Array], channels: Channels) -> Environment:
+        """Run the ops of a graph, in order. Returns what is in its storages afterwards."""
+        environment = Environment(values)
+        for op in graph.ops:
+            if op.kind in meanings:
+                meanings[op.kind](self, op, environment, channels)
+            elif op.kind.put is None:  # a view is made when somebody looks through it
+                results = op.evaluate(op.kind.lowering, [environment.read(t) for t in op.inputs])
+                store_results(op, results, environment)
+        return environment
+
+    def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
+        """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
+        if graph not in self._kept:
+            return self._run_inline(graph, inputs, channels)
+        streams = streams_of(graph)
+        with set_xla_metadata(inlineable="false"):
+            outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
+        channels.put_back(streams, used)
+        return Results(outputs, written)
+
+    def _run_inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
+        environment = self.run(graph, dict(zip(graph.inputs, inputs, strict=True)), channels)
+        return Results(
+            tuple(environment.read(t) for t in graph.outputs),
+            {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
+        )
+
+    def _jitted(self, graph: Graph) -> Callable[..., Any]:
+        """The one function of a graph whose calls are kept."""
+        streams = streams_of(graph)
+
+        def function(inputs: tuple[Array, ...], taken: Any) -> Any:
+            channels = Channels(dict(zip(streams, taken, strict=True)))
+            results = self._run_inline(graph, inputs, channels)
+            return results.outputs, results.written, channels.take(streams)
+
+        function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "graph"
+        return jax.jit(function)
+
+
+def _call_sites(main: Graph) -> dict[Graph, int]:
+    """How many ops of the program run each graph."""
+    counts: dict[Graph, int] = {}
+    waiting = [main]
+    while waiting:
+        for op in waiting.pop().ops:
+            for graph in op.called_graphs:
+                if graph not in counts:
+                    waiting.append(graph)
+                counts[graph] = counts.get(graph, 0) + 1
+    return counts
+
+
+def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:
+    """Put what an op's lowering returned where it belongs."""
+    values = list(results) if isinstance(results, tuple | list) else [results]
+    targets = [op.inputs[i] for i in sorted(op.modified)]
+    if not op.kind.aliased:
+        targets = [*op.outputs, *targets]
+    if len(values) != len(targets):
+        raise PopxlInternalError(
+            f"{op!r} ({op.source}): the lowering returned {len(values)} results for {len(targets)}."
+        )
+    for t, value in zip(targets, values, strict=True):
+        environment.write(t, as_declared(t, value, op))
+
+
+def as_declared(t: Tensor, value: Array, op: Op) -> Array:
+    """A value in the dtype that its tensor declares: ops may compute in a wider one, and round once, here."""
+    value = jnp.asarray(value)
+    if value.shape != t.shape:
+        raise PopxlInternalError(
+            f"{op!r} ({op.source}) declares {t!r}, and its lowering made an array of shape {value.shape}. If the op is "
+            "yours, its `shape` rule and its `lowering` disagree; otherwise this is a bug in popxl."
+        )
+    wanted = t.dtype.as_jax()
+    return value if value.dtype == wanted else value.astype(wanted)
+
+
+meaning(host_load_kind)(effects.host_load)
+meaning(host_store_kind)(effects.host_store)
+meaning(print_tensor_kind)(effects.print_tensor)
+
+
+@meaning(call_kind)
+def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Copy in, run, copy out; inputs by reference are copied back."""
+    results = lowering.call(op.called_graphs[0], [environment.read(t) for t in op.inputs], channels)
+    for t, value in zip(op.outputs, results.outputs, strict=True):
+        environment.write(t, value)
+    for i in sorted(op.modified & results.written.keys()):
+        environment.write(op.inputs[i], results.written[i])
+
+
+@meaning(loop_kind)
+def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """One compiled body, however many turns.
+
+    Carried from turn to turn are the first inputs, as many as there are results; the inputs by reference; and the
+    streams. Everything else is the same in every turn.
+    """
+    graph, count = op.called_graphs[0], op.attributes["repeat_count"]
+    inputs = [environment.read(t) for t in op.inputs]
+    carried = len(graph.outputs) - EXTRA_OUTPUTS
+    by_ref = sorted(op.modified)
+    streams = streams_of(graph)
+    stepping = channels.stepping(streams)
+
+    def turn(i: Array, state: Any) -> Any:
+        results_before, contents, positions = state
+        values = list(inputs)
+        for k in by_ref:
+            values[k] = contents[k]
+        values[:carried] = results_before
+        inside = stepping.at(positions)
+        results = lowering.call(graph, [i, jnp.asarray(True), *values], inside)
+        after = {k: results.written.get(k + EXTRA_INPUTS, values[k]) for k in by_ref}
+        return results.outputs[EXTRA_OUTPUTS:], after, inside.positions(streams)
+
+    state = (tuple(inputs[:carried]), {k: inputs[k] for k in by_ref}, stepping.start)
+    outputs, contents, positions = lax.fori_loop(0, count, turn, state) if count else state
+    channels.put_back(streams, stepping.at(positions).take(streams))
+    for t, value in zip(op.outputs, outputs, strict=True):
+        environment.write(t, value)
+    for k in by_ref:
+        environment.write(op.inputs[k], contents[k])

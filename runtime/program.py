@@ -1,0 +1,173 @@
+"""A compiled Ir: one XLA program for one device, with the state that it keeps there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from popxl.aliasing import owners, written_tensors
+from popxl.dtypes import dtype
+from popxl.errors import PopxlError
+from popxl.fp8_utils import to_device, to_host
+from popxl.ir import Ir
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.tensor import Variable
+from runtime.devices import Device
+from runtime.effects import Channels, prints, streams_of, transfers_of
+from runtime.lower import Lowering
+
+Array = Any
+
+
+class Program:
+    """An Ir, compiled for a device: `(variables, feeds) -> (variables, fetches)`.
+
+    Variables that the program changes are donated at each run and replaced by their new values; the others are only
+    read. Nothing is fetched before somebody looks at it.
+
+    Args:
+        ir: the program.
+        device: where it runs.
+        keep_calls: compile each graph that is called from several places once; see `runtime.lower`.
+
+    Attributes:
+        inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
+        variables: those that the program uses.
+    """
+
+    def __init__(self, ir: Ir, device: Device, keep_calls: bool = True) -> None:
+        main = ir.main_graph
+        self.device = device
+        self.transfers = ir.num_host_transfers
+        self.inputs = tuple(s for s in streams_of(main) if isinstance(s, HostToDeviceStream))
+        self.outputs = tuple(s for s in streams_of(main) if isinstance(s, DeviceToHostStream))
+        used = {owner for op in main.ops for t in op.inputs for owner in owners(t)}
+        written = written_tensors(main)
+        self.variables = tuple(v for v in main.variables if v in used)
+        self._changed = tuple(v for v in self.variables if v in written)
+        self._read = tuple(v for v in self.variables if v not in written)
+        self._prints = prints(main)
+        self._counts = transfers_of(main)
+        self._wide = any(t.dtype in _WIDE for graph in ir.graphs for t in graph.tensors)
+        self._lowering = Lowering(main, keep_calls)
+        self._main = main
+        self._changing: tuple[Array, ...] | None = None
+        self._constant: tuple[Array, ...] = ()
+        for t in main.tensors:
+            if t.dtype.is_complex:
+                raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
+        with self._precision():
+            self.lowered = jax.jit(self._step, donate_argnums=0).lower(*self._arguments())
+            self.executable = self.lowered.compile()
+
+    # The function ---------------------------------------------------------------------------------------------------
+
+    def _step(self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
+        """One run of the main graph."""
+        values = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
+        channels = Channels(
+            {
+                **{s: (feed.reshape(self.transfers, *s.shape), 0) for s, feed in zip(self.inputs, feeds, strict=True)},
+                **{s: (jnp.zeros((self.transfers, *s.shape), s.dtype.as_jax()), 0) for s in self.outputs},
+            }
+        )
+        environment = self._lowering.run(self._main, values, channels)
+        fetches = tuple(channels.transfers(s).reshape(self.host_shape(s)) for s in self.outputs)
+        return tuple(environment.values[v] for v in self._changed), fetches
+
+    def _arguments(self) -> tuple[tuple[Any, ...], ...]:
+        sharding = SingleDeviceSharding(self.device.jax_device)
+
+        def spec(shape: tuple[int, ...], dtype: dtype) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype.as_jax(), sharding=sharding)
+
+        return (
+            tuple(spec(v.shape, v.dtype) for v in self._changed),
+            tuple(spec(v.shape, v.dtype) for v in self._read),
+            tuple(spec(self.host_shape(s), s.dtype) for s in self.inputs),
+        )
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """JAX drops 64-bit numbers unless it is told to keep them; only programs that have some pay for that."""
+        return jax.enable_x64(True) if self._wide else contextlib.nullcontext()
+
+    def host_shape(self, stream: Stream) -> tuple[int, ...]:
+        """Shape of the host array of a stream: all transfers of one run, a leading dimension if there are several."""
+        return self.leading_dimensions + stream.shape
+
+    @property
+    def leading_dimensions(self) -> tuple[int, ...]:
+        """The dimensions that host arrays have before those of the stream."""
+        return (self.transfers,) if self.transfers > 1 else ()
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def upload(self) -> None:
+        """Copy the host values of all variables to the device."""
+        with self._precision():
+            self._changing = tuple(self._put(v) for v in self._changed)
+            self._constant = tuple(self._put(v) for v in self._read)
+
+    def _put(self, v: Variable) -> Array:
+        # Donated buffers are overwritten, so the device must never share memory with the host copy.
+        return jax.device_put(to_device(v.data, v.dtype), self.device.jax_device, may_alias=False)
+
+    def download(self) -> None:
+        """Copy the values of all variables that the program changes from the device to the host."""
+        for v, value in zip(self._changed, self._state(), strict=True):
+            np.copyto(v.data, to_host(np.asarray(value), v.dtype))
+
+    def release(self) -> None:
+        """Free the device memory of the variables."""
+        self._changing, self._constant = None, ()
+
+    def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Run the program once. Returns the arrays of the output streams, still on the device."""
+        state = self._state()
+        self._check_transfers()
+        try:
+            if self._wide:
+                with self._precision():
+                    self._changing, fetches = self.executable(state, self._constant, feeds)
+            else:
+                self._changing, fetches = self.executable(state, self._constant, feeds)
+        except BaseException:
+            if any(value.is_deleted() for value in state):
+                self._changing = None
+            raise
+        if self._prints:
+            jax.effects_barrier()
+        return fetches
+
+    def _state(self) -> tuple[Array, ...]:
+        if self._changing is None:
+            raise PopxlError(
+                "Session: the values of the variables on the device were lost when a run failed. Upload the host copies "
+                "again with `session.weights_from_host()`."
+            )
+        return self._changing
+
+    def _check_transfers(self) -> None:
+        for stream, count in self._counts.items():
+            if count > self.transfers:
+                raise PopxlError(
+                    f"Session.run: the program makes {count} transfers of {stream} in one run, and "
+                    f"`ir.num_host_transfers` is {self.transfers}. Set it to at least {count} before the session is made."
+                )
+
+
+def fetched(array: Array, dtype: dtype) -> np.ndarray:
+    """A NumPy array, owned by the caller, with what is on the device."""
+    host = to_host(np.asarray(array), dtype)
+    return host if host.flags.writeable else host.copy()
+
+
+_WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})
+
+__all__ = ["Program", "fetched"]

@@ -1,0 +1,57 @@
+"""What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
+
+import hypothesis
+import numpy as np
+import pytest
+
+TESTS = Path(__file__).parent
+
+hypothesis.settings.register_profile("popxl", deadline=None, derandomize=True)  # the first example compiles
+hypothesis.settings.load_profile("popxl")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing them")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The smoke test first: if it fails, nothing that follows is worth reading."""
+    items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    np.random.seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`golden(text)` compares `text` with the golden text of this test, `golden(text, "after")` with a second one.
+
+    The text of `test_add[x-y]` in tests/popxl/test_ops.py lies in tests/golden/popxl/test_ops/test_add-x-y.txt. Only
+    `--update-golden` writes it, so that a difference is looked at before it is accepted.
+    """
+    folder = TESTS / "golden" / request.path.relative_to(TESTS).with_suffix("")
+    how = f"python -m pytest '{request.node.nodeid}' --update-golden"
+
+    def check(text: str, part: str = "") -> None:
+        name = re.sub(r"[^\w.]+", "-", f"{request.node.name} {part}").strip("-")
+        path = folder / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("update_golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists():
+            pytest.fail(f"There is no golden text {path} yet. If this is right, create it:\n{how}\n\n{text}")
+        else:
+            expected = path.read_text(encoding="utf-8")
+            assert text == expected, f"differs from {path}; if the new text is right, accept it:\n{how}"
+
+    return check

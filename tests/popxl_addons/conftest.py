@@ -1,0 +1,34 @@
+"""Running a small program and reading values of it."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+
+Evaluate = Callable[..., list[np.ndarray]]
+
+
+@pytest.fixture
+def ir() -> Iterator[popxl.Ir]:
+    """A new Ir whose main graph is current."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        yield ir
+
+
+@pytest.fixture
+def evaluate() -> Evaluate:
+    """`evaluate(*tensors)` runs the program once and returns the values that these tensors of its main graph have."""
+
+    def run(*tensors: popxl.Tensor) -> list[np.ndarray]:
+        ir = tensors[0].ir
+        with ir.main_graph:
+            streams = [addons.host_store(tensor) for tensor in tensors]
+        with popxl.Session(ir, "cpu") as session:
+            results = session.run()
+        return [np.array(results[stream]) for stream in streams]
+
+    return run

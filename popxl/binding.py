@@ -97,6 +97,7 @@ def _tensors_returned(fn: Any, results: Any) -> list[Tensor]:
     outputs = list(results) if isinstance(results, Iterable) else [results]
     if not all(isinstance(t, Tensor) for t in outputs):
         raise ValueError(
-            f"create_graph: `{graph_name(fn)}` returned {results!r}; expected None, a Tensor, or an iterable of Tensors."
+            f"create_graph: `{graph_name(fn)}` returned {results!r}; expected None, a Tensor, or an iterable of "
+            "Tensors."
         )
     return outputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from popxl.op import Op
 
 __all__ = ["Graph"]
-
-T = TypeVar("T", bound=Tensor)
 
 
 class Graph:
@@ -171,7 +169,7 @@ class Graph:
     def __exit__(self, *exception: object) -> None:
         get_current_context().pop_graph()
 
-    def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[T] = Tensor, scoped: bool = True) -> T:  # type: ignore[assignment]
+    def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[Tensor] = Tensor, scoped: bool = True) -> Any:
         """A tensor of this graph that nothing makes yet. Its id is the wished name, made unique."""
         wish = f"{get_current_context().scope_prefix}{name or 't'}" if scoped else name or "t"
         id = self._prefix + wish

@@ -172,7 +172,8 @@ class Ir:
         return {op.attributes["stream"] for graph in self.graphs for op in graph.ops if "stream" in op.attributes}
 
     def replica_grouping(self, stride: int = 1, group_size: int | None = None) -> ReplicaGrouping:
-        """Groups of `group_size` replicas that are `stride` apart; by default one group of all. See `ReplicaGrouping`."""
+        """Groups of `group_size` replicas that are `stride` apart; by default one group of all. See "
+        "`ReplicaGrouping`."""
         return constant_grouping(self, stride, group_size)
 
     def replica_grouping_from_assignments(self, assignment: list[int]) -> ReplicaGrouping:

@@ -196,10 +196,10 @@ class OpKind:
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
         attributes |= plain
         op = Op(self, graph, inputs, names, attributes, context)
-        single = isinstance(specs, TensorSpec)
-        op.outputs = graph.append(op, (specs,) if single else specs, results or op.result_names(single, specs))
+        several = (specs,) if isinstance(specs, TensorSpec) else specs
+        op.outputs = graph.append(op, several, op.result_names(len(several)) if results is None else results)
         context.op_created(op)
-        return op.outputs[0] if single else (op.outputs or None)
+        return op.outputs[0] if several is not specs else (op.outputs or None)
 
     def operand_names(self, count: int) -> tuple[str, ...]:
         """Names of the first `count` operands."""
@@ -362,7 +362,7 @@ class Op:
 
     def gain_output(self, name: str, spec: TensorSpec) -> None:
         """Add a result to those of the op."""
-        t = self.graph.new_tensor(name, spec, scoped=False)
+        t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
         t.made_by(self)
         self.outputs += (t,)
 
@@ -376,13 +376,15 @@ class Op:
             return function(*values, *more, **self.attributes)
         return function(*more, **dict(zip(self.operands, values, strict=True)), **self.attributes)
 
-    def result_names(self, single: bool, specs: Specs) -> Sequence[str]:
+    def result_names(self, count: int) -> Sequence[str]:
         """Names for the results, made from what the kind declares."""
         result = self.kind.result
+        if not isinstance(result, str):
+            return result
         if "{" not in result:
-            return (result,) if single else [result] * len(specs) if isinstance(result, str) else result
+            return [result] * count
         known = dict(zip(self.operand_names(), (t.name for t in self.inputs), strict=True)) | self.attributes
-        return [result.format(**known, i=i) for i in range(1 if single else len(specs))]  # type: ignore[union-attr]
+        return [result.format(**known, i=i) for i in range(count)]
 
     def __repr__(self) -> str:
         return f"Op[{self.name}.{self.id}]"

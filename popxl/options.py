@@ -20,22 +20,26 @@ class SessionOptions(BaseModel):
 
     model_config = ConfigDict(validate_assignment=True, extra="forbid")
 
-    replicatedGraphCount: int = Field(1, description="Number of replicas of this process; see `Ir.replication_factor`.")
-    enableReplicatedGraphs: bool = Field(False, description="Whether `replicatedGraphCount` counts.")
-    enableDistributedReplicatedGraphs: bool = Field(False, description="Whether `globalReplicationFactor` counts.")
-    globalReplicationFactor: int = Field(1, description="Number of replicas over all processes.")
-    globalReplicaOffset: int = Field(0, description="Number of the first replica of this process.")
+    replicatedGraphCount: int = Field(
+        default=1, description="Number of replicas of this process; see `Ir.replication_factor`."
+    )
+    enableReplicatedGraphs: bool = Field(default=False, description="Whether `replicatedGraphCount` counts.")
+    enableDistributedReplicatedGraphs: bool = Field(
+        default=False, description="Whether `globalReplicationFactor` counts."
+    )
+    globalReplicationFactor: int = Field(default=1, description="Number of replicas over all processes.")
+    globalReplicaOffset: int = Field(default=0, description="Number of the first replica of this process.")
     enableEngineCaching: bool = Field(
         default_factory=lambda: bool(_cache_dir()), description="Keep compiled programs in `cachePath`."
     )
     cachePath: str = Field(default_factory=lambda: _cache_dir(), description="Folder of compiled programs.")
     dotChecks: set[str] = Field(default_factory=set, description="Active checkpoints of `Ir.dot_checkpoint`.")
-    logDir: str = Field(".", description="Folder that `Ir.dot_checkpoint` writes to.")
+    logDir: str = Field(default=".", description="Folder that `Ir.dot_checkpoint` writes to.")
     enableInplaceAmbiguityChecking: bool = Field(
-        True, description="Refuse programs whose in-place ops and readers of the same storage are not ordered."
+        default=True, description="Refuse programs whose in-place ops and readers of the same storage are not ordered."
     )
     throwIfLog2ScaleTensorNotInRange: bool = Field(
-        True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
+        default=True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
     )
     engineOptions: dict[str, str] = Field(default_factory=dict)
     numIOTiles: int = 0

@@ -367,6 +367,7 @@ class Session:
             )
         if data.shape != t.shape_on_host:
             raise ValueError(
-                f"Session.write_variable_data: the data for {t!r} has the shape {data.shape}; expected {t.shape_on_host}."
+                f"Session.write_variable_data: the data for {t!r} has the shape {data.shape}; expected "
+                f"{t.shape_on_host}."
             )
         return np.asarray(data)

@@ -81,6 +81,12 @@ def reduction_axes(axis: int | Iterable[int] | None, rank: int) -> tuple[int, ..
     return tuple(sorted({a % rank for a in axes}))
 
 
+def reduced_shape(shape: tuple[int, ...], axis: int | Iterable[int] | None, keepdims: bool) -> tuple[int, ...]:
+    """The shape that a reduction leaves."""
+    axes = reduction_axes(axis, len(shape))
+    return tuple(1 if d in axes else size for d, size in enumerate(shape) if keepdims or d not in axes)
+
+
 def one_axis(axis: int, rank: int) -> int:
     """A single axis, counted from the front."""
     if not -rank <= axis < rank:

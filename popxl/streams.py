@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn, Self
+from typing import Self
 
 from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
@@ -22,7 +22,7 @@ class Stream:
     __slots__ = ("tensor",)
     tensor: Tensor
 
-    def __init__(self) -> NoReturn:
+    def __init__(self) -> None:
         raise NotImplementedError(
             f"{type(self).__name__}s are not constructed: use `popxl.h2d_stream` or `popxl.d2h_stream`."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Union
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -48,24 +48,47 @@ class Tensor:
         by_ref: for a graph input: changes made to it in place are seen by the caller.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_producer", "_used_at", "by_ref", "dtype", "graph_ref", "id", "meta_shape",
-                 "name", "shape")  # fmt: skip
+    __slots__ = (
+        "__weakref__",
+        "_bound",
+        "_producer",
+        "_used_at",
+        "by_ref",
+        "dtype",
+        "graph_ref",
+        "id",
+        "meta_shape",
+        "name",
+        "shape",
+    )
+
+    id: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: dtype_
+    meta_shape: tuple[int, ...]
+    by_ref: bool
+    graph_ref: weakref.ref[Graph]
+    _producer: weakref.ref[Op] | None
+    _bound: weakref.ref[Tensor] | None
+    _used_at: Location
 
     # NumPy arrays leave `array <op> tensor` to the reflected operators; tensors cannot be iterated over or unpacked.
     __array_ufunc__ = None
     __iter__ = None
     __contains__ = None
 
-    _kinds: dict[str, type[Tensor]] = {}
+    _kinds: ClassVar[dict[str, type[Tensor]]] = {}
 
     def __init_subclass__(cls, tensor_type: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if tensor_type is not None:
             Tensor._kinds[tensor_type] = cls
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __init__(self) -> None:
         raise RuntimeError(
-            f"{cls.__name__}s are not constructed: use `popxl.variable`, `popxl.constant`, `popxl.graph_input`, or an op."
+            f"{type(self).__name__}s are not constructed: use `popxl.variable`, `popxl.constant`, "
+            "`popxl.graph_input`, or an op."
         )
 
     @classmethod
@@ -259,7 +282,7 @@ class Tensor:
     def __pow__(self, other: TensorLike) -> Tensor:
         return ops.pow(self, other)
 
-    def __rpow__(self, other: TensorLike) -> Tensor:
+    def __rpow__(self, other: HostScalarTensor) -> Tensor:
         return ops.pow(create.constant(other), self)
 
     def __neg__(self) -> Tensor:
@@ -345,6 +368,7 @@ class Variable(Tensor, tensor_type="Variable"):
     data: np.ndarray
     replica_grouping: ReplicaGrouping
     retrieval_mode: str
+    _in_sync: bool
 
     @property
     def in_sync_with_ipu(self) -> bool:
@@ -390,10 +414,10 @@ class Constant(Tensor, tensor_type="Constant"):
         return ops.ipu_copy(self, dst, src)
 
 
-ScalarType = Union[int, float, bool]
-HostTensor = Union[np.ndarray, Iterable[ScalarType]]
-HostScalarTensor = Union[ScalarType, HostTensor]
-TensorLike = Union[Tensor, HostScalarTensor]
+ScalarType = int | float | bool
+HostTensor = np.ndarray | Iterable[ScalarType]
+HostScalarTensor = ScalarType | HostTensor
+TensorLike = Tensor | HostScalarTensor
 host_tensor_types: tuple[type, ...] = (np.ndarray, Iterable)
 
 # At the end: operators are written with ops, and ops with tensors.

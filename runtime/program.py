@@ -17,7 +17,7 @@ from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device, to_host
 from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.tensor import Variable
+from popxl.tensor import Tensor, Variable
 from runtime.devices import Device
 from runtime.effects import Channels, prints, streams_of, transfers_of
 from runtime.lower import Lowering
@@ -70,7 +70,7 @@ class Program:
 
     def _step(self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
         """One run of the main graph."""
-        values = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
+        values: dict[Tensor, Array] = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
         channels = Channels(
             {
                 **{s: (feed.reshape(self.transfers, *s.shape), 0) for s, feed in zip(self.inputs, feeds, strict=True)},
@@ -148,7 +148,8 @@ class Program:
     def _state(self) -> tuple[Array, ...]:
         if self._changing is None:
             raise PopxlError(
-                "Session: the values of the variables on the device were lost when a run failed. Upload the host copies "
+                "Session: the values of the variables on the device were lost when a run failed. Upload the "
+                "host copies "
                 "again with `session.weights_from_host()`."
             )
         return self._changing
@@ -158,7 +159,8 @@ class Program:
             if count > self.transfers:
                 raise PopxlError(
                     f"Session.run: the program makes {count} transfers of {stream} in one run, and "
-                    f"`ir.num_host_transfers` is {self.transfers}. Set it to at least {count} before the session is made."
+                    f"`ir.num_host_transfers` is {self.transfers}. Set it to at least {count} before the "
+                    "session is made."
                 )
 
 

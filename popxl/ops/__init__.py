@@ -7,7 +7,6 @@ from popxl.ops.elementwise import (
     abs,
     add,
     add_,
-    add_n,
     ceil,
     clamp,
     clip,
@@ -16,7 +15,6 @@ from popxl.ops.elementwise import (
     equal,
     exp,
     exp_,
-    floor,
     fmod,
     gelu,
     gelu_,
@@ -29,7 +27,6 @@ from popxl.ops.elementwise import (
     isinf,
     isnan,
     log,
-    log2,
     logical_and,
     logical_not,
     logical_or,
@@ -48,8 +45,18 @@ from popxl.ops.elementwise import (
     tanh,
     where,
 )
+from popxl.ops.elementwise import (
+    add_n as add_n,
+)
+from popxl.ops.elementwise import (
+    floor as floor,
+)
+from popxl.ops.elementwise import (
+    log2 as log2,
+)
 from popxl.ops.host import host_load, host_store, init, print_tensor
-from popxl.ops.index import gather, getitem
+from popxl.ops.index import gather
+from popxl.ops.index import getitem as getitem
 from popxl.ops.matmul import matmul
 from popxl.ops.nn import nll_loss, nll_loss_with_softmax_grad, softmax
 from popxl.ops.reduce import (

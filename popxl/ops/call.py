@@ -252,7 +252,8 @@ def call_op(
     twice = {t for i in kind.modified({"graph": graph, **attributes}) for t in (bound[i],) if bound.count(t) > 1}
     if twice:
         raise PopxlInternalError(
-            f"{kind.name}: {', '.join(map(repr, twice))} is bound to several inputs of {graph.title}, and one of them is "
+            f"{kind.name}: {', '.join(map(repr, twice))} is bound to several inputs of {graph.title}, and one "
+            "of them is "
             "by reference; only one value could be written back."
         )
     kind(*bound, graph=graph, results=names, **attributes)
@@ -324,6 +325,7 @@ def _constant(value: Any, wanted: Tensor) -> Tensor:
         return constant(value, wanted.dtype)
     except (ValueError, TypeError) as problem:
         raise TypeError(
-            f"call: {value!r} ({type(value).__name__}) cannot become a constant for the input `{wanted.name}`, which is "
+            f"call: {value!r} ({type(value).__name__}) cannot become a constant for the input `{wanted.name}`, "
+            "which is "
             f"{brief(wanted)}: {problem}."
         ) from problem

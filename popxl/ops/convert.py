@@ -24,7 +24,7 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
     return t.astype(data_type.as_jax())
 
 
-_cast = OpKind(
+_cast: OpKind = OpKind(
     "Cast",
     _convert,
     shape=lambda t, *, data_type: TensorSpec(t.shape, data_type, t.meta_shape),
@@ -47,7 +47,7 @@ def _other_tiles(inputs: tuple[Tensor, ...], attributes: Any, here: Location) ->
     return (here[0] if ipu is None else ipu, here[1] if io_tiles is None else not io_tiles)
 
 
-_ipu_copy = OpKind(
+_ipu_copy: OpKind = OpKind(
     "IpuCopy",
     lambda t, *, destination, source: t,
     shape=like_first,

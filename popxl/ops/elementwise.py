@@ -21,7 +21,7 @@ from popxl import dtypes
 from popxl.create import constant
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed, identity
-from popxl.ops.families import binary, inplace, unary
+from popxl.ops.families import Unary, binary, inplace, unary
 from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, predicate, same_dtype
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor, TensorLike
@@ -68,7 +68,7 @@ geluerf = unary(
 isinf = unary("isinf", jnp.isinf, "Whether t is +∞ or -∞.", None, kind="IsInf", shape=predicate, see="numpy.isinf")
 isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNaN", shape=predicate, see="numpy.isnan")
 log = unary("log", jnp.log, "Natural logarithm.", lambda g, t: g / t, see="numpy.log")
-negate = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", see="numpy.negative")
+negate: Unary = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", see="numpy.negative")
 relu = unary(
     "relu",
     lambda t: jnp.maximum(t, 0),

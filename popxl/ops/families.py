@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from popxl.op import OpKind
-from popxl.shapes import broadcast, like_first, predicate, reduction_axes
+from popxl.shapes import broadcast, like_first, predicate, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -157,9 +157,7 @@ def reduction(
         return lowering(t, reduction_axes(axis, t.ndim), keepdims)
 
     def shape(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> TensorSpec:
-        axes = reduction_axes(axis, len(t.shape))
-        sizes = [1 if d in axes else size for d, size in enumerate(t.shape) if keepdims or d not in axes]
-        return TensorSpec(tuple(sizes), t.dtype)
+        return TensorSpec(reduced_shape(t.shape, axis, keepdims), t.dtype)
 
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": {"t": gradient}}
     declaration = OpKind(kind or f"Reduce{camel(name)}", reduce, shape=shape, result=f"{name}_out", **declared)
@@ -169,9 +167,11 @@ def reduction(
         return declaration(t, axis=axes, keepdims=keepdims)
 
     doc = (
-        f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; negative ones "
+        f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; "
+        "negative ones "
         "count from the back; `None` means all,\n        an empty sequence none.\n    keepdims: keep the reduced "
-        "dimensions, with size 1.\n\nReturns:\n    A new tensor of the same dtype.\n\nRaises:\n    PopxlError: if there "
+        "dimensions, with size 1.\n\nReturns:\n    A new tensor of the same dtype.\n\nRaises:\n    PopxlError: "
+        "if there "
         f"is no such axis.\n\nExample:\n    >>> y = ops.{name}(x, axis=-1)"
     )
     return public(op, declaration, name, doc)

@@ -16,7 +16,7 @@ from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec
-from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
@@ -49,7 +49,7 @@ host_load_kind = OpKind(
     effect=True,
 )
 host_store_kind = OpKind("HostStore", _by_the_machine, operands=("t",), shape=_stored, gradient=None, effect=True)
-print_tensor_kind = OpKind(
+print_tensor_kind: OpKind = OpKind(
     "PrintTensor",
     _by_the_machine,
     operands=("t",),
@@ -139,7 +139,7 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
     host_store_kind(t, stream=d2h_stream, results=())
 
 
-def _check_stream(name: str, stream: Any, kind: type) -> None:
+def _check_stream(name: str, stream: Any, kind: type[Stream]) -> None:
     if not isinstance(stream, kind):
         raise TypeError(f"{name}: expected a {kind.__name__}, got {stream!r} ({type(stream).__name__}).")
     main = get_current_context().graph.main_graph

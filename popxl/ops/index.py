@@ -52,7 +52,9 @@ _gather_kind = OpKind(
         "t": lambda g, t_spec, indices, axis: _gather_grad(g, indices, axis=axis, shape=t_spec.shape),
     },
 )
-_gather_grad = OpKind("GatherGrad", _scattered, shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype))
+_gather_grad: OpKind = OpKind(
+    "GatherGrad", _scattered, shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype)
+)
 
 
 def gather(

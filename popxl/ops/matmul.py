@@ -101,7 +101,10 @@ def matmul(
     Example:
         >>> y = ops.matmul(x, w)      # the same as x @ w
     """
-    hints = {"available_memory_proportion": available_memory_proportion, "partials_type": _partials(partials_type)}
+    hints: dict[str, Any] = {
+        "available_memory_proportion": available_memory_proportion,
+        "partials_type": _partials(partials_type),
+    }
     return _kind(lhs, rhs, output_type=output_type, **{name: v for name, v in hints.items() if v is not None})
 
 

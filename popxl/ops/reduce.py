@@ -17,7 +17,7 @@ from popxl.op import OpKind
 from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.shape import reshape
-from popxl.shapes import reduction_axes
+from popxl.shapes import reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -121,19 +121,16 @@ def _median(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
     rows = jnp.transpose(t, (*kept, *axes)).reshape(*(t.shape[d] for d in kept), -1)
     place = jnp.argsort(rows, axis=-1, stable=True)[..., (rows.shape[-1] - 1) // 2]
     value = jnp.take_along_axis(rows, place[..., None], axis=-1)[..., 0]
-    shape = tuple(1 if d in axes else size for d, size in enumerate(t.shape) if keepdims or d not in axes)
+    shape = reduced_shape(t.shape, axis, keepdims)
     return value.reshape(shape), place.reshape(shape).astype(jnp.int32)
 
 
-_median_kind = OpKind(
-    "ReduceMedian",
-    _median,
-    shape=lambda t, *, axis, keepdims: (
-        sum.kind.shape(t, axis=axis, keepdims=keepdims),
-        TensorSpec(sum.kind.shape(t, axis=axis, keepdims=keepdims).shape, dtypes.int32),
-    ),
-    result=("median_out", "median_indices_out"),
-)
+def _median_specs(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> tuple[TensorSpec, ...]:
+    shape = reduced_shape(t.shape, axis, keepdims)
+    return TensorSpec(shape, t.dtype), TensorSpec(shape, dtypes.int32)
+
+
+_median_kind = OpKind("ReduceMedian", _median, shape=_median_specs, result=("median_out", "median_indices_out"))
 _lamb_square = OpKind(
     "LambSquare",
     lambda t: jnp.sum(jnp.square(t.astype(jnp.float32))),

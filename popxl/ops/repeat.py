@@ -48,7 +48,8 @@ def _carried_specs(*inputs: Tensor, graph: Graph, repeat_count: int) -> list[Ten
 
 def _refuse(forward: Any, gs: Any) -> dict[int, Tensor]:
     raise PopxlError(
-        f"autodiff: {forward.op!r} repeats a graph, and repeats have no derivative yet. Repeat a graph that contains the "
+        f"autodiff: {forward.op!r} repeats a graph, and repeats have no derivative yet. Repeat a graph that "
+        "contains the "
         "forward and the gradient call instead."
     )
 
@@ -118,7 +119,8 @@ def repeat_with_info(
         raise ValueError(f"Repeat count must be >= 0; it is {repeat_count} for the graph {graph.name}.")
     if len(graph.outputs) > len(graph.inputs):
         raise ValueError(
-            f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs become the "
+            f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs "
+            "become the "
             f"inputs of the next turn; it has {len(graph.outputs)} outputs and {len(graph.inputs)} inputs."
         )
     for k, (out, into) in enumerate(zip(graph.outputs, graph.inputs, strict=False)):

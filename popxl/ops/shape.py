@@ -46,7 +46,7 @@ def _wanted(shape: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
-_reshape = OpKind(
+_reshape: OpKind = OpKind(
     "Reshape",
     lambda t, *, shape: t.reshape(shape),
     shape=_reshaped,
@@ -155,7 +155,7 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
 
 
-_transpose = OpKind(
+_transpose: OpKind = OpKind(
     "Transpose",
     lambda t, *, permutation: jnp.transpose(t, permutation),
     shape=_transposed,
@@ -256,7 +256,7 @@ _slice_ = OpKind(
     gradient=_slice.gradient,
     put=lambda t, view, **where: (t.at[_cuts(t.ndim, **where)].set(view),),
 )
-_slice_grad = OpKind(
+_slice_grad: OpKind = OpKind(
     "SliceGrad",
     lambda g, *, shape, **where: jnp.zeros(shape, g.dtype).at[_cuts(len(shape), **where)].set(g),
     shape=lambda g, *, shape, **where: TensorSpec(shape, g.dtype),
@@ -296,7 +296,7 @@ def slice_(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = 
     return t if start is None and stop is None and step is None else _slice_(t, **process_args(start, stop, step, axis))
 
 
-def process_args(start: Bounds, stop: Bounds, step: Bounds, axis: Bounds) -> dict[str, tuple[int | None, ...]]:
+def process_args(start: Bounds, stop: Bounds, step: Bounds, axis: Bounds) -> dict[str, Any]:
     """The arguments of `slice` as tuples of one length."""
     given = {"start": start, "stop": stop, "step": step, "axis": axis}
     listed = {name: (v,) if isinstance(v, int) else tuple(v) for name, v in given.items() if v is not None}
@@ -330,7 +330,7 @@ _subsample = OpKind(
     result="subsample_out",
     gradient={"t": lambda g, t_spec, strides: _subsample_grad(g, shape=t_spec.shape, strides=strides)},
 )
-_subsample_grad = OpKind(
+_subsample_grad: OpKind = OpKind(
     "SubsampleGrad",
     lambda g, *, shape, strides: (
         jnp.zeros(shape, g.dtype).at[tuple(builtins.slice(None, None, stride) for stride in strides)].set(g)

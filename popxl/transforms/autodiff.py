@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -157,14 +157,15 @@ class _Differentiation:
             wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
             if wanted and any(g is not None for g in gs):
                 with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                    for i, g in _rule_of(op)(_Forward(self, op), gs).items():
-                        self._contribute(op.inputs[i], g)
+                    for i, contribution in _rule_of(op)(_Forward(self, op), gs).items():
+                        self._contribute(op.inputs[i], contribution)
         found = {t: g for t in self.required if (g := self.gradient(t)) is not None}
         missing = [t for t in self.required if t not in found]
         if missing and self.complete:
             raise PopxlError(
                 f"Unable to provide required gradient output of {', '.join(map(repr, missing))} in "
-                f"{self.forward_graph.title}: no provided tensor ({', '.join(t.name for t in self.provided) or 'none'}) "
+                f"{self.forward_graph.title}: no provided tensor "
+                f"({', '.join(t.name for t in self.provided) or 'none'}) "
                 "depends on it in a differentiable way. Leave it out of `grads_required`."
             )
         return {t: self._named(t, g) for t, g in found.items()}
@@ -205,7 +206,8 @@ class _Differentiation:
             return
         if not callee.differentiable:
             raise PopxlError(
-                f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to autodiff. "
+                f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe "
+                "to autodiff. "
                 "Pass its gradient graph in `called_graphs_grad_info`."
             )
         _Differentiation(callee, used, list(callee.inputs), self.infos, complete=False).run()
@@ -302,7 +304,7 @@ def _rule_of(op: Op) -> Callable[[_Forward, tuple[Tensor | None, ...]], Gradient
         return _by_jax
     if isinstance(gradient, Mapping):
         return functools.partial(_by_rules, gradient)
-    return gradient
+    return cast(Any, gradient)
 
 
 def _refuse(forward: _Forward, gs: tuple[Tensor | None, ...]) -> Gradients:

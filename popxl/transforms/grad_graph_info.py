@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import NoReturn
 
 from popxl.graph import Graph
 from popxl.ops.call import CallSiteInfo
@@ -33,7 +32,7 @@ class ExpectedConnection:
     fwd_tensor: Tensor
     connection_type: ExpectedConnectionType
 
-    def __init__(self) -> NoReturn:
+    def __init__(self) -> None:
         raise TypeError("ExpectedConnections are made by `popxl.transforms.autodiff`.")
 
     @classmethod
@@ -67,7 +66,7 @@ class GradGraphInfo:
     _expected_inputs: list[ExpectedConnection]
     _expected_outputs: list[ExpectedConnection]
 
-    def __init__(self) -> NoReturn:
+    def __init__(self) -> None:
         raise TypeError("GradGraphInfos are made by `popxl.transforms.autodiff`.")
 
     @property

@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 def owners(t: Tensor) -> Iterator[Tensor]:
     """The tensors whose storage `t` is (a part of): itself, unless it is a view or the result of an in-place op."""
-    producer = t.producer
-    bases = () if producer is None or producer.outputs[0] is not t else producer.bases
-    if not bases:
-        yield t
-    for base in bases:
-        yield from owners(base)
+    waiting = [t]
+    while waiting:
+        t = waiting.pop()
+        producer = t.producer
+        bases = () if producer is None or producer.outputs[0] is not t else producer.bases
+        if bases:
+            waiting += reversed(bases)
+        else:
+            yield t
 
 
 def written_tensors(graph: Graph) -> set[Tensor]:

@@ -217,15 +217,14 @@ class Graph:
         self._outputs.append(t)
         if extend_calls:
             for op in self.call_sites:
-                if op.kind.mirrors:
-                    op.gain_output(t.name, t.spec)
+                op.gain_output(t)
 
     def trim_outputs(self, count: int) -> None:
         """Take back the outputs after the first `count`, here and at every call of the graph. Nothing may use them."""
         added = len(self._outputs) - count
         del self._outputs[count:]
         for op in self.call_sites:
-            if op.kind.mirrors and added:
+            if op.kind.mirrors is not None and added:
                 for t in op.outputs[-added:]:
                     del op.graph._tensors[t.id]
                 op.outputs = op.outputs[:-added]

@@ -108,7 +108,8 @@ class OpKind:
             positions of the overwritten operands.
         effect: the op does more than compute its results (it talks to the host, say) and is never dropped.
         calls: names of attributes that hold graphs which the op runs.
-        mirrors: the results are the outputs of the graph that the op runs, also those that it gains later.
+        mirrors: makes the op gain a result for each output that its graph gains later. The function gives the spec of
+            the result for that of the output, and the op's attributes.
         colocated: all operands have to be on one device and tile set.
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
@@ -133,7 +134,7 @@ class OpKind:
         aliased: bool = True,
         effect: bool = False,
         calls: tuple[str, ...] = (),
-        mirrors: bool = False,
+        mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
         colocated: bool = True,
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
@@ -360,8 +361,11 @@ class Op:
             return self.inputs
         return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
 
-    def gain_output(self, name: str, spec: TensorSpec) -> None:
-        """Add a result to those of the op."""
+    def gain_output(self, output: Tensor) -> None:
+        """Add a result for an output that the op's graph has gained, if the op returns these."""
+        if self.kind.mirrors is None:
+            return
+        name, spec = output.name, self.kind.mirrors(output.spec, self.attributes)
         t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
         t.made_by(self)
         self.outputs += (t,)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from popxl.ambiguity import check_in_place_order
 from popxl.dot import write_checkpoint
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -64,6 +65,8 @@ class Session:
     def __init__(self, ir: Ir, device_desc: str | Device = "cpu", weights_to_host_on_exit: bool = True) -> None:
         if not ir.main_graph.ops:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
+        if ir.options.enableInplaceAmbiguityChecking:
+            check_in_place_order(ir.main_graph)
         self._ir = ir
         self.weights_to_host_on_exit = weights_to_host_on_exit
         self._device = find_device(device_desc, ir)

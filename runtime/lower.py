@@ -205,17 +205,16 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
 def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """One compiled body, however many turns.
 
-    Carried from turn to turn are the first inputs, as many as there are results; the inputs by reference; and the
-    streams. Everything else is the same in every turn.
+    Carried from turn to turn are the first inputs, as many as there are carried results; the inputs by reference; and
+    the streams. Everything else is the same in every turn. Further results are those of all turns, stacked.
     """
-    graph, count = op.called_graphs[0], op.attributes["repeat_count"]
+    graph, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
     inputs = [environment.read(t) for t in op.inputs]
-    carried = len(graph.outputs) - EXTRA_OUTPUTS
     by_ref = sorted(op.modified)
     streams = streams_of(graph)
     stepping = channels.stepping(streams)
 
-    def turn(i: Array, state: Any) -> Any:
+    def turn(state: Any, i: Array) -> Any:
         results_before, contents, positions = state
         values = list(inputs)
         for k in by_ref:
@@ -224,12 +223,14 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channe
         inside = stepping.at(positions)
         results = lowering.call(graph, [i, jnp.asarray(True), *values], inside)
         after = {k: results.written.get(k + EXTRA_INPUTS, values[k]) for k in by_ref}
-        return results.outputs[EXTRA_OUTPUTS:], after, inside.positions(streams)
+        outputs = results.outputs[EXTRA_OUTPUTS:]
+        return (outputs[:carried], after, inside.positions(streams)), outputs[carried:]
 
-    state = (tuple(inputs[:carried]), {k: inputs[k] for k in by_ref}, stepping.start)
-    outputs, contents, positions = lax.fori_loop(0, count, turn, state) if count else state
+    start = (tuple(inputs[:carried]), {k: inputs[k] for k in by_ref}, stepping.start)
+    state, stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
+    outputs, contents, positions = state
     channels.put_back(streams, stepping.at(positions).take(streams))
-    for t, value in zip(op.outputs, outputs, strict=True):
+    for t, value in zip(op.outputs, (*outputs, *stacked), strict=True):
         environment.write(t, value)
     for k in by_ref:
         environment.write(op.inputs[k], contents[k])

@@ -156,21 +156,26 @@ def _described(t: Tensor) -> str:
     return brief(t) + (f" with meta-shape {t.meta_shape}" if t.meta_shape else "")
 
 
+def seed_or_zeros(gradient: Tensor | None, t: Tensor) -> Tensor:
+    """The gradient of an output; zeros if there is none."""
+    return init(t.shape, t.dtype, f"Gradient___{t.name}") if gradient is None else gradient
+
+
 def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """The gradient of a call is a call of the gradient graph."""
     site = CallSiteInfo(forward.op)
     graph = site.called_graph
-    info = forward.gradient_of(graph)
+    calls = [op for op in forward.graph.ops if op.kind is call_kind and op.called_graphs == (graph,)]
+    used = [t for k, t in enumerate(graph.outputs) if any(op.outputs[k] in forward.leads for op in calls)]
+    info = forward.differentiate(graph, used)
     if info is None:
         return {}
-    inputs = []
-    for expected in info.expected_inputs:
-        t = expected.fwd_tensor
-        if expected.connection_type.name == "Fwd":
-            inputs.append(forward.read(site.graph_to_parent(t)))
-        else:
-            g = gs[graph.outputs.index(t)]
-            inputs.append(init(t.shape, t.dtype, f"Gradient___{t.name}") if g is None else g)
+    inputs = [
+        forward.read(site.graph_to_parent(expected.fwd_tensor))
+        if expected.is_activation
+        else seed_or_zeros(gs[graph.outputs.index(expected.fwd_tensor)], expected.fwd_tensor)
+        for expected in info.expected_inputs
+    ]
     results = call(info.graph, *inputs)
     return {
         graph.inputs.index(expected.fwd_tensor): result
@@ -191,7 +196,7 @@ call_kind = OpKind(
     aliased=False,
     gradient=_call_gradient,
     calls=("graph",),
-    mirrors=True,
+    mirrors=lambda spec, attributes: spec,
     colocated=False,
 )
 

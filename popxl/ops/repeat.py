@@ -8,10 +8,13 @@ from typing import Any
 from popxl import dtypes
 from popxl.aliasing import written_inputs
 from popxl.context import get_current_context
+from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import OpKind
-from popxl.ops.call import CallSiteInfo, bind_inputs, by_the_machine, call_op
+from popxl.op import Op, OpKind
+from popxl.ops.call import CallSiteInfo, bind_inputs, by_the_machine, call, call_op, seed_or_zeros
+from popxl.ops.host import init
+from popxl.ops.index import gather
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor, TensorLike
 
@@ -29,12 +32,16 @@ class RepeatSiteInfo(CallSiteInfo):
     _first_input = EXTRA_INPUTS
     _first_output = EXTRA_OUTPUTS
 
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The results of the last turn, in the order of the user's graph."""
+        return self.op.outputs[: self.op.attributes["carried"]]
+
 
 def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
     """Positions of the inputs that the loop writes back: carried ones by reference, and others if they are changed."""
-    wrapper = attributes["graph"]
+    wrapper, carried = attributes["graph"], attributes["carried"]
     written = written_inputs(wrapper)
-    carried = len(wrapper.outputs) - EXTRA_OUTPUTS
     return frozenset(
         i
         for i, t in enumerate(wrapper.inputs[EXTRA_INPUTS:])
@@ -42,26 +49,91 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
     )
 
 
-def _carried_specs(*inputs: Tensor, graph: Graph, repeat_count: int) -> list[TensorSpec]:
+def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
     return [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]
 
 
-def _refuse(forward: Any, gs: Any) -> dict[int, Tensor]:
-    raise PopxlError(
-        f"autodiff: {forward.op!r} repeats a graph, and repeats have no derivative yet. Repeat a graph that "
-        "contains the "
-        "forward and the gradient call instead."
-    )
+def _stacked(spec: TensorSpec, attributes: Mapping[str, Any]) -> TensorSpec:
+    """Outputs that the wrapper gains are not carried: the loop returns those of all turns, stacked."""
+    return TensorSpec((attributes["repeat_count"], *spec.shape), spec.dtype)
 
 
-loop_kind = OpKind(
+def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+    """The gradient of a loop is a loop, over the turns in reverse, of the gradient of the wrapper.
+
+    It carries the gradients of the carried values, and sums of the gradients of the others. What a turn's gradient
+    reads of that turn is stacked by the forward loop.
+    """
+    op = forward.op
+    wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
+    own_inputs, results = wrapper.inputs[EXTRA_INPUTS:], wrapper.outputs[EXTRA_OUTPUTS : EXTRA_OUTPUTS + carried]
+    flowing = [k for k, t in enumerate(results) if t.dtype.is_floating_point]
+    if count == 0:  # the results are the carried inputs themselves
+        return {k: g for k in flowing if (g := gs[k]) is not None}
+    info = forward.differentiate(wrapper, [results[k] for k in flowing])
+    if info is None:
+        return {}
+    same = [t for t in info.outputs if t in own_inputs[carried:]]
+
+    ir = wrapper.ir
+    initial: list[Tensor] = []
+    turn = ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
+
+    def add_input(like: TensorSpec, name: str, value: Tensor) -> Tensor:
+        initial.append(value)
+        return turn.add_input(like, name)
+
+    iteration, go_on = turn.add_input(TensorSpec((), dtypes.int32), "iteration"), turn.add_input(_FLAG, "keep_going")
+    seeds = {
+        k: add_input(results[k].spec, f"Gradient___{results[k].name}", seed_or_zeros(gs[k], results[k]))
+        for k in flowing
+    }
+    sums = {t: add_input(t.spec, f"Gradient___{t.name}", init(t.shape, t.dtype)) for t in same}
+    invariant: dict[Tensor, Tensor] = {}
+    stacks: dict[Tensor, Tensor] = {}
+    for t in (expected.fwd_tensor for expected in info.expected_inputs if expected.is_activation):
+        if t in own_inputs[carried:]:
+            invariant[t] = add_input(t.spec, t.name, forward.read(op.inputs[own_inputs.index(t)]))
+        elif t not in wrapper.inputs[:EXTRA_INPUTS]:
+            stack = forward.read(_stack_of(op, t))
+            stacks[t] = add_input(stack.spec, t.name, stack)
+    with turn:
+        known = {wrapper.inputs[1]: go_on} | invariant
+        if stacks or wrapper.inputs[0] in info.inputs:
+            place = known[wrapper.inputs[0]] = constant(count - 1, dtypes.int32) - iteration
+            known |= {t: gather(stack, place) for t, stack in stacks.items()}
+        given = [seeds[k] for k in flowing] + [
+            known[expected.fwd_tensor] for expected in info.expected_inputs if expected.is_activation
+        ]
+        found = dict(zip(info.outputs, call(info.graph, *given), strict=True))
+        for t in (go_on, *(seed_or_zeros(found.get(own_inputs[k]), results[k]) for k in flowing)):
+            turn.add_output(t)
+        for t in same:
+            turn.add_output(sums[t] + found[t])
+    names = [f"{t.name}__t{ir.next_suffix()}" for t in turn.outputs[EXTRA_OUTPUTS:]]
+    loop = call_op(turn, tuple(initial), names, loop_kind, repeat_count=count, carried=len(flowing) + len(same))
+    return dict(zip([*flowing, *map(own_inputs.index, same)], loop.outputs, strict=True))
+
+
+def _stack_of(op: Op, t: Tensor) -> Tensor:
+    """The result of a loop that holds a tensor of its wrapper for every turn; added to the loop if it is missing."""
+    wrapper, first = op.called_graphs[0], EXTRA_OUTPUTS + op.attributes["carried"]
+    if t not in wrapper.outputs[first:]:
+        wrapper.add_output(t)
+    return op.outputs[wrapper.outputs.index(t, first) - EXTRA_OUTPUTS]
+
+
+_FLAG = TensorSpec((), dtypes.bool)
+
+loop_kind: OpKind = OpKind(
     "Loop",
     by_the_machine,
     shape=_carried_specs,
     modifies=_overwritten,
     aliased=False,
-    gradient=_refuse,
+    gradient=_loop_gradient,
     calls=("graph",),
+    mirrors=_stacked,
     colocated=False,
 )
 
@@ -136,14 +208,21 @@ def repeat_with_info(
         wrapper = ir.create_empty_graph(f"{graph.id}__loop_wrapper")
         with wrapper:
             wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
-            go_on = wrapper.add_input(TensorSpec((), dtypes.bool), "keep_going")
+            go_on = wrapper.add_input(_FLAG, "keep_going")
             own = [wrapper.add_input(t.spec, t.name, t.by_ref) for t in graph.inputs]
             results = call_op(graph, tuple(own), numbered(graph, ir)).outputs
             for t in (go_on, *results):
                 wrapper.add_output(t)
         try:
             return RepeatSiteInfo(
-                call_op(wrapper, bound, numbered(graph, ir), loop_kind, repeat_count=int(repeat_count))
+                call_op(
+                    wrapper,
+                    bound,
+                    numbered(graph, ir),
+                    loop_kind,
+                    repeat_count=int(repeat_count),
+                    carried=len(graph.outputs),
+                )
             )
         except Exception:
             graph.call_sites.pop()

@@ -134,9 +134,6 @@ class _Differentiation:
 
     def run(self) -> GradGraphInfo | None:
         """Build the gradient graph. `None` if no gradient is found and none has to be."""
-        for op in self.forward_graph.ops:
-            for callee in op.called_graphs:
-                self._differentiate_callee(callee)
         ir = self.forward_graph.ir
         self.graph = ir.create_gradient_graph(self.forward_graph)
         with get_current_context().set(scope_prefix=""), self.graph:
@@ -195,23 +192,6 @@ class _Differentiation:
         self.infos[self.forward_graph] = info
         return info
 
-    def _differentiate_callee(self, callee: Graph) -> None:
-        """Make the gradient graph of a called graph, for the outputs that matter at any of its calls here."""
-        if callee in self.infos:
-            return
-        sites = [op for op in self.forward_graph.ops if callee in op.called_graphs and op.kind.mirrors]
-        used = [t for i, t in enumerate(callee.outputs) if any(op.outputs[i] in self.leads for op in sites)]
-        wanted = any(t in self.follows for op in sites for t in op.inputs)
-        if not used or not wanted:
-            return
-        if not callee.differentiable:
-            raise PopxlError(
-                f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe "
-                "to autodiff. "
-                "Pass its gradient graph in `called_graphs_grad_info`."
-            )
-        _Differentiation(callee, used, list(callee.inputs), self.infos, complete=False).run()
-
     # What rules ask for ---------------------------------------------------------------------------------------------
 
     def gradient(self, t: Tensor) -> Tensor | None:
@@ -242,10 +222,19 @@ class _Differentiation:
 
 
 class _Forward:
-    """What the gradient of one op can ask about the op."""
+    """What the gradient of one op can ask about the op.
+
+    Attributes:
+        op: the forward op.
+        graph: the graph that is differentiated.
+        leads: its tensors that some provided tensor depends on.
+        read: gives a tensor of it, in the gradient graph.
+    """
 
     def __init__(self, differentiation: _Differentiation, op: Op) -> None:
         self.op = op
+        self.graph = differentiation.forward_graph
+        self.leads = differentiation.leads
         self.read = differentiation.read
         self._infos = differentiation.infos
         self._follows = differentiation.follows
@@ -254,9 +243,19 @@ class _Forward:
         """Whether the gradient of input `i` leads anywhere."""
         return self.op.inputs[i] in self._follows
 
-    def gradient_of(self, graph: Graph) -> GradGraphInfo | None:
-        """The gradient graph of a graph that the op runs; `None` if no gradient flows through it."""
-        return self._infos.get(graph)
+    def differentiate(self, callee: Graph, provided: list[Tensor]) -> GradGraphInfo | None:
+        """The gradient graph of a graph that the op runs, for as many inputs as have a gradient; `None` for none.
+
+        It is made once, however often the graph is called.
+        """
+        if callee not in self._infos:
+            if not callee.differentiable:
+                raise PopxlError(
+                    f"autodiff: {callee.title}, which {self.graph.title} calls, has been marked as unsafe to autodiff. "
+                    "Pass its gradient graph in `called_graphs_grad_info`."
+                )
+            return _Differentiation(callee, provided, list(callee.inputs), self._infos, complete=False).run()
+        return self._infos[callee]
 
 
 def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:

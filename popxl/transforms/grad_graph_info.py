@@ -35,6 +35,11 @@ class ExpectedConnection:
     def __init__(self) -> None:
         raise TypeError("ExpectedConnections are made by `popxl.transforms.autodiff`.")
 
+    @property
+    def is_activation(self) -> bool:
+        """Whether the tensor itself is meant, and not its gradient."""
+        return self.connection_type is ExpectedConnectionType.Fwd
+
     @classmethod
     def _make(cls, fwd_tensor: Tensor, connection_type: ExpectedConnectionType) -> ExpectedConnection:
         connection = object.__new__(cls)
@@ -103,7 +108,7 @@ class GradGraphInfo:
         return {
             t: fwd_call_info.graph_to_parent(expected.fwd_tensor)
             for t, expected in zip(self.graph.inputs, self._expected_inputs, strict=False)
-            if expected.connection_type is ExpectedConnectionType.Fwd
+            if expected.is_activation
         }
 
     def fwd_graph_ins_to_grad_parent_outs(self, grad_call_info: CallSiteInfo) -> dict[Tensor, Tensor]:

@@ -62,38 +62,37 @@ def _check(graph: Graph) -> None:
     regions = _Regions(storages)
     # Fragments of the program run one after the other, so users are kept apart by execution context too.
     users: dict[object, _Users] = defaultdict(_Users)
-    before: dict[int, int] = {}  # by op id: the touching ops that come before it, and itself
-    bits = 0
+    up_to: dict[object, int] = {}  # by id of an op and by called graph: it, and all that comes before it
+    bit = 1
     for op in graph.ops:
-        earlier = 0
+        before = 0
         for t in op.inputs:
             if t.producer is not None:
-                earlier |= before[t.producer.id]
+                before |= up_to[t.producer.id]
         for id in op.after:
-            earlier |= before[id]
-        before[op.id] = earlier
-        if op.kind.put is not None:  # looking through a view is what counts, not making it
-            continue
-        overwrites = op.modified if _overwrites(op) else frozenset()
+            before |= up_to[id]
+        for callee in op.called_graphs:  # a gradient comes after its forward call, also if it needs no result of it
+            before |= up_to.get(callee.gradient_of, 0)
+        overwritten = op.modified if _overwrites(op) else frozenset()
         touched = [
-            (t, i in overwrites, users[s, op.execution_context])
+            (t, i in overwritten, users[s, op.execution_context])
             for i, t in enumerate(op.inputs)
             for s in storages[t]
-            if s in changing
+            if s in changing and op.kind.put is None  # looking through a view counts, making it does not
         ]
-        if not touched:
-            continue
         for t, writes, known in touched:
-            for k in _bits((known.readers if writes else known.writers) & ~earlier):
+            for k in _bits((known.readers if writes else known.writers) & ~before):
                 for other, u, written in known.operands[k]:
                     if (writes or written) and regions.overlap(t, u):
                         raise _ambiguity(graph, op, t, other) if writes else _ambiguity(graph, other, u, op)
         for t, writes, known in touched:
-            known.readers |= 1 << bits
-            known.writers |= writes << bits
-            known.operands[bits].append((op, t, writes))
-        before[op.id] |= 1 << bits
-        bits += 1
+            known.readers |= bit
+            known.writers |= bit if writes else 0
+            known.operands[bit].append((op, t, writes))
+        up_to[op.id] = before | (bit if touched else 0)
+        for callee in op.called_graphs:
+            up_to[callee] = up_to.get(callee, 0) | up_to[op.id]
+        bit <<= bool(touched)
 
 
 def _storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
@@ -108,11 +107,10 @@ def _storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
 
 
 def _bits(number: int) -> Iterator[int]:
-    """The positions of the bits that are set."""
+    """The bits that are set, each as a number."""
     while number:
-        lowest = number & -number
-        yield lowest.bit_length() - 1
-        number ^= lowest
+        yield number & -number
+        number &= number - 1
 
 
 class _Regions:

@@ -81,14 +81,14 @@ class Context(threading.local):
         """The main graph of the Ir in use. `RuntimeError` if no graph was entered."""
         return self.ir.main_graph
 
-    def push_graph(self, graph: Graph) -> None:
-        """Make `graph` current. `RuntimeError` if it belongs to another Ir than the graphs entered already."""
-        if self._graphs and self._graphs[0].ir is not graph.ir:
+    def push_graph(self, g: Graph) -> None:
+        """Make `g` current. `RuntimeError` if it belongs to another Ir than the graphs entered already."""
+        if self._graphs and self._graphs[0].ir is not g.ir:
             raise RuntimeError(
-                f"Cannot enter {graph!r} of {graph.ir!r}: {self._graphs[-1]!r} of {self._graphs[0].ir!r} is current. "
+                f"Cannot enter {g!r} of {g.ir!r}: {self._graphs[-1]!r} of {self._graphs[0].ir!r} is current. "
                 "Leave the `with` blocks of one Ir before you build another."
             )
-        self._graphs.append(graph)
+        self._graphs.append(g)
 
     def pop_graph(self) -> None:
         """Make the graph current that was current before the last `push_graph`."""

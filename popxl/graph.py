@@ -38,12 +38,11 @@ class Graph:
             add_out: f32[2] = add(x, 1.0)
 
     Attributes:
-        id: `""` for the main graph; for others a name that is unique in the Ir.
-        ir: the Ir that the graph is in.
         ops: the ops, in creation order, which is the order they run in.
         call_sites: the ops of the Ir that run this graph.
         differentiable: false for a graph whose gradient has to be given: differentiating a caller then asks for
             the gradient information of this graph instead of differentiating it.
+        gradient_of: for a gradient graph, the graph that was differentiated.
     """
 
     def __init__(self) -> None:
@@ -55,24 +54,26 @@ class Graph:
     def _make(cls, ir: Ir, id: str) -> Graph:
         """A new graph. Only `Ir` calls this."""
         graph = object.__new__(cls)
-        graph.ir = ir
-        graph.id = id
+        graph._ir = ir
+        graph._id = id
         graph.ref = weakref.ref(graph)
         graph.ops = []
         graph.call_sites = []
         graph.differentiable = True
+        graph.gradient_of = None
         graph._inputs = []
         graph._outputs = []
         graph._tensors = {}
         graph._prefix = f"{id}/" if id else ""
         return graph
 
-    ir: Ir
-    id: str
+    _ir: Ir
+    _id: str
     ref: weakref.ref[Graph]
     ops: list[Op]
     call_sites: list[Op]
     differentiable: bool
+    gradient_of: Graph | None
     _inputs: list[Tensor]
     _outputs: list[Tensor]
     _tensors: dict[str, Tensor]
@@ -81,9 +82,19 @@ class Graph:
     # What it is -----------------------------------------------------------------------------------------------------
 
     @property
+    def id(self) -> str:
+        """`""` for the main graph; for others a name that is unique in the Ir."""
+        return self._id
+
+    @property
     def name(self) -> str:
         """The id."""
-        return self.id
+        return self._id
+
+    @property
+    def ir(self) -> Ir:
+        """The Ir that the graph is in."""
+        return self._ir
 
     @property
     def title(self) -> str:

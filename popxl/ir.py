@@ -30,10 +30,7 @@ class Ir:
         replication: number of replicas that run the program side by side.
 
     Attributes:
-        id: number of the Ir, unique in the process.
         graphs: all graphs, the main graph first.
-        num_host_transfers: how often each stream is read or written in one `session.run`. Above 1, host arrays have
-            a leading dimension of this size.
         options: the session options; see `popxl.options.SessionOptions`.
 
     Example:
@@ -51,15 +48,32 @@ class Ir:
                 "Ir: replication='popdist' takes the replicas from a launcher of several processes, which is not "
                 "supported yet; pass their number."
             )
-        self.id = next(_ids)
+        self._id = next(_ids)
         self.options = SessionOptions()
-        self.num_host_transfers = 1
+        self._num_host_transfers = 1
         self.frozen = False
         self._op_ids = itertools.count(100)
         self._subgraph_numbers = itertools.count()
         self._suffixes = itertools.count()
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.replication_factor = replication
+
+    @property
+    def id(self) -> int:
+        """Number of the Ir, unique in the process."""
+        return self._id
+
+    @property
+    def num_host_transfers(self) -> int:
+        """How often each stream is read or written in one `session.run`.
+
+        Above 1, host arrays have a leading dimension of this size. Set it before a session is made of the Ir.
+        """
+        return self._num_host_transfers
+
+    @num_host_transfers.setter
+    def num_host_transfers(self, value: int) -> None:
+        self._num_host_transfers = value
 
     @property
     def main_graph(self) -> Graph:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from popxl.context import get_current_context, user_frame
@@ -153,9 +154,9 @@ class OpKind:
         self.colocated = colocated
         self.place = place
         self._renamed = operands
-        self._operands, self._required, self._variadic = (
-            _parameters(lowering) if operands is None else (operands, len(operands), False)
-        )
+        parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
+        self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
+        self._parameters = parameters
         self._modified = frozenset() if callable(modifies) else frozenset(map(self._operands.index, modifies))
 
     def __repr__(self) -> str:
@@ -185,6 +186,8 @@ class OpKind:
         """
         context = get_current_context()
         graph = context.graph
+        if attributes:
+            operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
         inputs = self._tensors(operands, graph)
         names = None
         plain: dict[str, Any] = {}
@@ -254,19 +257,69 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _parameters(lowering: Callable[..., Any]) -> tuple[tuple[str, ...], int, bool]:
-    """Names of the operands of a lowering, how many of them are required, and whether the last stands for several."""
-    operands: list[str] = []
-    required = 0
-    variadic = False
-    for parameter in inspect.signature(lowering).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            operands.append(parameter.name)
-            required += parameter.default is parameter.empty
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            operands.append(parameter.name)
-            variadic = True
-    return tuple(operands), required, variadic
+@dataclass(frozen=True)
+class _Parameters:
+    """What the parameters of a lowering say.
+
+    Attributes:
+        operands: names of the operands.
+        required: how many of them have no default.
+        variadic: the last operand stands for any number of tensors.
+        defaults: defaults of the operands that have one.
+        attributes: names of the attributes, and whether each has to be given; `None` if any name will do.
+    """
+
+    operands: tuple[str, ...]
+    required: int
+    variadic: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, bool] | None = None
+
+    @staticmethod
+    def of(lowering: Callable[..., Any]) -> _Parameters:
+        """Of a function."""
+        by_kind: dict[Any, list[inspect.Parameter]] = defaultdict(list)
+        for parameter in inspect.signature(lowering).parameters.values():
+            by_kind[parameter.kind].append(parameter)
+        single = by_kind[_POSITIONAL_ONLY] + by_kind[_POSITIONAL]
+        defaults = {p.name: p.default for p in single if p.default is not p.empty}
+        attributes = {p.name: p.default is p.empty for p in by_kind[_KEYWORD_ONLY]}
+        return _Parameters(
+            operands=tuple(p.name for p in single + by_kind[_SEVERAL]),
+            required=len(single) - len(defaults),
+            variadic=bool(by_kind[_SEVERAL]),
+            defaults=defaults,
+            attributes=None if by_kind[_ANY_KEYWORD] else attributes,
+        )
+
+    def sorted_out(
+        self, name: str, operands: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Operands and attributes, where operands may have been given by name. `TypeError` for an unknown name."""
+        attributes = {key: value for key, value in keywords.items() if key not in self.operands}
+        if len(attributes) < len(keywords):
+            last = max(self.operands.index(key) for key in keywords if key in self.operands)
+            for operand in self.operands[len(operands) : last + 1]:
+                if operand not in keywords and operand not in self.defaults:
+                    raise TypeError(f"{name}: the operand `{operand}` is missing.")
+                operands += (keywords.get(operand, self.defaults.get(operand)),)
+        if self.attributes is not None and not attributes.keys() <= self.attributes.keys():
+            unknown = ", ".join(f"`{key}`" for key in attributes if key not in self.attributes)
+            raise TypeError(
+                f"{name}: there is no parameter {unknown}; the operands are {self.operands}, the attributes "
+                f"{tuple(self.attributes)}."
+            )
+        for key, value in attributes.items():
+            if isinstance(value, Tensor):
+                raise TypeError(f"{name}: `{key}` is an attribute, a plain value; got {value!r}.")
+        return operands, attributes
+
+
+_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_SEVERAL = inspect.Parameter.VAR_POSITIONAL
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
 
 class Op:

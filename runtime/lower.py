@@ -58,32 +58,31 @@ class Environment:
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the view that it is."""
-        op = _made_from_another(t)
+        t, op = _behind(t)
         if op is None:
             if t not in self.values and isinstance(t, Constant):
                 self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
             return self.values[t]
-        if op.kind.put is None:
-            return self.read(op.bases[0])
         return op.evaluate(op.kind.lowering, [self.read(base) for base in op.bases])
 
     def write(self, t: Tensor, value: Array) -> None:
         """Change a tensor: its storage, or the part of its bases that it is a view of."""
-        op = _made_from_another(t)
+        t, op = _behind(t)
         if op is None:
             self.values[t] = value
-        elif op.kind.put is None:
-            self.write(op.bases[0], value)
         else:
             bases = op.evaluate(op.kind.put, [self.read(base) for base in op.bases], value)
             for base, changed in zip(op.bases, bases, strict=True):
                 self.write(base, changed)
 
 
-def _made_from_another(t: Tensor) -> Op | None:
-    """The op that makes `t` out of the storage of its inputs, if there is one."""
-    op = t.producer
-    return op if op is not None and op.outputs[0] is t and op.bases else None
+def _behind(t: Tensor) -> tuple[Tensor, Op | None]:
+    """The tensor that `t` is an alias of, if an in-place op made it; and the op that makes that a view, if it is one."""
+    while (op := t.producer) is not None and op.outputs[0] is t and op.bases:
+        if op.kind.put is not None:
+            return t, op
+        t = op.bases[0]
+    return t, None
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class CallSiteInfo:
     _first_input = 0
     _first_output = 0
 
-    def __init__(self, op: Op) -> None:
-        self.op = op
+    def __init__(self, subgraph_op: Op) -> None:
+        self.op = subgraph_op
 
     @property
     def called_graph(self) -> Graph:

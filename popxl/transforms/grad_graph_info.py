@@ -22,15 +22,10 @@ class ExpectedConnectionType(Enum):
 
 
 class ExpectedConnection:
-    """One input or output of a gradient graph.
+    """One input or output of a gradient graph."""
 
-    Attributes:
-        fwd_tensor: the tensor of the forward graph that is meant.
-        connection_type: whether it is that tensor, or its gradient.
-    """
-
-    fwd_tensor: Tensor
-    connection_type: ExpectedConnectionType
+    _fwd_tensor: Tensor
+    _connection_type: ExpectedConnectionType
 
     def __init__(self) -> None:
         raise TypeError("ExpectedConnections are made by `popxl.transforms.autodiff`.")
@@ -43,9 +38,19 @@ class ExpectedConnection:
     @classmethod
     def _make(cls, fwd_tensor: Tensor, connection_type: ExpectedConnectionType) -> ExpectedConnection:
         connection = object.__new__(cls)
-        connection.fwd_tensor = fwd_tensor
-        connection.connection_type = connection_type
+        connection._fwd_tensor = fwd_tensor
+        connection._connection_type = connection_type
         return connection
+
+    @property
+    def fwd_tensor(self) -> Tensor:
+        """The tensor of the forward graph that is meant."""
+        return self._fwd_tensor
+
+    @property
+    def connection_type(self) -> ExpectedConnectionType:
+        """Whether it is that tensor, or its gradient."""
+        return self._connection_type
 
     def __repr__(self) -> str:
         return f"({self.connection_type}, {self.fwd_tensor})"
@@ -58,16 +63,10 @@ class GradGraphInfo:
         >>> info = popxl.transforms.autodiff(graph)
         >>> site = ops.call_with_info(graph, x, w)
         >>> dx, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
-
-    Attributes:
-        graph: the gradient graph.
-        forward_graph: the graph that was differentiated.
-        expected_inputs: what each input of the gradient graph stands for; gradients that are provided come first.
-        expected_outputs: what each output of the gradient graph stands for.
     """
 
-    graph: Graph
-    forward_graph: Graph
+    _graph: Graph
+    _forward_graph: Graph
     _expected_inputs: list[ExpectedConnection]
     _expected_outputs: list[ExpectedConnection]
 
@@ -75,8 +74,18 @@ class GradGraphInfo:
         raise TypeError("GradGraphInfos are made by `popxl.transforms.autodiff`.")
 
     @property
+    def graph(self) -> Graph:
+        """The gradient graph."""
+        return self._graph
+
+    @property
+    def forward_graph(self) -> Graph:
+        """The graph that was differentiated."""
+        return self._forward_graph
+
+    @property
     def expected_inputs(self) -> tuple[ExpectedConnection, ...]:
-        """What each input of the gradient graph stands for, in order."""
+        """What each input of the gradient graph stands for, in order; gradients that are provided come first."""
         return tuple(self._expected_inputs)
 
     @property
@@ -153,9 +162,10 @@ def make_grad_graph_info(
             gradient.
         expected_outputs: for each output of it, the tensor of the forward graph whose gradient it is.
     """
+    grad_graph.gradient_of = forward_graph
     info = object.__new__(GradGraphInfo)
-    info.forward_graph = forward_graph
-    info.graph = grad_graph
+    info._forward_graph = forward_graph
+    info._graph = grad_graph
     info._expected_inputs = [ExpectedConnection._make(t, kind) for t, kind in expected_inputs]
     info._expected_outputs = [ExpectedConnection._make(t, ExpectedConnectionType.FwdGrad) for t in expected_outputs]
     return info

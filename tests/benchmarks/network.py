@@ -51,7 +51,11 @@ class Network:
 
 def network(size: Size, batch: int, steps: int = 1) -> Network:
     """The network of the tutorial, or a tiny one."""
-    return Network((12, 7, 6, 5, 4), 3, min(steps, 4)) if size is Size.TINY else Network((784, 512, 512, 512, 10), batch, steps)
+    return (
+        Network((12, 7, 6, 5, 4), 3, min(steps, 4))
+        if size is Size.TINY
+        else Network((784, 512, 512, 512, 10), batch, steps)
+    )
 
 
 # Ours ---------------------------------------------------------------------------------------------------------------
@@ -221,6 +225,10 @@ ROWS = (
         lambda size: training(network(size, batch=8), 1 if size is Size.TINY else 200),
         (times(0.95), times(1.0, "torch")),
     ),
-    Row("train_100", lambda size: training(network(size, 8, 100), 1 if size is Size.TINY else 3), (times(0.95), times(1.3, "torch"))),
+    Row(
+        "train_100",
+        lambda size: training(network(size, 8, 100), 1 if size is Size.TINY else 3),
+        (times(0.95), times(1.3, "torch")),
+    ),
     Row("inference", lambda size: inference(network(size, batch=80), 1 if size is Size.TINY else 200), (times(0.95),)),
 )

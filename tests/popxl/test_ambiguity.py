@@ -283,6 +283,40 @@ def test_order_from_a_chain_reaches_through_data(ir):
     check_in_place_order(ir.main_graph)
 
 
+def test_a_gradient_comes_after_its_forward_call(ir):
+    """The gradient of a linear function needs no result of it, and yet the update is not ambiguous."""
+    with ir.main_graph:
+        x, w = popxl.variable(3.0), popxl.variable(2.0)
+        graph = ir.create_graph(lambda x, w: x * w, x, w)
+        info = popxl.transforms.autodiff(graph)
+        site = ops.call_with_info(graph, x, w)
+        _, dw = ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+        ops.scaled_add_(w, dw, b=-0.1)
+        check_in_place_order(ir.main_graph)
+        w * 2
+    with pytest.raises(PopxlError, match="^Inplacing ambiguity"):
+        check_in_place_order(ir.main_graph)
+
+
+def test_fragments_of_the_program_are_ordered(ir):
+    context = popxl.context.get_current_context()
+    with ir.main_graph:
+        v = popxl.variable(1.0)
+        v + 1
+        with context.set(execution_context=popxl.ExecutionContext.WeightsToHostFragment):
+            ops.relu_(v)
+    check_in_place_order(ir.main_graph)
+
+
+def test_a_long_chain_of_changes(ir):
+    with ir.main_graph:
+        x, one = popxl.variable(0.0), popxl.constant(1.0)
+        y = x
+        for _ in range(1500):
+            y = ops.add_(y, one)
+    check_in_place_order(ir.main_graph)
+
+
 def test_an_unordered_block_orders_nothing(ir):
     with ir.main_graph, popxl.in_sequence(False):
         v = popxl.variable(1.0)

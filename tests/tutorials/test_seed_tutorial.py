@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+import popxl_addons  # noqa: F401  (looks for torch when imported, and should find the real one or none)
 from digits import Digits, sklearn_digits
 
 PROGRAM = Path(__file__).parent / "programs" / "basic_concepts.py"
@@ -110,8 +111,9 @@ class DataLoader:
 
 
 def torch_module() -> ModuleType:
+    """A `torch` with a data loader and without tensors: those of the stand-in are arrays to everybody else."""
     module = ModuleType("torch")
-    module.Tensor = ArrayTensor  # type: ignore[attr-defined]
+    module.Tensor = module.dtype = type("NotHere", (), {})  # type: ignore[attr-defined]
     module.utils = SimpleNamespace(data=SimpleNamespace(DataLoader=DataLoader))  # type: ignore[attr-defined]
     return module
 

@@ -68,7 +68,7 @@ class Environment:
     def write(self, t: Tensor, value: Array) -> None:
         """Change a tensor: its storage, or the part of its bases that it is a view of."""
         t, op = _behind(t)
-        if op is None:
+        if op is None or op.kind.put is None:
             self.values[t] = value
         else:
             bases = op.evaluate(op.kind.put, [self.read(base) for base in op.bases], value)

@@ -1,39 +1,33 @@
 """`autodiff`: from a graph to the graph of its gradients.
 
 The forward graph is walked backwards once. Each op adds, by its own rule, ops to the gradient graph; a rule asks for
-the forward tensors it reads, and these become inputs of the gradient graph (activations). JAX differentiates the op,
-the graph stays explicit: what comes out is printed, called, bound and differentiated like any other graph.
+the forward tensors it reads, and these become inputs of the gradient graph (activations). What a rule is, and what JAX
+does where an op has none, is in `popxl.transforms.op_gradient`. What comes out is printed, called, bound and
+differentiated like any other graph.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
-
-import jax
-import jax.numpy as jnp
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import REFUSED, VJP, Op, OpKind
+from popxl.op import REFUSED, Op
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
-from popxl.ops.host import init
 from popxl.ops.reduce import sum as sum_
 from popxl.ops.shape import reshape
-from popxl.spec import TensorSpec
 from popxl.tensor import Constant, Tensor
-from popxl.tracing import inputs_used
 from popxl.transforms.grad_graph_info import (
     ExpectedConnection,
     ExpectedConnectionType,
     GradGraphInfo,
     make_grad_graph_info,
 )
+from popxl.transforms.op_gradient import Forward, gradients
 
 __all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "autodiff", "make_grad_graph_info"]
 
@@ -154,7 +148,7 @@ class _Differentiation:
             wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
             if wanted and any(g is not None for g in gs):
                 with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                    for i, contribution in _rule_of(op)(_Forward(self, op), gs).items():
+                    for i, contribution in gradients(self._forward(op), gs).items():
                         self._contribute(op.inputs[i], contribution)
         found = {t: g for t in self.required if (g := self.gradient(t)) is not None}
         missing = [t for t in self.required if t not in found]
@@ -192,6 +186,20 @@ class _Differentiation:
         self.infos[self.forward_graph] = info
         return info
 
+    def _forward(self, op: Op) -> Forward:
+        return Forward(op, self.forward_graph, self.leads, self.follows, self.read, self._differentiate_callee)
+
+    def _differentiate_callee(self, callee: Graph, provided: list[Tensor]) -> GradGraphInfo | None:
+        """The gradient graph of a graph that is called, for as many inputs as have a gradient; made once."""
+        if callee not in self.infos:
+            if not callee.differentiable:
+                raise PopxlError(
+                    f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
+                    "autodiff. Pass its gradient graph in `called_graphs_grad_info`."
+                )
+            return _Differentiation(callee, provided, list(callee.inputs), self.infos, complete=False).run()
+        return self.infos[callee]
+
     # What rules ask for ---------------------------------------------------------------------------------------------
 
     def gradient(self, t: Tensor) -> Tensor | None:
@@ -221,43 +229,6 @@ class _Differentiation:
         return self.activations[t]
 
 
-class _Forward:
-    """What the gradient of one op can ask about the op.
-
-    Attributes:
-        op: the forward op.
-        graph: the graph that is differentiated.
-        leads: its tensors that some provided tensor depends on.
-        read: gives a tensor of it, in the gradient graph.
-    """
-
-    def __init__(self, differentiation: _Differentiation, op: Op) -> None:
-        self.op = op
-        self.graph = differentiation.forward_graph
-        self.leads = differentiation.leads
-        self.read = differentiation.read
-        self._infos = differentiation.infos
-        self._follows = differentiation.follows
-
-    def wants(self, i: int) -> bool:
-        """Whether the gradient of input `i` leads anywhere."""
-        return self.op.inputs[i] in self._follows
-
-    def differentiate(self, callee: Graph, provided: list[Tensor]) -> GradGraphInfo | None:
-        """The gradient graph of a graph that the op runs, for as many inputs as have a gradient; `None` for none.
-
-        It is made once, however often the graph is called.
-        """
-        if callee not in self._infos:
-            if not callee.differentiable:
-                raise PopxlError(
-                    f"autodiff: {callee.title}, which {self.graph.title} calls, has been marked as unsafe to autodiff. "
-                    "Pass its gradient graph in `called_graphs_grad_info`."
-                )
-            return _Differentiation(callee, provided, list(callee.inputs), self._infos, complete=False).run()
-        return self._infos[callee]
-
-
 def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     """The tensors that some provided tensor depends on."""
     leads = set(provided)
@@ -285,177 +256,3 @@ def _unbroadcast(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
     axes = [*range(added), *repeated]
     summed = sum_(gradient, axes) if axes else gradient
     return summed if summed.shape == shape else reshape(summed, shape)
-
-
-# The gradient of one op ---------------------------------------------------------------------------------------------
-
-Gradients = dict[int, Tensor]
-
-
-def _rule_of(op: Op) -> Callable[[_Forward, tuple[Tensor | None, ...]], Gradients]:
-    """How gradients flow through an op: from those of its results to those of its inputs, by position."""
-    gradient = op.kind.gradient
-    if gradient is None:
-        return lambda forward, gs: {}
-    if gradient is REFUSED:
-        return _refuse
-    if gradient is VJP:
-        return _by_jax
-    if isinstance(gradient, Mapping):
-        return functools.partial(_by_rules, gradient)
-    return cast(Any, gradient)
-
-
-def _refuse(forward: _Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
-    if any(g is None for g in gs):
-        return {}
-    raise PopxlError(
-        f"autodiff: a gradient reaches the op {forward.op.name} ({forward.op.source}), which has none. Pass the tensor "
-        "through `ops.detach`, or leave it out of `grads_provided`."
-    )
-
-
-def _or_zeros(op: Op, gs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
-
-
-def _by_rules(
-    rules: Mapping[str, Callable[..., Tensor | None]], forward: _Forward, gs: tuple[Tensor | None, ...]
-) -> Gradients:
-    """Apply the rules that an op states, one for each operand, for the operands that matter."""
-    op = forward.op
-    found: Gradients = {}
-    for i, name in enumerate(op.operand_names()):
-        rule = rules.get(name.partition("[")[0])
-        if rule is not None and forward.wants(i):
-            gradient = rule(**{wish: _wish(wish, forward, gs, i) for wish in _wishes(rule)})
-            if gradient is not None:
-                found[i] = gradient
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _wishes(rule: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(rule).parameters)
-
-
-def _wish(name: str, forward: _Forward, gs: tuple[Tensor | None, ...], i: int) -> Any:
-    """What a parameter of a gradient rule stands for. See `OpKind`."""
-    op = forward.op
-    if name == "g":
-        return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
-    if name == "gs":
-        return _or_zeros(op, gs)
-    if name == "out":
-        return forward.read(op.outputs[0])
-    if name == "outs":
-        return tuple(forward.read(t) for t in op.outputs)
-    if name == "i":
-        return i
-    if name == "operand":
-        return forward.read(op.inputs[i])
-    if name == "operand_spec":
-        return op.inputs[i].spec
-    if name == "specs":
-        return tuple(t.spec for t in op.inputs)
-    operands = dict(zip(op.operand_names(), op.inputs, strict=True))
-    if name in operands:
-        return forward.read(operands[name])
-    if name.removesuffix("_spec") in operands:
-        return operands[name.removesuffix("_spec")].spec
-    if name in op.attributes:
-        return op.attributes[name]
-    default = inspect.signature(op.kind.lowering).parameters[name].default
-    if default is inspect.Parameter.empty:
-        raise PopxlError(f"The gradient rule of {op.op_type} asks for {name!r}, which the op does not have.")
-    return default
-
-
-def _by_jax(forward: _Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
-    """The gradient op of an op whose gradient is JAX's, for the operands that matter."""
-    op = forward.op
-    wanted = tuple(i for i, t in enumerate(op.inputs) if forward.wants(i) and t.dtype.is_floating_point)
-    given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_floating_point)
-    if not wanted or not given:
-        return {}
-    kind, read = _gradient_kind(op, wanted, given)
-    operands = [forward.read(op.inputs[i]) for i in read] + [g for k in given if (g := gs[k]) is not None]
-    results = kind(*operands)
-    return dict(zip(wanted, results if isinstance(results, tuple) else (results,), strict=True))
-
-
-def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
-    """The gradient op of an op, and the positions of the forward inputs that it reads."""
-    try:
-        key = (op.kind, op.operands, tuple(op.attributes.items()))
-        hash(key)
-    except TypeError:
-        return _vjp.__wrapped__(
-            _Function(op.kind, op.operands, tuple(op.attributes.items())), *_specs(op), wanted, given
-        )
-    return _vjp(_Function(*key), *_specs(op), wanted, given)
-
-
-def _specs(op: Op) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    return tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
-
-
-class _Function:
-    """The function of an op, of arrays only. Equal for ops that compute the same."""
-
-    def __init__(self, kind: OpKind, operands: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> None:
-        self.key = (kind, operands, attributes)
-        self.name = kind.name
-
-    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        kind, operands, attributes = self.key
-        if operands is None:
-            result = kind.lowering(*arrays, **dict(attributes))
-        else:
-            result = kind.lowering(**dict(zip(operands, arrays, strict=True)), **dict(attributes))
-        return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=4096)
-def _vjp(
-    function: _Function,
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-    wanted: tuple[int, ...],
-    given: tuple[int, ...],
-) -> tuple[OpKind, tuple[int, ...]]:
-    """See `_gradient_kind`. Cached, so that a program has one gradient op for each op that it uses."""
-
-    def pullback(*operands: Any) -> tuple[Any, ...]:
-        """Of all inputs, and the given gradients."""
-        primals, gs = list(operands[: len(inputs)]), operands[len(inputs) :]
-
-        def of_wanted(*values: Any) -> tuple[Any, ...]:
-            for i, value in zip(wanted, values, strict=True):
-                primals[i] = value
-            results = function(*primals)
-            return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in given)
-
-        _, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
-        return pull(gs)
-
-    gradients = [outputs[k] for k in given]
-    used = inputs_used(pullback, [*inputs, *gradients])
-    read = tuple(i for i in range(len(inputs)) if used[i])
-
-    def lowering(*operands: Any) -> Any:
-        primals = [jnp.zeros(spec.shape, spec.dtype.as_jax()) for spec in inputs]
-        for i, value in zip(read, operands, strict=False):
-            primals[i] = value
-        results = pullback(*primals, *operands[len(read) :])
-        return results if len(wanted) > 1 else results[0]
-
-    specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
-    kind = OpKind(f"{function.name}Grad", lowering, shape=lambda *operands: specs if len(wanted) > 1 else specs[0])
-    return kind, read

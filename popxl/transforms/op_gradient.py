@@ -1,0 +1,226 @@
+"""The gradient of one op: by the rules that it states, or by JAX.
+
+JAX differentiates the op, the graph stays explicit: where an op states nothing, its gradient is one op, whose function
+is `jax.vjp` of the op's. Removing dead code from its trace shows which forward values that needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.op import REFUSED, VJP, Op, OpKind
+from popxl.ops.host import init
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+from popxl.tracing import inputs_used
+
+if TYPE_CHECKING:
+    from popxl.transforms.grad_graph_info import GradGraphInfo
+
+Gradients = dict[int, Tensor]
+"""Gradients of the inputs of an op, by position."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the gradient of one op can ask about the op.
+
+    Attributes:
+        op: the forward op.
+        graph: the graph that is differentiated.
+        leads: its tensors that some provided tensor depends on.
+        follows: its tensors that depend on some required tensor.
+        read: gives a tensor of it, in the gradient graph.
+        differentiate: gives the gradient graph of a graph that the op runs, for the outputs whose gradients will be
+            provided, or `None` if no gradient flows through it.
+    """
+
+    op: Op
+    graph: Graph
+    leads: AbstractSet[Tensor]
+    follows: AbstractSet[Tensor]
+    read: Callable[[Tensor], Tensor]
+    differentiate: Callable[[Graph, list[Tensor]], GradGraphInfo | None]
+
+    def wants(self, i: int) -> bool:
+        """Whether the gradient of input `i` leads anywhere."""
+        return self.op.inputs[i] in self.follows
+
+
+def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
+    """Gradients of the inputs of an op, given those of its results (`None` where there is none)."""
+    rule = forward.op.kind.gradient
+    if rule is None:
+        return {}
+    if rule is VJP:
+        return _by_jax(forward, gs)
+    if rule is REFUSED:
+        return _refuse(forward, gs)
+    if isinstance(rule, Mapping):
+        return _by_rules(rule, forward, gs)
+    return cast(Any, rule)(forward, gs)
+
+
+def _refuse(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
+    if any(g is None for g in gs):
+        return {}
+    raise PopxlError(
+        f"autodiff: a gradient reaches the op {forward.op.name} ({forward.op.source}), which has none. Pass the tensor "
+        "through `ops.detach`, or leave it out of `grads_provided`."
+    )
+
+
+def _or_zeros(op: Op, gs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
+
+
+def _by_rules(
+    rules: Mapping[str, Callable[..., Tensor | None]], forward: Forward, gs: tuple[Tensor | None, ...]
+) -> Gradients:
+    """Apply the rules that an op states, one for each operand, for the operands that matter."""
+    op = forward.op
+    found: Gradients = {}
+    for i, name in enumerate(op.operand_names()):
+        rule = rules.get(name.partition("[")[0])
+        if rule is not None and forward.wants(i):
+            gradient = rule(**{wish: _wish(wish, forward, gs, i) for wish in _wishes(rule)})
+            if gradient is not None:
+                found[i] = gradient
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _wishes(rule: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(rule).parameters)
+
+
+def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) -> Any:
+    """What a parameter of a gradient rule stands for. See `OpKind`."""
+    op = forward.op
+    if name == "g":
+        return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
+    if name == "gs":
+        return _or_zeros(op, gs)
+    if name == "out":
+        return forward.read(op.outputs[0])
+    if name == "outs":
+        return tuple(forward.read(t) for t in op.outputs)
+    if name == "i":
+        return i
+    if name == "operand":
+        return forward.read(op.inputs[i])
+    if name == "operand_spec":
+        return op.inputs[i].spec
+    if name == "specs":
+        return tuple(t.spec for t in op.inputs)
+    operands = dict(zip(op.operand_names(), op.inputs, strict=True))
+    if name in operands:
+        return forward.read(operands[name])
+    if name.removesuffix("_spec") in operands:
+        return operands[name.removesuffix("_spec")].spec
+    if name in op.attributes:
+        return op.attributes[name]
+    default = inspect.signature(op.kind.lowering).parameters[name].default
+    if default is inspect.Parameter.empty:
+        raise PopxlError(f"The gradient rule of {op.op_type} asks for {name!r}, which the op does not have.")
+    return default
+
+
+def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
+    """The gradient op of an op whose gradient is JAX's, for the operands that matter."""
+    op = forward.op
+    wanted = tuple(i for i, t in enumerate(op.inputs) if forward.wants(i) and t.dtype.is_floating_point)
+    given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_floating_point)
+    if not wanted or not given:
+        return {}
+    kind, read = _gradient_kind(op, wanted, given)
+    operands = [forward.read(op.inputs[i]) for i in read] + [g for k in given if (g := gs[k]) is not None]
+    results = kind(*operands)
+    return dict(zip(wanted, results if isinstance(results, tuple) else (results,), strict=True))
+
+
+def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
+    """The gradient op of an op, and the positions of the forward inputs that it reads."""
+    try:
+        key = (op.kind, op.operands, tuple(op.attributes.items()))
+        hash(key)
+    except TypeError:
+        return _vjp.__wrapped__(
+            _Function(op.kind, op.operands, tuple(op.attributes.items())), *_specs(op), wanted, given
+        )
+    return _vjp(_Function(*key), *_specs(op), wanted, given)
+
+
+def _specs(op: Op) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    return tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
+
+
+class _Function:
+    """The function of an op, of arrays only. Equal for ops that compute the same."""
+
+    def __init__(self, kind: OpKind, operands: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> None:
+        self.key = (kind, operands, attributes)
+        self.name = kind.name
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        kind, operands, attributes = self.key
+        if operands is None:
+            result = kind.lowering(*arrays, **dict(attributes))
+        else:
+            result = kind.lowering(**dict(zip(operands, arrays, strict=True)), **dict(attributes))
+        return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _vjp(
+    function: _Function,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    wanted: tuple[int, ...],
+    given: tuple[int, ...],
+) -> tuple[OpKind, tuple[int, ...]]:
+    """See `_gradient_kind`. Cached, so that a program has one gradient op for each op that it uses."""
+
+    def pullback(*operands: Any) -> tuple[Any, ...]:
+        """Of all inputs, and the given gradients."""
+        primals, gs = list(operands[: len(inputs)]), operands[len(inputs) :]
+
+        def of_wanted(*values: Any) -> tuple[Any, ...]:
+            for i, value in zip(wanted, values, strict=True):
+                primals[i] = value
+            results = function(*primals)
+            return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in given)
+
+        _, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
+        return pull(gs)
+
+    gradients = [outputs[k] for k in given]
+    used = inputs_used(pullback, [*inputs, *gradients])
+    read = tuple(i for i in range(len(inputs)) if used[i])
+
+    def lowering(*operands: Any) -> Any:
+        primals = [jnp.zeros(spec.shape, spec.dtype.as_jax()) for spec in inputs]
+        for i, value in zip(read, operands, strict=False):
+            primals[i] = value
+        results = pullback(*primals, *operands[len(read) :])
+        return results if len(wanted) > 1 else results[0]
+
+    specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
+    kind = OpKind(f"{function.name}Grad", lowering, shape=lambda *operands: specs if len(wanted) > 1 else specs[0])
+    return kind, read

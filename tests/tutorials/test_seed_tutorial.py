@@ -155,9 +155,9 @@ def torchvision_module(train: Digits, test: Digits, to_tensor: Callable) -> Modu
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    """What the program prints. One epoch over the few training digits is short, so they are there four times over."""
+    """What the program prints. One epoch over the few training digits is short, so they are there 16 times over."""
     train, test = sklearn_digits()
-    train = Digits(np.tile(train.images, (4, 1, 1)), np.tile(train.labels, 4))
+    train = Digits(np.tile(train.images, (16, 1, 1)), np.tile(train.labels, 16))
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         if importlib.util.find_spec("torch"):

@@ -1,8 +1,8 @@
-# The published introduction to PopXL and popxl.addons, as one program.
+# The published introduction to PopXL and popxl.addons, as one program. The program is Graphcore's (copyright 2022
+# Graphcore Ltd); it is not a part of this project but an input of one of its tests.
 #
-# This is not how we would write it: it is what somebody else already wrote, and it must run here unchanged. Its lines
-# are verbatim, only their indentation and the blank lines are ours, so neither the formatter nor the linter visits this
-# folder. Our own introduction is tutorials/1_basic_concepts. The test beside this folder, test_seed_tutorial.py,
+# It is what somebody else already wrote, and it must run here unchanged. Its lines are verbatim, only their indentation
+# and the blank lines are ours, so neither the formatter nor the linter visits this folder. Our own introduction is tutorials/1_basic_concepts. The test beside this folder, test_seed_tutorial.py,
 # supplies the data set and compares what the program prints.
 
 from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""Who shares storage with whom, and what is written: facts about graphs with views and in-place ops."""
+"""Who runs whom, who shares storage with whom, and what is written: facts about graphs that hold across ops."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def owners(t: Tensor) -> Iterator[Tensor]:
             waiting += reversed(bases)
         else:
             yield t
+
+
+def reachable(graph: Graph) -> tuple[Graph, ...]:
+    """A graph, and all graphs that running it runs; each once, in a fixed order."""
+    found = {graph: None}
+    waiting = [graph]
+    while waiting:
+        new = [callee for callee in waiting.pop().called_graphs if callee not in found]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return tuple(found)
 
 
 def written_tensors(graph: Graph) -> set[Tensor]:

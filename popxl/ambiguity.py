@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from popxl.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op
@@ -30,15 +31,9 @@ def check_in_place_order(graph: Graph) -> None:
     Raises:
         PopxlError: if an op overwrites a tensor that another op reads, and neither comes before the other.
     """
-    seen = {graph}
-    waiting = [graph]
-    while waiting:
-        checked = waiting.pop()
+    for checked in reachable(graph):
         if any(_overwrites(op) for op in checked.ops):
             _check(checked)
-        callees = [callee for callee in checked.called_graphs if callee not in seen]
-        seen.update(callees)
-        waiting.extend(callees)
 
 
 def _overwrites(op: Op) -> bool:

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 Fn = Callable[..., Any]
+InSequenceKey = tuple[int, ExecutionContext]
 
 # Handles of op-created hooks are unique in the process, whichever thread or graph registered them.
 _hook_handles = itertools.count(1)

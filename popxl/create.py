@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ from popxl.utils import to_numpy
 if TYPE_CHECKING:
     from popxl.replica_grouping import ReplicaGrouping
     from popxl.tensor import HostScalarTensor
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["constant", "graph_input", "graph_output", "variable"]
 
@@ -46,7 +49,8 @@ def variable(
     Raises:
         RuntimeError: without a current graph.
         ValueError: if the current graph is not the main graph, and for an unknown `retrieval_mode`.
-        PopxlError: if the data does not have one row for each replica group.
+        PopxlError: if the data does not have one row for each replica group (`IndexError` if it has too few for a
+            grouping that is not constant).
 
     Example:
         >>> with ir.main_graph:
@@ -63,22 +67,34 @@ def variable(
             f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
         )
     grouping = graph.ir.replica_grouping() if replica_grouping is None else replica_grouping
-    is_map = isinstance(data, np.memmap)
-    array = to_numpy(data, dtype, downcast, copy=not is_map, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
-    shape = array.shape
+    in_place = isinstance(data, np.memmap) and grouping.is_const
+    if isinstance(data, np.memmap) and not in_place:
+        _log.warning(
+            "variable: you have passed np.memmap data and a non-const replica grouping, %r; the data is copied, and "
+            "the file will not be written.",
+            grouping,
+        )
+    array = to_numpy(data, dtype, downcast, copy=not in_place, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
     if grouping.num_groups > 1:
-        if not shape or shape[0] != grouping.num_groups:
-            raise PopxlError(
-                f"variable: `data` has the shape {shape}, but its first dimension has to have one row for each of the "
-                f"{grouping.num_groups} groups of {grouping!r}."
-            )
-        shape = shape[1:]
+        array = _one_row_each(array, grouping)
+    shape = array.shape if grouping.num_groups == 1 else array.shape[1:]
     t: Variable = graph.new_tensor(name, TensorSpec(shape, dtype or dtype_.as_dtype(array)), Variable)
     t.data = array
     t.replica_grouping = grouping
     t.retrieval_mode = retrieval_mode or "one_per_group"
     t._in_sync = True
     return t
+
+
+def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:
+    """The data with one row for each group. A grouping that is not constant ignores rows beyond those."""
+    rows = array.shape[0] if array.shape else 0
+    if grouping.is_const and rows != grouping.num_groups or rows < grouping.num_groups:
+        raise (PopxlError if grouping.is_const else IndexError)(
+            f"variable: `data` has the shape {array.shape}, but its first dimension has to have one row for each of "
+            f"the {grouping.num_groups} groups of {grouping!r}."
+        )
+    return array if grouping.is_const else array[: grouping.num_groups]
 
 
 def constant(

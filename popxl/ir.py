@@ -12,6 +12,7 @@ from popxl.binding import build_graph, graph_name
 from popxl.dot import write_checkpoint
 from popxl.graph import Graph
 from popxl.options import SessionOptions
+from popxl.printing import definition
 from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 
@@ -129,7 +130,7 @@ class Ir:
         try:
             build_graph(graph, fn, args, kwargs)
         except BaseException:
-            self.graphs.remove(graph)
+            self.remove_graph(graph)
             raise
         return graph
 
@@ -144,8 +145,11 @@ class Ir:
         return self._add_graph(next(name for name in names if name not in taken))
 
     def remove_graph(self, graph: Graph) -> None:
-        """Forget a graph that nothing calls."""
+        """Forget a graph that nothing calls, and the calls that it makes."""
         self.graphs.remove(graph)
+        for op in graph.ops:
+            for callee in op.called_graphs:
+                callee.call_sites.remove(op)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
@@ -156,7 +160,8 @@ class Ir:
         except BaseException:
             for graph, count in before:
                 graph.trim_outputs(count)
-            self.graphs[:] = [graph for graph, _ in before]
+            for graph in self.graphs[len(before) :]:
+                self.remove_graph(graph)
             raise
 
     def _add_graph(self, id: str) -> Graph:
@@ -221,4 +226,4 @@ class Ir:
         return f"Ir[id={self.id}]"
 
     def __str__(self) -> str:
-        return "\n\n".join(str(graph) for graph in self.graphs)
+        return "\n\n".join(definition(graph) for graph in self.graphs)

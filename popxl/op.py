@@ -186,6 +186,21 @@ class OpKind:
         """
         context = get_current_context()
         graph = context.graph
+        inputs, names, attributes, specs = self._checked(operands, attributes, graph)
+        op = Op(self, graph, inputs, names, attributes, context)
+        several = (specs,) if isinstance(specs, TensorSpec) else specs
+        op.outputs = graph.append(op, several, op.result_names(len(several)) if results is None else results)
+        context.op_created(op)
+        return op.outputs[0] if several is not specs else (op.outputs or None)
+
+    def check(self, *operands: Any, **attributes: Any) -> None:
+        """Make all the checks of a call, and add nothing: for functions that are made of several ops."""
+        self._checked(operands, attributes, get_current_context().graph)
+
+    def _checked(
+        self, operands: tuple[Any, ...], attributes: dict[str, Any], graph: Graph
+    ) -> tuple[tuple[Tensor, ...], tuple[str, ...] | None, dict[str, Any], Specs]:
+        """Inputs, their names if some operand is a plain value, attributes, and specs of the results."""
         if attributes:
             operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
         inputs = self._tensors(operands, graph)
@@ -198,12 +213,7 @@ class OpKind:
         if len(inputs) > 1 and self.colocated:
             check_colocated(names or self.operand_names(len(inputs)), inputs)
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
-        attributes |= plain
-        op = Op(self, graph, inputs, names, attributes, context)
-        several = (specs,) if isinstance(specs, TensorSpec) else specs
-        op.outputs = graph.append(op, several, op.result_names(len(several)) if results is None else results)
-        context.op_created(op)
-        return op.outputs[0] if several is not specs else (op.outputs or None)
+        return inputs, names, attributes | plain, specs
 
     def operand_names(self, count: int) -> tuple[str, ...]:
         """Names of the first `count` operands."""
@@ -460,11 +470,15 @@ def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
 
 def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueError:
     """The error for a tensor of another graph."""
-    return ValueError(
-        f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. "
-        "Pass it into the graph as an input (an argument of the function given to `create_graph`, or "
-        "`popxl.graph_input`) and bind it where the graph is called."
-    )
+    home = t.graph_ref()
+    if home is None or home.ir is not graph.ir:
+        remedy = "It belongs to another Ir; a program is made of the tensors of one."
+    else:
+        remedy = (
+            f"It is in {home.title}. Pass it into the graph as an input (an argument of the function given to "
+            "`create_graph`, or `popxl.graph_input`) and bind it where the graph is called."
+        )
+    return ValueError(f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. {remedy}")
 
 
 def check_colocated(names: Sequence[str], tensors: Sequence[Tensor]) -> None:

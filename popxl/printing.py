@@ -1,11 +1,12 @@
 """Graphs as text: `schedule`, the listing that PopXL programs print, and `algebra`, which reads like a page.
 
-Both say the same for the same graph, always. Neither computes anything.
+All of them say the same for the same graph, always. Neither computes anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.op import Op
 
-__all__ = ["algebra", "schedule"]
+__all__ = ["algebra", "definition", "schedule"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
@@ -60,11 +61,15 @@ def algebra(graph: Graph) -> str:
     `&x` marks an operand that the op overwrites. Graphs are shown once, however often they are called.
     """
     called = list(_called(graph, {graph}))
-    text = "\n".join(_definitions(graph))
+    text = definition(graph)
     if called:
-        blocks = ("\n".join(f"    {line}" for line in _definitions(callee)) for callee in called)
-        text += "\n  where\n" + "\n\n".join(blocks)
+        text += "\n  where\n" + "\n\n".join(indent(definition(callee), "    ") for callee in called)
     return text
+
+
+def definition(graph: Graph) -> str:
+    """A graph as definitions of named values, without the graphs it calls."""
+    return "\n".join(_lines(graph))
 
 
 def _called(graph: Graph, seen: set[Graph]) -> Iterator[Graph]:
@@ -76,7 +81,7 @@ def _called(graph: Graph, seen: set[Graph]) -> Iterator[Graph]:
             yield from _called(callee, seen)
 
 
-def _definitions(graph: Graph) -> Iterator[str]:
+def _lines(graph: Graph) -> Iterator[str]:
     parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
     yield f"{graph.name or 'main graph'}({parameters}):"
     rows = [(f"{v.name}: {brief(v)}", "variable") for v in graph.variables]

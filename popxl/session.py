@@ -30,6 +30,9 @@ StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
 class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
     """What a run stored, by stream. An array is fetched from the device when it is first looked at."""
 
+    def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
+        self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
+
     def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
         array = self.data[stream]
         if not isinstance(array, np.ndarray):
@@ -68,15 +71,16 @@ class Session:
         if ir.options.enableInplaceAmbiguityChecking:
             check_in_place_order(ir.main_graph)
         self._ir = ir
-        self.weights_to_host_on_exit = weights_to_host_on_exit
+        self._variables = ir.main_graph.variables
+        self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = find_device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = Program(ir, self._device)
         ir.frozen = True
-        self._variables = ir.main_graph.variables
         self._is_attached = False
         self._was_attached_stack: list[bool] = []
         self._host_is_stale = False
+        self._input_streams = frozenset(self.program.inputs)
         self._feeds = tuple(
             (s, self.program.host_shape(s), s.dtype.as_jax(), s.dtype.as_numpy()) for s in self.program.inputs
         )
@@ -144,7 +148,7 @@ class Session:
         self._check_attached("run")
         fetches = self.program.run(self._arrays({} if inputs is None else inputs, downcast_inputs))
         self._device_is_ahead()
-        return Outputs(zip(self.program.outputs, fetches, strict=True))
+        return Outputs(dict(zip(self.program.outputs, fetches, strict=True)))
 
     def run_with_outputs(
         self,
@@ -169,7 +173,10 @@ class Session:
             self._check_output(s, arrays[s])
         results = self.run(inputs, downcast_inputs)
         for s in self.program.outputs:
-            np.copyto(arrays[s].reshape(self.program.host_shape(s)), results[s])
+            # Room that the program does not use is left as it was, and so is what an array has beyond that room.
+            room, used = (self.program.transfers, *s.shape), self.program.counts[s]
+            array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
+            np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
 
     def create_host_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
         """A new array for each stream that the program stores to, for `run_with_outputs`."""
@@ -194,13 +201,15 @@ class Session:
 
     def _arrays(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
         """The feeds in the order of the program; every one is checked before anything runs."""
-        if len(inputs) != len(self._feeds) or not all(stream in inputs for stream, *_ in self._feeds):
+        if inputs.keys() != self._input_streams:
             self._check_streams("input", self.program.inputs, inputs)
         arrays = []
         for stream, shape, dtype, host_dtype in self._feeds:
             array = inputs[stream]
             if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
                 array = self._as_feed(stream, array, shape, dtype, host_dtype, downcast)
+            else:  # the program may read it after `run` has returned, when the caller uses the array for the next batch
+                array = array.copy()
             arrays.append(array)
         return tuple(arrays)
 
@@ -218,7 +227,7 @@ class Session:
         if isinstance(value, jax.Array):
             array = value
         else:
-            array = to_numpy(value, downcast=downcast, copy=isinstance(value, np.memmap))
+            array = to_numpy(value, downcast=downcast)
         array = self._fitted(stream, array, shape)
         if array.dtype == dtype:
             return array
@@ -284,6 +293,9 @@ class Session:
         for v in self._variables:
             v._in_sync = not stale
 
+    def _has_read_only_data(self) -> bool:
+        return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
+
     def weights_from_host(self) -> None:
         """Copy the host values of all variables to the device. `ValueError` if the session is not attached."""
         self._check_attached("weights_from_host")
@@ -291,7 +303,7 @@ class Session:
 
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached."""
-        if any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables):
+        if self._has_read_only_data():
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )

@@ -65,6 +65,15 @@ def broadcast(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
     return TensorSpec(shape, first.dtype, meta_shape_of(first, *others))
 
 
+def broadcast_to_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
+    """Elementwise arithmetic that is written over the first operand: as `broadcast`, but the shape cannot grow.
+
+    That it does not is found out when the graph is run; programs that are only built may say otherwise.
+    """
+    broadcast(first, *others)
+    return like_first(first)
+
+
 def predicate(*operands: Any, **attributes: Any) -> TensorSpec:
     """Elementwise questions: a bool for each element of the broadcast shape, whatever the dtypes."""
     return TensorSpec(broadcast_shapes(*(t.shape for t in operands)), dtypes.bool, meta_shape_of(*operands))

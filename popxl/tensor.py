@@ -283,7 +283,8 @@ class Tensor:
         return ops.pow(self, other)
 
     def __rpow__(self, other: HostScalarTensor) -> Tensor:
-        return ops.pow(create.constant(other), self)
+        number = isinstance(other, int | float) and self.dtype.is_floating_point
+        return ops.pow(create.constant(other, self.dtype if number else None), self)
 
     def __neg__(self) -> Tensor:
         return ops.negate(self)

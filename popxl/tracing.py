@@ -6,6 +6,7 @@ The one file of the language that asks JAX anything. Tracing is abstract: no dev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +32,8 @@ def abstract_evaluation(
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
     bound = _bind(function, names, tuple(attributes.items()))
     try:
-        result = jax.eval_shape(bound, *arrays)
+        with _precision(specs):
+            result = jax.eval_shape(bound, *arrays)
     except (TypeError, ValueError) as problem:
         raise PopxlError(f"JAX refuses these operands: {problem}.") from problem
     if isinstance(result, tuple | list):
@@ -42,9 +44,15 @@ def abstract_evaluation(
 def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
     """Which arguments the results of a JAX function really depend on, after dead code is dropped."""
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
-    jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
+    with _precision(specs):
+        jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(used)
+
+
+def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:
+    """JAX takes 64-bit numbers for 32-bit ones unless it is told otherwise."""
+    return jax.enable_x64(True) if any(spec.dtype.itemsize == 8 for spec in specs) else nullcontext()
 
 
 def _bind(function: Callable[..., Any], names: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> Any:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from popxl.aliasing import written_inputs
-from popxl.errors import PopxlInternalError
+from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -60,7 +60,11 @@ class Environment:
         """The current value of a tensor: of its storage, or seen through the view that it is."""
         t, op = _behind(t)
         if op is None:
-            if t not in self.values and isinstance(t, Constant):
+            if t not in self.values:
+                if not isinstance(t, Constant):
+                    raise PopxlError(
+                        f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to."
+                    )
                 self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
             return self.values[t]
         return op.evaluate(op.kind.lowering, [self.read(base) for base in op.bases])
@@ -77,7 +81,7 @@ class Environment:
 
 
 def _behind(t: Tensor) -> tuple[Tensor, Op | None]:
-    """The tensor that `t` is an alias of, if an in-place op made it; and the op that makes that a view, if it is one."""
+    """The tensor that `t` is an alias of, past the results of in-place ops; and the op that makes it a view, if any."""
     while (op := t.producer) is not None and op.outputs[0] is t and op.bases:
         if op.kind.put is not None:
             return t, op
@@ -176,6 +180,11 @@ def store_results(op: Op, results: Array | Sequence[Array], environment: Environ
 def as_declared(t: Tensor, value: Array, op: Op) -> Array:
     """A value in the dtype that its tensor declares: ops may compute in a wider one, and round once, here."""
     value = jnp.asarray(value)
+    if value.shape != t.shape and op.modified:
+        raise PopxlError(
+            f"{op!r} ({op.source}) would overwrite {t!r} with a result of shape {value.shape}; what is written in "
+            "place has to broadcast to the shape of the first operand."
+        )
     if value.shape != t.shape:
         raise PopxlInternalError(
             f"{op!r} ({op.source}) declares {t!r}, and its lowering made an array of shape {value.shape}. If the op is "
@@ -193,8 +202,14 @@ meaning(print_tensor_kind)(effects.print_tensor)
 @meaning(call_kind)
 def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Copy in, run, copy out; inputs by reference are copied back."""
-    results = lowering.call(op.called_graphs[0], [environment.read(t) for t in op.inputs], channels)
-    for t, value in zip(op.outputs, results.outputs, strict=True):
+    (graph,) = op.called_graphs
+    if len(op.inputs) < len(graph.inputs):
+        raise PopxlError(
+            f"Session: {graph.title} gained inputs after the call {op.name}.{op.id} ({op.source}) was made, and "
+            "nothing is bound to them there. Call a graph after it has all its inputs."
+        )
+    results = lowering.call(graph, [environment.read(t) for t in op.inputs], channels)
+    for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.write(t, value)
     for i in sorted(op.modified & results.written.keys()):
         environment.write(op.inputs[i], results.written[i])

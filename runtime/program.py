@@ -39,6 +39,7 @@ class Program:
     Attributes:
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
         variables: those that the program uses.
+        counts: how many transfers of each stream one run makes.
     """
 
     def __init__(self, ir: Ir, device: Device, keep_calls: bool = True) -> None:
@@ -53,7 +54,7 @@ class Program:
         self._changed = tuple(v for v in self.variables if v in written)
         self._read = tuple(v for v in self.variables if v not in written)
         self._prints = prints(main)
-        self._counts = transfers_of(main)
+        self.counts = transfers_of(main)
         self._wide = any(t.dtype in _WIDE for graph in ir.graphs for t in graph.tensors)
         self._lowering = Lowering(main, keep_calls)
         self._main = main
@@ -155,7 +156,7 @@ class Program:
         return self._changing
 
     def _check_transfers(self) -> None:
-        for stream, count in self._counts.items():
+        for stream, count in self.counts.items():
             if count > self.transfers:
                 raise PopxlError(
                     f"Session.run: the program makes {count} transfers of {stream} in one run, and "

@@ -7,6 +7,7 @@ from popxl.ops.elementwise import (
     abs,
     add,
     add_,
+    add_n,  # noqa: F401
     ceil,
     clamp,
     clip,
@@ -15,6 +16,7 @@ from popxl.ops.elementwise import (
     equal,
     exp,
     exp_,
+    floor,  # noqa: F401
     fmod,
     gelu,
     gelu_,
@@ -27,6 +29,7 @@ from popxl.ops.elementwise import (
     isinf,
     isnan,
     log,
+    log2,  # noqa: F401
     logical_and,
     logical_not,
     logical_or,
@@ -45,18 +48,8 @@ from popxl.ops.elementwise import (
     tanh,
     where,
 )
-from popxl.ops.elementwise import (
-    add_n as add_n,
-)
-from popxl.ops.elementwise import (
-    floor as floor,
-)
-from popxl.ops.elementwise import (
-    log2 as log2,
-)
 from popxl.ops.host import host_load, host_store, init, print_tensor
-from popxl.ops.index import gather
-from popxl.ops.index import getitem as getitem
+from popxl.ops.index import gather, getitem  # noqa: F401
 from popxl.ops.matmul import matmul
 from popxl.ops.nn import nll_loss, nll_loss_with_softmax_grad, softmax
 from popxl.ops.reduce import (

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from popxl.aliasing import written_inputs
+from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind, foreign_tensor
+from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor, TensorLike
-from popxl.utils import table_to_string
+from popxl.utils import table_to_string, to_numpy
 
 __all__ = ["CallSiteInfo", "call", "call_with_info"]
 
@@ -143,13 +144,18 @@ def by_ref_inputs(attributes: Mapping[str, Any]) -> frozenset[int]:
 
 def results_of(*inputs: Tensor, graph: Graph, **attributes: Any) -> list[TensorSpec]:
     """Specs of the results of a call, after checking that the inputs fit."""
-    for given, wanted in zip(inputs, graph.inputs, strict=True):
+    check_fit(graph, inputs, graph.inputs)
+    return [t.spec for t in graph.outputs]
+
+
+def check_fit(graph: Graph, inputs: Iterable[Tensor], graph_inputs: Iterable[Tensor]) -> None:
+    """`PopxlError` if a tensor does not look like the graph input that it is bound to."""
+    for given, wanted in zip(inputs, graph_inputs, strict=True):
         if given.spec.to_tuple() != wanted.spec.to_tuple():
             raise PopxlError(
                 f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {given.id!r}, which is bound "
                 f"to it, is {_described(given)}. Nothing is broadcast or converted at a call."
             )
-    return [t.spec for t in graph.outputs]
 
 
 def _described(t: Tensor) -> str:
@@ -170,10 +176,15 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     info = forward.differentiate(graph, used)
     if info is None:
         return {}
+    arrived: dict[Tensor, list[Tensor]] = {}  # one tensor may be several outputs
+    for t, g in zip(graph.outputs, gs, strict=False):
+        if g is not None:
+            arrived.setdefault(t, []).append(g)
+    seeds = {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
     inputs = [
         forward.read(site.graph_to_parent(expected.fwd_tensor))
         if expected.is_activation
-        else seed_or_zeros(gs[graph.outputs.index(expected.fwd_tensor)], expected.fwd_tensor)
+        else seed_or_zeros(seeds.pop(expected.fwd_tensor, None), expected.fwd_tensor)
         for expected in info.expected_inputs
     ]
     results = call(info.graph, *inputs)
@@ -258,8 +269,7 @@ def call_op(
     if twice:
         raise PopxlInternalError(
             f"{kind.name}: {', '.join(map(repr, twice))} is bound to several inputs of {graph.title}, and one "
-            "of them is "
-            "by reference; only one value could be written back."
+            "of them is by reference; only one value could be written back."
         )
     kind(*bound, graph=graph, results=names, **attributes)
     for given, wanted in zip(bound, graph.inputs[len(graph.inputs) - len(bound) :], strict=True):
@@ -279,6 +289,7 @@ def bind_inputs(
     All checks come before any constant is made, so that nothing is left behind by a call that is refused.
     """
     here = get_current_context().graph
+    _check_callable(graph, here)
     values = list(_flattened(positional))
     if len(values) > len(graph.inputs):
         raise ValueError(
@@ -301,6 +312,7 @@ def bind_inputs(
         if key in bound:
             raise ValueError(f"Graph input tensor is specified twice for the {which} graph {graph.name}: {key!r}.")
         bound[key] = value
+    arrays = {t: _array(value, t) for t, value in bound.items() if not isinstance(value, Tensor)}
     missing = [t for t in graph.inputs if t not in bound]
     if missing:
         table = table_to_string(
@@ -311,7 +323,18 @@ def bind_inputs(
             f"Not enough inputs have been provided for the {which} graph {graph.name}; nothing is bound to "
             f"{', '.join(t.name for t in missing)}.\n{table}"
         )
-    return tuple(bound[t] if isinstance(bound[t], Tensor) else _constant(bound[t], t) for t in graph.inputs)
+    return tuple(constant(arrays[t], t.dtype) if t in arrays else bound[t] for t in graph.inputs)
+
+
+def _check_callable(graph: Any, here: Graph) -> None:
+    """Refuse what the current graph cannot call."""
+    if not isinstance(graph, Graph):
+        raise TypeError(f"call: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    if graph.ir is not here.ir:
+        raise ValueError(f"call: {graph.title} is of another Ir than {here.title}, which is current.")
+    # A graph that nobody calls yet, which is the usual one, can only call itself directly.
+    if graph is here or (here.call_sites and here in reachable(graph)):
+        raise PopxlError(f"call: {here.title} would be a graph that calls itself, by way of {graph.title}.")
 
 
 def _flattened(values: Iterable[Any]) -> Iterable[Any]:
@@ -322,15 +345,14 @@ def _flattened(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
-def _constant(value: Any, wanted: Tensor) -> Tensor:
-    """A constant for a graph input."""
+def _array(value: Any, wanted: Tensor) -> np.ndarray:
+    """The numbers of a constant for a graph input."""
     try:
         if value is None or isinstance(value, str) or np.size(value) == 0:
             raise ValueError("it holds no numbers")
-        return constant(value, wanted.dtype)
+        return to_numpy(value, wanted.dtype)
     except (ValueError, TypeError) as problem:
         raise TypeError(
             f"call: {value!r} ({type(value).__name__}) cannot become a constant for the input `{wanted.name}`, "
-            "which is "
-            f"{brief(wanted)}: {problem}."
+            f"which is {brief(wanted)}: {problem}."
         ) from problem

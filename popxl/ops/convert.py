@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl import dtypes
+from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
 from popxl.shapes import like_first
@@ -52,7 +53,7 @@ _ipu_copy: OpKind = OpKind(
     lambda t, *, destination, source: t,
     shape=like_first,
     result="{t}_c{destination}",
-    gradient={"t": lambda g, destination, source: _ipu_copy(g, destination=source, source=destination)},
+    gradient={"t": lambda g, destination, source: _copied(g, destination=source, source=destination)},
     place=_destination,
 )
 _io_tile_copy = OpKind(
@@ -74,13 +75,15 @@ def cast(t: Tensor, data_type: dtype_) -> Tensor:
         A new tensor of the same shape, named `<name of t>_<dtype>`.
 
     Raises:
-        TypeError: if `data_type` is a float8.
+        TypeError: if `data_type` is no popxl dtype, or either dtype is a float8.
 
     See also: `numpy.ndarray.astype`.
 
     Example:
         >>> h = ops.cast(x, popxl.float16)
     """
+    if not isinstance(data_type, dtype_):
+        raise TypeError(f"cast: `data_type` must be a popxl dtype such as popxl.float16; got {data_type!r}.")
     for what, asked in (("`data_type`", data_type), ("`t`", t.dtype if isinstance(t, Tensor) else None)):
         if asked in (dtypes.float8_143, dtypes.float8_152):
             raise TypeError(
@@ -151,7 +154,13 @@ def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
         source = t.location[0]
         if source is None:
             raise ValueError(f"ipu_copy: Could not infer the ipu of {t!r}. Please specify `source`.")
-    return _ipu_copy(t, destination=destination, source=source)
+    return _copied(t, destination, source)
+
+
+def _copied(t: Tensor, destination: int, source: int | None) -> Tensor:
+    """The copy op belongs to the IPU that it copies from: so does its operand, if nothing else says where it is."""
+    with get_current_context().set(ipu_id=source):
+        return _ipu_copy(t, destination=destination, source=source)
 
 
 def io_tile_copy(t: Tensor) -> Tensor:

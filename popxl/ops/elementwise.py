@@ -31,7 +31,7 @@ from popxl.tensor import Tensor, TensorLike
 zeros_grad = OpKind("ZerosGrad", jnp.zeros_like, shape=like_first)
 relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out > 0, g, 0), shape=like_first)
 clip_grad = OpKind(
-    "ClipGrad", lambda g, out, *, min, max: jnp.where((out != min) & (out != max), g, 0), shape=like_first
+    "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
 )
 ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
 pow_base_grad = OpKind("PowBaseGrad", lambda g, t, e: jnp.where(e == 0, 0, g * e * t ** (e - 1)), shape=like_first)
@@ -43,7 +43,7 @@ pow_exponent_grad = OpKind(
 
 # One operand --------------------------------------------------------------------------------------------------------
 
-abs = unary("abs", jnp.abs, "|t|. The gradient at 0 is 0.", see="numpy.abs")
+abs = unary("abs", jnp.abs, "|t|. The gradient at 0 is 0.", lambda g, t: g * sign(t), see="numpy.abs")
 ceil = unary(
     "ceil", jnp.ceil, "The next integer above. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.ceil"
 )
@@ -76,7 +76,7 @@ relu = unary(
     lambda g, out: relu_grad(g, out),
     see="torch.nn.functional.relu",
 )
-sign = unary(
+sign: Unary = unary(
     "sign",
     lambda t: (t > 0).astype(t.dtype) - (t < 0).astype(t.dtype),
     "-1, 0 or 1; 0 for NaN. The gradient is zero.",
@@ -110,12 +110,6 @@ def _divide(lhs: Any, rhs: Any) -> Any:
     return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else lhs / rhs
 
 
-def _fmod(lhs: Any, rhs: Any) -> Any:
-    if lhs.dtype == jnp.float16:
-        return jnp.fmod(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
-    return jnp.fmod(lhs, rhs)
-
-
 add = binary("add", jnp.add, "lhs + rhs.", {"lhs": lambda g: g, "rhs": lambda g: g}, see="numpy.add")
 sub = binary("sub", jnp.subtract, "lhs - rhs.", {"lhs": lambda g: g, "rhs": lambda g: negate(g)}, see="numpy.subtract")
 mul = binary(
@@ -135,7 +129,7 @@ div = binary(
 )
 fmod = binary(
     "fmod",
-    _fmod,
+    jnp.fmod,
     "Remainder of lhs / rhs with the sign of `lhs`, as in C. No gradient flows to `rhs`.",
     {"lhs": lambda g: g},
     see="numpy.fmod",
@@ -148,14 +142,14 @@ add_ = inplace(add, "add_", "add_lhs_inplace_out")
 
 _clip = OpKind(
     "Clip",
-    lambda t, *, min, max: jnp.clip(t, *_representable(t.dtype, min, max)),
+    lambda t, *, min, max: jnp.clip(t, min, max),
     shape=like_first,
     gradient={"t": lambda g, out, min, max: clip_grad(g, out, min=min, max=max)},
 )
 _greater = OpKind("Greater", lambda input, other: input > other, shape=predicate, gradient=REFUSED)
 _increment_mod = OpKind(
     "IncrementMod",
-    lambda t, *, increment, modulus: jnp.fmod(t + jnp.asarray(increment, t.dtype), jnp.asarray(modulus, t.dtype)),
+    lambda t, *, increment, modulus: jnp.fmod(t + _number(increment, t), _number(modulus, t)),
     shape=like_first,
     gradient=None,
 )
@@ -191,10 +185,17 @@ _where = OpKind(
 )
 
 
-def _representable(dtype: Any, *bounds: float) -> tuple[float, ...]:
-    """Bounds as float32; for float16, no larger than its largest number."""
-    largest = float(jnp.finfo(dtype).max) if dtype == jnp.float16 else math.inf
-    return tuple(float(np.clip(np.float32(bound), -largest, largest)) for bound in bounds)
+def _bounds(t: Any, *bounds: float) -> list[float]:
+    """Bounds as float32; for float16 no larger than its largest number, if anything is bounded at all."""
+    half = isinstance(t, Tensor) and t.dtype is dtypes.float16 and not all(map(math.isinf, bounds))
+    largest = 65504 if half else math.inf
+    with np.errstate(over="ignore"):
+        return [float(np.float32(np.clip(bound, -largest, largest))) for bound in bounds]
+
+
+def _number(number: float, t: Any) -> Any:
+    """A plain number in the dtype of an array. Integers lose their fraction, and wrap around if they do not fit."""
+    return np.asarray(number).astype(t.dtype)
 
 
 def _selection(condition: Any, lhs: Any, rhs: Any) -> TensorSpec:
@@ -217,7 +218,8 @@ def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
     Example:
         >>> y = ops.clip(x, 0.0, 6.0)
     """
-    return _clip(t, min=float(min), max=float(max))
+    lowest, highest = _bounds(t, min, max)
+    return _clip(t, min=lowest, max=highest)
 
 
 clamp = clip
@@ -315,6 +317,7 @@ def logical_and(lhs: Tensor, rhs: Tensor) -> Tensor:
     Example:
         >>> both = ops.logical_and(a, b)
     """
+    _and.check(lhs, rhs)
     return _and(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
 
 
@@ -332,6 +335,7 @@ def logical_or(lhs: Tensor, rhs: Tensor) -> Tensor:
     Example:
         >>> either = ops.logical_or(a, b)
     """
+    _or.check(lhs, rhs)
     return _or(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
 
 
@@ -349,6 +353,7 @@ def logical_not(t: Tensor) -> Tensor:
     Example:
         >>> neither = ops.logical_not(either)
     """
+    _not.check(t)
     return _not(cast_if_needed(t, dtypes.bool))
 
 
@@ -441,4 +446,5 @@ def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
     Example:
         >>> y = ops.where(mask, x, zero)
     """
+    _where.check(condition, lhs, rhs)
     return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)

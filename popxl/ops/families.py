@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
+import jax.numpy as jnp
+
 from popxl.op import OpKind
-from popxl.shapes import broadcast, like_first, predicate, reduced_shape, reduction_axes
+from popxl.shapes import broadcast, broadcast_to_first, like_first, predicate, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -48,6 +50,11 @@ def public(function: F, kind: OpKind, name: str, doc: str) -> Any:
     function.__doc__ = doc
     cast(Any, function).kind = kind
     return function
+
+
+def widened(t: Any) -> Any:
+    """An array in which sums can be accumulated: float32 in place of float16."""
+    return t.astype(jnp.float32) if t.dtype == jnp.float16 else t
 
 
 def camel(name: str) -> str:
@@ -101,7 +108,8 @@ def inplace(op: Unary | Binary, name: str, result: str) -> Any:
     """The in-place form of an elementwise op: it overwrites its first operand and returns an alias of it."""
     original = op.kind
     first = "t" if len(original.operand_names(2)) == 1 else "lhs"
-    kind = original.inplace(f"{original.name}{'Inplace' if first == 't' else 'LhsInplace'}", result)
+    shape = like_first if first == "t" else broadcast_to_first
+    kind = original.inplace(f"{original.name}{'Inplace' if first == 't' else 'LhsInplace'}", result, shape=shape)
     doc = (
         f"`{op.__name__}`, written over `{first}`.\n\nReturns:\n    An alias of `{first}`, which holds the new value "  # type: ignore[union-attr]
         f"from now on. To read it in a defined order use the alias, or\n    `popxl.in_sequence()`. "
@@ -151,10 +159,13 @@ def reduction(
     *,
     kind: str = "",
 ) -> Reduction:
-    """Declare a reduction of `t` over `axis`. `lowering(t, axes, keepdims)` gets the axes as a tuple."""
+    """Declare a reduction of `t` over `axis`.
+
+    `lowering(t, axes, keepdims)` gets the axes as a tuple, and float16 as float32: the result is rounded once.
+    """
 
     def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
-        return lowering(t, reduction_axes(axis, t.ndim), keepdims)
+        return lowering(widened(t), reduction_axes(axis, t.ndim), keepdims)
 
     def shape(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> TensorSpec:
         return TensorSpec(reduced_shape(t.shape, axis, keepdims), t.dtype)
@@ -167,11 +178,9 @@ def reduction(
         return declaration(t, axis=axes, keepdims=keepdims)
 
     doc = (
-        f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; "
-        "negative ones "
-        "count from the back; `None` means all,\n        an empty sequence none.\n    keepdims: keep the reduced "
-        "dimensions, with size 1.\n\nReturns:\n    A new tensor of the same dtype.\n\nRaises:\n    PopxlError: "
-        "if there "
-        f"is no such axis.\n\nExample:\n    >>> y = ops.{name}(x, axis=-1)"
+        f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; negative "
+        "ones count from the back; `None` means all,\n        an empty sequence none.\n    keepdims: keep the reduced "
+        "dimensions, with size 1.\n\nReturns:\n    A new tensor of the same dtype.\n\nRaises:\n    PopxlError: if "
+        f"there is no such axis.\n\nExample:\n    >>> y = ops.{name}(x, axis=-1)"
     )
     return public(op, declaration, name, doc)

@@ -28,9 +28,10 @@ def _gathered(t: Any, indices: Any, *, axis: int, **hints: Any) -> TensorSpec:
 
 def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, **hints: Any) -> Any:
     axis %= t.ndim
+    indices = indices.astype(jnp.int32)
     inside = (indices >= 0) & (indices < t.shape[axis])
     # JAX counts negative indices from the back; these are out of range here, as large ones are.
-    taken = jnp.take(t, jnp.where(inside, indices, 0).astype(jnp.int32), axis=axis, mode="clip")
+    taken = jnp.take(t, jnp.where(inside, indices, 0), axis=axis, mode="clip")
     if zero_OOR:
         rows = inside.reshape((1,) * axis + inside.shape + (1,) * (t.ndim - axis - 1))
         taken = jnp.where(rows, taken, jnp.zeros((), t.dtype))
@@ -39,8 +40,9 @@ def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, **hints: Any) ->
 
 def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], **hints: Any) -> Any:
     axis %= len(shape)
+    indices = indices.astype(jnp.int32)
     # Out of range contributes nothing: such indices are moved beyond the end, where "drop" drops them.
-    index = jnp.where((indices >= 0) & (indices < shape[axis]), indices, shape[axis]).astype(jnp.int32)
+    index = jnp.where((indices >= 0) & (indices < shape[axis]), indices, shape[axis])
     return jnp.zeros(shape, g.dtype).at[(builtins.slice(None),) * axis + (index,)].add(g, mode="drop")
 
 
@@ -108,9 +110,12 @@ def getitem(t: Tensor, key: Any) -> Tensor:
         return _basic(t, keys)
     if not isinstance(key, Tensor):
         try:
-            key = constant(to_numpy(key))
+            array = to_numpy(key)
         except (TypeError, ValueError) as problem:
             raise _bad_key(t, key) from problem
+        if array.dtype.kind not in "biu":
+            raise _bad_key(t, key)
+        key = constant(array)
     if key.dtype is dtypes.bool:
         return where(key, t, constant(0, t.dtype))
     if key.dtype.is_int:

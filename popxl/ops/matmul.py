@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def _shape(lhs: Any, rhs: Any, *, output_type: dtype_ | None, **hints: Any) -> T
 
 
 def _lhs_gradient(g: Tensor, lhs_spec: TensorSpec, rhs: Tensor) -> Tensor:
-    g = cast_if_needed(g, rhs.dtype)
+    g, rhs = _in_the_wider(g, rhs)
     if rhs.rank == 1:  # a column: g has lost its axis
         return reshape(g, (*g.shape, 1)) * rhs
     if len(lhs_spec.shape) == 1:
@@ -47,12 +48,18 @@ def _lhs_gradient(g: Tensor, lhs_spec: TensorSpec, rhs: Tensor) -> Tensor:
 
 
 def _rhs_gradient(g: Tensor, lhs: Tensor, rhs_spec: TensorSpec) -> Tensor:
-    g = cast_if_needed(g, lhs.dtype)
+    g, lhs = _in_the_wider(g, lhs)
     if len(rhs_spec.shape) == 1:
         return reshape(g, (*g.shape, 1)) * lhs
     if lhs.rank == 1:  # a row: lhs and g have lost their axis
         return reshape(lhs, (lhs.shape[0], 1)) @ reshape(g, (*g.shape[:-1], 1, g.shape[-1]))
     return _flipped(lhs) @ g
+
+
+def _in_the_wider(*ts: Tensor) -> Iterator[Tensor]:
+    """Two tensors in the wider of their dtypes: products may have another than their operands."""
+    wider = max((t.dtype for t in ts), key=lambda dtype: dtype.itemsize)
+    return (cast_if_needed(t, wider) for t in ts)
 
 
 def _flipped(t: Tensor) -> Tensor:
@@ -94,6 +101,7 @@ def matmul(
     Raises:
         PopxlError: if an operand is a scalar, the inner dimensions or the dtypes differ, or leading dimensions do not
             broadcast.
+        TypeError: if `output_type` is no popxl dtype.
         ValueError: for another `partials_type`.
 
     See also: `numpy.matmul`.
@@ -101,6 +109,8 @@ def matmul(
     Example:
         >>> y = ops.matmul(x, w)      # the same as x @ w
     """
+    if not isinstance(output_type, dtype_ | None):
+        raise TypeError(f"matmul: `output_type` must be a popxl dtype such as popxl.float16; got {output_type!r}.")
     hints: dict[str, Any] = {
         "available_memory_proportion": available_memory_proportion,
         "partials_type": _partials(partials_type),

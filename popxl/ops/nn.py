@@ -11,6 +11,7 @@ from popxl import dtypes
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
+from popxl.ops.families import widened
 from popxl.shapes import like_first, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -27,13 +28,13 @@ def _rows(t: Any, axis: int) -> Any:
 
 
 def _softmax_lowering(t: Any, *, axis: int) -> Any:
-    rows = _rows(t, axis)
+    rows = _rows(widened(t), axis)
     e = jnp.exp(rows - rows.max(axis=1, keepdims=True))
     return (e / e.sum(axis=1, keepdims=True)).reshape(t.shape)
 
 
 def _softmax_backward(g: Any, out: Any, *, axis: int) -> Any:
-    y, dy = _rows(out, axis), _rows(g, axis)
+    y, dy = _rows(widened(out), axis), _rows(widened(g), axis)
     return (y * (dy - (y * dy).sum(axis=1, keepdims=True))).reshape(g.shape)
 
 
@@ -80,8 +81,8 @@ def softmax(t: Tensor, axis: int) -> Tensor:
 
 def _terms(probs: Any, labels: Any, ignore_index: int | None) -> tuple[Any, Any, Any, Any]:
     """Rows of probabilities, one-hot labels, 1 for each label that counts, and how many count."""
-    rows, flat = probs.reshape(-1, probs.shape[-1]), labels.reshape(-1)
-    hot = flat[:, None] == jnp.arange(rows.shape[1], dtype=flat.dtype)
+    rows, flat = probs.reshape(-1, probs.shape[-1]), labels.reshape(-1).astype(jnp.int32)
+    hot = flat[:, None] == jnp.arange(rows.shape[1])
     if ignore_index is None:
         return rows, hot, jnp.ones(flat.shape, probs.dtype), flat.shape[0]
     counts = flat != ignore_index

@@ -38,33 +38,20 @@ def spread(reduced: Tensor, spec: Any, axis: int | Iterable[int] | None) -> Tens
     return reduced if kept == spec.shape else _broadcast(reduced, shape=tuple(spec.shape))
 
 
-def _count(spec: Any, axis: Any) -> int:
-    return math.prod(spec.shape[d] for d in reduction_axes(axis, len(spec.shape)))
-
-
-def _accumulated(t: Any) -> Any:
-    """float16 sums are accumulated in float32 and rounded once."""
-    return t.astype(jnp.float32) if t.dtype == jnp.float16 else t
-
-
-def _total(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    return jnp.sum(_accumulated(t), axis=axes, keepdims=keepdims, dtype=_accumulated(t).dtype)
-
-
 def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    total, count = _total(t, axes, keepdims), math.prod(t.shape[d] for d in axes)
+    total, count = jnp.sum(t, axis=axes, keepdims=keepdims), math.prod(t.shape[d] for d in axes)
     if jnp.issubdtype(t.dtype, jnp.integer):
         return jax.lax.div(total, jnp.asarray(count, total.dtype))  # towards zero
     return total / count
 
 
-sum = reduction("sum", _total, "The sum of the elements.", lambda g, t_spec, axis: spread(g, t_spec, axis))
-mean = reduction(
-    "mean",
-    _mean,
-    "The mean of the elements; for integers rounded towards zero.",
-    lambda g, t_spec, axis: spread(g, t_spec, axis) / _count(t_spec, axis),
+sum = reduction(
+    "sum",
+    lambda t, axes, keepdims: jnp.sum(t, axis=axes, keepdims=keepdims),
+    "The sum of the elements.",
+    lambda g, t_spec, axis: spread(g, t_spec, axis),
 )
+mean = reduction("mean", _mean, "The mean of the elements; for integers rounded towards zero.")
 max = reduction(
     "max",
     lambda t, axes, keepdims: jnp.max(t, axis=axes, keepdims=keepdims),
@@ -79,37 +66,37 @@ min = reduction(
 )
 prod = reduction(
     "prod",
-    lambda t, axes, keepdims: jnp.prod(_accumulated(t), axis=axes, keepdims=keepdims, dtype=_accumulated(t).dtype),
+    lambda t, axes, keepdims: jnp.prod(t, axis=axes, keepdims=keepdims),
     "The product of the elements. Its gradient is exact where elements are zero.",
 )
 sumsquare = reduction(
     "sumsquare",
-    lambda t, axes, keepdims: _total(_accumulated(t) * _accumulated(t), axes, keepdims),
+    lambda t, axes, keepdims: jnp.sum(t * t, axis=axes, keepdims=keepdims),
     "The sum of the squares of the elements.",
     lambda g, t, axis: spread(g, t, axis) * t * 2,
     kind="ReduceSumSquare",
 )
 l1 = reduction(
     "l1",
-    lambda t, axes, keepdims: _total(jnp.abs(t), axes, keepdims),
+    lambda t, axes, keepdims: jnp.sum(jnp.abs(t), axis=axes, keepdims=keepdims),
     "The sum of the absolute values of the elements.",
     lambda g, t, axis: spread(g, t, axis) * sign(t),
 )
 l2 = reduction(
     "l2",
-    lambda t, axes, keepdims: jnp.sqrt(_total(_accumulated(t) * _accumulated(t), axes, keepdims)),
+    lambda t, axes, keepdims: jnp.sqrt(jnp.sum(t * t, axis=axes, keepdims=keepdims)),
     "The square root of the sum of the squares of the elements. Its gradient is NaN where all of them are zero.",
     lambda g, t, out, axis: spread(g, t, axis) * t / spread(out, t, axis),
 )
 logsum = reduction(
     "logsum",
-    lambda t, axes, keepdims: jnp.log(_total(t, axes, keepdims)),
+    lambda t, axes, keepdims: jnp.log(jnp.sum(t, axis=axes, keepdims=keepdims)),
     "The natural logarithm of the sum of the elements.",
     kind="ReduceLogSum",
 )
 logsumexp = reduction(
     "logsumexp",
-    lambda t, axes, keepdims: jax.nn.logsumexp(_accumulated(t), axis=axes, keepdims=keepdims),
+    lambda t, axes, keepdims: jax.nn.logsumexp(t, axis=axes, keepdims=keepdims),
     "The natural logarithm of the sum of the exponentials of the elements, in a form that does not overflow.",
     kind="ReduceLogSumExp",
 )

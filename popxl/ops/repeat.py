@@ -12,7 +12,7 @@ from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
-from popxl.ops.call import CallSiteInfo, bind_inputs, by_the_machine, call, call_op, seed_or_zeros
+from popxl.ops.call import CallSiteInfo, bind_inputs, by_the_machine, call, call_op, check_fit, seed_or_zeros
 from popxl.ops.host import init
 from popxl.ops.index import gather
 from popxl.spec import TensorSpec, brief
@@ -41,15 +41,13 @@ class RepeatSiteInfo(CallSiteInfo):
 def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
     """Positions of the inputs that the loop writes back: carried ones by reference, and others if they are changed."""
     wrapper, carried = attributes["graph"], attributes["carried"]
-    written = written_inputs(wrapper)
-    return frozenset(
-        i
-        for i, t in enumerate(wrapper.inputs[EXTRA_INPUTS:])
-        if t.by_ref and (i < carried or i + EXTRA_INPUTS in written)
-    )
+    by_ref = [i for i, t in enumerate(wrapper.inputs[EXTRA_INPUTS:]) if t.by_ref]
+    # Whether they are changed is seen in the user's graph: the wrapper's call of it counts as changing all of them.
+    return frozenset(i for i in by_ref if i < carried or i in written_inputs(wrapper.called_graphs[0]))
 
 
 def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
+    check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])
     return [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]
 
 
@@ -191,9 +189,8 @@ def repeat_with_info(
         raise ValueError(f"Repeat count must be >= 0; it is {repeat_count} for the graph {graph.name}.")
     if len(graph.outputs) > len(graph.inputs):
         raise ValueError(
-            f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs "
-            "become the "
-            f"inputs of the next turn; it has {len(graph.outputs)} outputs and {len(graph.inputs)} inputs."
+            f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs become "
+            f"the inputs of the next turn; it has {len(graph.outputs)} outputs and {len(graph.inputs)} inputs."
         )
     for k, (out, into) in enumerate(zip(graph.outputs, graph.inputs, strict=False)):
         if out.spec.to_tuple() != into.spec.to_tuple():
@@ -214,20 +211,19 @@ def repeat_with_info(
             for t in (go_on, *results):
                 wrapper.add_output(t)
         try:
-            return RepeatSiteInfo(
-                call_op(
-                    wrapper,
-                    bound,
-                    numbered(graph, ir),
-                    loop_kind,
-                    repeat_count=int(repeat_count),
-                    carried=len(graph.outputs),
-                )
+            op = call_op(
+                wrapper,
+                bound,
+                numbered(graph, ir),
+                loop_kind,
+                repeat_count=int(repeat_count),
+                carried=len(graph.outputs),
             )
         except Exception:
-            graph.call_sites.pop()
             ir.remove_graph(wrapper)
             raise
+    op.name = context.scope_prefix + op.name  # the results take no name scope, the op does
+    return RepeatSiteInfo(op)
 
 
 def numbered(graph: Graph, ir: Any) -> list[str]:

@@ -6,19 +6,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.shapes import like_first
 from popxl.tensor import Tensor
 
 
 def _lowering(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> Any:
-    if (
-        jnp.issubdtype(X.dtype, jnp.integer)
-        and isinstance(a, float | int)
-        and isinstance(b, float | int)
-        and a == b == 1
-    ):
-        return X + Y
+    if X.shape != Y.shape:  # programs that are only built may say so
+        raise PopxlError(f"scaled_add: `X` and `Y` have the shapes {X.shape} and {Y.shape}; nothing is broadcast.")
+    plain = isinstance(a, float | int) and isinstance(b, float | int)
+    if plain and a == b == 1 and jnp.issubdtype(X.dtype, jnp.integer):
+        return X + Y  # exactly
     wide = jnp.promote_types(X.dtype, jnp.float32)
     terms = (_factor(f, wide) * t.astype(wide) for f, t in ((a, X), (b, Y)))
     return sum(terms, start=jnp.zeros((), wide))

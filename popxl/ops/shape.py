@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.op import OpKind
+from popxl.op import OpKind, not_a_tensor
 from popxl.shapes import one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -132,6 +132,8 @@ def squeeze(t: Tensor, axes: Iterable[int] | None = None) -> Tensor:
     Example:
         >>> y = ops.squeeze(x, [0])
     """
+    if not isinstance(t, Tensor):
+        raise not_a_tensor("squeeze", "t", t)
     if axes is None:
         drop = [d for d, size in enumerate(t.shape) if size == 1]
     else:
@@ -205,7 +207,7 @@ def transpose_(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:
 
 def _permutation(t: Tensor, permutation: Iterable[int] | None) -> tuple[int, ...]:
     if not isinstance(t, Tensor):
-        return ()  # the op says what is wrong
+        raise not_a_tensor("transpose", "t", t)
     order = tuple(map(int, permutation or ())) or tuple(reversed(range(t.rank)))
     beyond = tuple(d for d in order if d >= t.rank)
     if beyond:
@@ -225,9 +227,12 @@ def _permutation(t: Tensor, permutation: Iterable[int] | None) -> tuple[int, ...
 
 def _cuts(rank: int, start: Any, stop: Any, step: Any, axis: Any) -> tuple[builtins.slice, ...]:
     """One Python slice for each dimension."""
+    axes = [one_axis(at, rank) for at in axis]
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"`axis` names a dimension twice: {axis}.")
     cuts = [builtins.slice(None)] * rank
-    for begin, end, stride, at in zip(start, stop, step, axis, strict=True):
-        cuts[one_axis(at, rank)] = builtins.slice(begin, end, stride)
+    for at, *cut in zip(axes, start, stop, step, strict=True):
+        cuts[at] = builtins.slice(*cut)
     return tuple(cuts)
 
 
@@ -276,7 +281,7 @@ def slice(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = N
         A new tensor (a copy); `t` itself if no bound and no step is given.
 
     Raises:
-        ValueError: if the lists differ in length, or for another step.
+        ValueError: if the lists differ in length or name a dimension twice, or for another step.
         PopxlError: if there is no such axis.
 
     See also: `numpy` basic slicing.
@@ -364,10 +369,6 @@ def subsample(t: Tensor, strides: int | Iterable[int]) -> Tensor:
 
 def _joined(*ts: Any, axis: int) -> TensorSpec:
     first = ts[0]
-    if any(t.dtype is not first.dtype for t in ts):
-        raise TypeError(
-            f"All inputs to a concat operation must have the same type: these are {[t.dtype.name for t in ts]}."
-        )
     at = one_axis(axis, len(first.shape))
     for t in ts:
         if len(t.shape) != len(first.shape) or any(
@@ -422,7 +423,7 @@ def concat(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
     Example:
         >>> y = ops.concat([a, b], axis=1)
     """
-    return _concat(*_some("concat", ts), axis=axis)
+    return _concat(*_alike("concat", ts), axis=axis)
 
 
 def concat_(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
@@ -431,13 +432,16 @@ def concat_(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
     Example:
         >>> ops.exp_(ops.concat_([a, b]))                    # overwrites a and b
     """
-    return _concat_(*_some("concat_", ts), axis=axis)
+    return _concat_(*_alike("concat_", ts), axis=axis)
 
 
-def _some(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
+def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
     tensors = list(ts)
     if not tensors:
         raise ValueError(f"{name}: at least one tensor is needed; none was given.")
+    names = [t.dtype.name for t in tensors if isinstance(t, Tensor)]
+    if len(set(names)) > 1:
+        raise TypeError(f"All inputs to a concat operation must have the same type: these are {', '.join(names)}.")
     return tensors
 
 

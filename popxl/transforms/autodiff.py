@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from popxl.aliasing import reachable
 from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import REFUSED, Op
+from popxl.ops.call import call_kind
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.reduce import sum as sum_
@@ -79,9 +81,19 @@ def autodiff(
                 if not isinstance(t, Tensor) or t.graph_ref is not graph.ref:
                     raise PopxlError(f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}.")
         _refuse_modifying_ops(graph, infos)
+        _bring_calls_up_to_date(graph)
         with graph.ir.undone_on_failure():
             _Differentiation(graph, provided, required, infos, complete=True).run()
     return infos if return_all_grad_graphs else infos[graph]
+
+
+def _bring_calls_up_to_date(graph: Graph) -> None:
+    """Give calls the outputs that the user added to their graph later: those that autodiff adds come after them."""
+    for called in reachable(graph):
+        for op in called.call_sites:
+            if op.kind is call_kind:
+                for t in called.outputs[len(op.outputs) :]:
+                    op.gain_output(t)
 
 
 def _refuse_modifying_ops(graph: Graph, infos: Mapping[Graph, GradGraphInfo]) -> None:

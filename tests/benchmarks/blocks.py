@@ -1,7 +1,9 @@
 """A deep model: one transformer-like block called many times, each time with its own weights.
 
-Ours has one graph for the block and one for its gradient. Plain JAX is written in both of its idioms: unrolled, and
-as a scan over stacked weights. Each does a forward pass, a backward pass and an update.
+Ours has a graph for the block, and one for its gradient that computes the block again instead of keeping what is inside
+of it: a choice that one states in three lines, `recomputed`. Beside it are ours without that choice, and plain JAX in
+its idioms: unrolled, unrolled with `jax.checkpoint`, and as a scan over stacked weights. Each does a forward pass, a
+backward pass and an update.
 """
 
 from __future__ import annotations
@@ -18,7 +20,20 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from tests.benchmarks.harness import OURS, Measure, Row, Size, check_agreement, megabytes, time_of, times
+from tests.benchmarks.harness import (
+    OURS,
+    Measure,
+    Row,
+    Size,
+    Target,
+    at_most,
+    check_agreement,
+    megabytes,
+    progress,
+    seconds,
+    time_of,
+    times,
+)
 
 RATE = 0.05
 
@@ -45,30 +60,41 @@ class Model:
 
 
 def model(size: Size, blocks: int) -> Model:
-    """So many blocks; a quarter of them for a look, and three tiny ones to see that it works."""
-    if size is Size.TINY:
-        return Model(3, rows=6, width=8, heads=2)
-    return Model(blocks // 4 if size is Size.QUICK else blocks)
+    """So many blocks, or two tiny ones."""
+    return Model(2, rows=6, width=8, heads=2) if size is Size.TINY else Model(blocks)
 
 
 # Ours ---------------------------------------------------------------------------------------------------------------
 
 
+def norm(x: popxl.Tensor) -> popxl.Tensor:
+    """Each row with mean 0 and variance 1."""
+    centred = x - ops.mean(x, -1, keepdims=True)
+    return centred / ops.sqrt(ops.mean(centred * centred, -1, keepdims=True) + 1e-5)
+
+
 def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor, heads: int):
     """Attention and a feed-forward layer, each added to its input."""
     rows, width = x.shape
-    q, k, v = (t.reshape((rows, heads, width // heads)).transpose((1, 0, 2)) for t in ops.split(x @ qkv, 3, axis=1))
+    q, k, v = (
+        t.reshape((rows, heads, width // heads)).transpose((1, 0, 2)) for t in ops.split(norm(x) @ qkv, 3, axis=1)
+    )
     shares = ops.softmax((q @ k.transpose((0, 2, 1))) * (width // heads) ** -0.5, -1)
     x = x + (shares @ v).transpose((1, 0, 2)).reshape((rows, width)) @ out
-    return x + ops.gelu(x @ up) @ down
+    return x + ops.gelu(norm(x) @ up) @ down
 
 
 class Ours:
-    """The Ir, and sessions of it."""
+    """The Ir, and sessions of it.
 
-    def __init__(self, m: Model) -> None:
-        self.ir = popxl.Ir()
-        with self.ir.main_graph:
+    Args:
+        m: the sizes.
+        recompute: let the backward pass compute each block again. Otherwise what it needs is kept.
+    """
+
+    def __init__(self, m: Model, recompute: bool) -> None:
+        ir = self.ir = popxl.Ir()
+        with ir.main_graph:
             self.feed = popxl.h2d_stream((m.rows, m.width), popxl.float32, "x")
             self.loss = popxl.d2h_stream((), popxl.float32, "loss")
             self.variables = [
@@ -76,16 +102,28 @@ class Ours:
                 for i, weights in enumerate(m.weights())
             ]
             x = ops.host_load(self.feed)
-            forward = self.ir.create_graph(block, x, *self.variables[0], m.heads)
-            backward = popxl.transforms.autodiff(forward)
+            inputs = (x, *self.variables[0])
+            forward = ir.create_graph(block, *inputs, m.heads)
+            inner = ir.create_graph(block, *inputs, m.heads) if recompute else forward
+            backward = popxl.transforms.autodiff(inner)
+
+            def gradients_at(call: Any, gradient: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+                return ops.call(backward.graph, gradient, inputs_dict=backward.inputs_dict(call))
+
+            def recomputed(gradient: popxl.Tensor, *inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+                return gradients_at(ops.call_with_info(inner, *inputs), gradient)
+
+            again = ir.create_graph(recomputed, x, *inputs) if recompute else None
             calls = []
             for variables in self.variables:
                 calls.append(ops.call_with_info(forward, x, *variables))
-                x = calls[-1].outputs[0]
+                (x, *_) = calls[-1].outputs
             ops.host_store(self.loss, ops.mean(x * x))
             gradient = x * (2 / (m.rows * m.width))
             for variables, call in zip(reversed(self.variables), reversed(calls), strict=True):
-                gradient, *gradients = ops.call(backward.graph, gradient, inputs_dict=backward.inputs_dict(call))
+                gradient, *gradients = (
+                    ops.call(again, gradient, *call.inputs) if again else gradients_at(call, gradient)
+                )
                 for w, g in zip(variables, gradients, strict=True):
                     ops.scaled_add_(w, g, b=-RATE)
 
@@ -96,20 +134,32 @@ class Ours:
 # Plain JAX ----------------------------------------------------------------------------------------------------------
 
 
+def jax_norm(x: Any) -> Any:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
+
+
 def jax_block(x: Any, weights: Any, heads: int) -> Any:
     qkv, out, up, down = weights
     rows, width = x.shape
-    q, k, v = (t.reshape(rows, heads, width // heads).transpose(1, 0, 2) for t in jnp.split(x @ qkv, 3, axis=1))
+    q, k, v = (
+        t.reshape(rows, heads, width // heads).transpose(1, 0, 2) for t in jnp.split(jax_norm(x) @ qkv, 3, axis=1)
+    )
     shares = jax.nn.softmax((q @ k.transpose(0, 2, 1)) * (width // heads) ** -0.5, axis=-1)
     x = x + (shares @ v).transpose(1, 0, 2).reshape(rows, width) @ out
-    return x + jax.nn.gelu(x @ up) @ down
+    return x + jax.nn.gelu(jax_norm(x) @ up) @ down
 
 
-def unrolled(weights: Any, x: Any, heads: int) -> Any:
+def unrolled(weights: Any, x: Any, heads: int, block: Any = jax_block) -> Any:
     """The mean square of what comes out of the last block. `weights` is a list of those of each block."""
     for w in weights:
-        x = jax_block(x, w, heads)
+        x = block(x, w, heads)
     return (x * x).mean()
+
+
+def checkpointed(weights: Any, x: Any, heads: int) -> Any:
+    """The same, with blocks that are computed again in the backward pass."""
+    return unrolled(weights, x, heads, jax.checkpoint(jax_block, static_argnums=2))
 
 
 def scanned(weights: Any, x: Any, heads: int) -> Any:
@@ -141,31 +191,21 @@ class PlainJax:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled party: what compiles it anew, its executable and the text it was made of, and one step of it."""
+    """A compiled party: what compiles it anew, its executable, and one step of it."""
 
     compile: Callable[[], Any]
     executable: Any
     run: Callable[[], np.ndarray]
 
 
-@cache
-def compiled(m: Model, kinds: tuple[str, ...]) -> Mapping[str, Compiled]:
-    """Ours and rivals, compiled once for all rows, after checking that the losses of three steps agree."""
-    makers = {OURS: ours, "JAX": lambda m: plain_jax(m, unrolled, False), "scan": lambda m: plain_jax(m, scanned, True)}
-    parties = {kind: makers[kind](m) for kind in kinds}
-    losses = {name: [party.run() for _ in range(3)] for name, party in parties.items()}
-    check_agreement(**{"expected" if name == OURS else name: seen for name, seen in losses.items()})
-    return parties
-
-
-def ours(m: Model) -> Compiled:
-    program, x = Ours(m), m.data()
+def ours(m: Model, recompute: bool) -> Compiled:
+    program, x = Ours(m, recompute), m.data()
     session = program.compile()
-    session.__enter__()  # kept as long as the process: other rows use it too
+    session.__enter__()  # and never left: all rows use it
     return Compiled(program.compile, session.program.executable, lambda: session.run({program.feed: x})[program.loss])
 
 
-def plain_jax(m: Model, loss: Callable[..., Any], stacked: bool) -> Compiled:
+def plain_jax(m: Model, loss: Callable[..., Any], stacked: bool = False) -> Compiled:
     program, x = PlainJax(m, loss, stacked), m.data()
     executable = program.compile()
 
@@ -176,15 +216,41 @@ def plain_jax(m: Model, loss: Callable[..., Any], stacked: bool) -> Compiled:
     return Compiled(program.compile, executable, run)
 
 
-def row(what: str, blocks: int, of_party: Callable[[Compiled], Measure], *targets: Any, **more: Any) -> Row:
+PARTIES: dict[str, Callable[[Model], Compiled]] = {
+    OURS: lambda m: ours(m, recompute=True),
+    "JAX": lambda m: plain_jax(m, unrolled),
+    "checkpoint": lambda m: plain_jax(m, checkpointed),
+    "scan": lambda m: plain_jax(m, scanned, stacked=True),
+    "popxl, kept": lambda m: ours(m, recompute=False),
+}
+
+
+@cache
+def compiled(m: Model, names: tuple[str, ...]) -> Mapping[str, Compiled]:
+    """Some parties, compiled once for all rows, after checking that the losses of three steps agree."""
+    parties = {}
+    for name in names:
+        progress(f"{m.blocks} blocks: compiling {name}")
+        parties[name] = PARTIES[name](m)
+    losses = {name: [party.run() for _ in range(3)] for name, party in parties.items()}
+    check_agreement(losses[names[-1]], **losses)
+    return parties
+
+
+def row(what: str, blocks: int, of_party: Callable[[Compiled], Measure], *targets: Target, **more: Any) -> Row:
     """A row that measures something of each compiled party."""
-    kinds = (OURS, *(target.rival for target in targets))
+    names = (OURS, *(target.rival for target in targets))
 
     @contextmanager
     def parties(size: Size) -> Iterator[Mapping[str, Measure]]:
-        yield {name: of_party(party) for name, party in compiled(model(size, blocks), kinds).items()}
+        yield {name: of_party(party) for name, party in compiled(model(size, blocks), names).items()}
 
-    return Row(f"blocks{blocks}_{what}", parties, targets, **more)
+    return Row(f"blocks{blocks}_{what}", parties, targets, slow=blocks > 16, **more)
+
+
+def against_all(limit: float) -> tuple[Target, ...]:
+    """Better than plain JAX, unrolled; the others are there to be seen."""
+    return (times(limit), times(None, "checkpoint"), times(None, "scan"), times(None, "popxl, kept"))
 
 
 def compile_time(party: Compiled) -> Measure:
@@ -199,11 +265,24 @@ def temporaries(party: Compiled) -> Measure:
     return lambda: float(party.executable.memory_analysis().temp_size_in_bytes)
 
 
+def program_size(party: Compiled) -> Measure:
+    return lambda: float(len(party.executable.as_text()))
+
+
+def rows_of(blocks: int) -> tuple[Row, ...]:
+    """What is compared with all other ways of writing the model."""
+    return (
+        row("compile", blocks, compile_time, *against_all(3), rounds=3),
+        row("run", blocks, run_time, *against_all(1)),
+        row("temporaries", blocks, temporaries, *against_all(5), rounds=1, show=megabytes),
+        row("program", blocks, program_size, *against_all(1), rounds=1, show=megabytes),
+    )
+
+
 ROWS = (
-    row("compile", 64, compile_time, times(3), rounds=3),
-    row("run", 64, run_time, times(1)),
-    row("temporaries", 64, temporaries, times(5), rounds=1, show=megabytes),
-    row(
-        "program", 64, lambda party: lambda: float(len(party.executable.as_text())), times(1), rounds=1, show=megabytes
-    ),
+    *rows_of(16),
+    *rows_of(64),
+    row("compile", 256, compile_time, at_most(2, seconds, "scan"), rounds=3),
+    row("run", 256, run_time, times(1.3, "scan"), rounds=9),
+    row("temporaries", 256, temporaries, times(5, "scan"), rounds=1, show=megabytes),
 )

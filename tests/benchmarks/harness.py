@@ -39,26 +39,28 @@ class Target:
     Attributes:
         rival: the other party. Without one (it may not be installed) there is nothing to compare.
         compare: the number that is judged, from one round of ours and one of theirs.
-        limit: the worst number that is good enough.
+        limit: the worst number that is good enough; `None` if the rival is only there to be seen.
         least: whether larger numbers are better.
         show: the number as text.
     """
 
     rival: str
     compare: Callable[[float, float], float]
-    limit: float
+    limit: float | None
     least: bool
     show: Callable[[float], str]
 
-    def met(self, value: float) -> bool:
+    def met(self, value: float) -> bool | None:
         """Whether a number is good enough."""
+        if self.limit is None:
+            return None
         return value >= self.limit if self.least else value <= self.limit
 
     def __str__(self) -> str:
-        return f"{'≥' if self.least else '≤'} {self.show(self.limit)}"
+        return "" if self.limit is None else f"{'≥' if self.least else '≤'} {self.show(self.limit)}"
 
 
-def times(limit: float, rival: str = "JAX") -> Target:
+def times(limit: float | None, rival: str = "JAX") -> Target:
     """To take no more than the rival, `limit` times over."""
     return Target(rival, lambda ours, theirs: theirs / ours, limit, True, lambda value: f"{value:.2f} x")
 
@@ -66,6 +68,11 @@ def times(limit: float, rival: str = "JAX") -> Target:
 def over(limit: float, show: Callable[[float], str], rival: str = "JAX") -> Target:
     """To take at most `limit` more than the rival."""
     return Target(rival, lambda ours, theirs: ours - theirs, limit, False, lambda value: f"{show(value)} over")
+
+
+def at_most(limit: float, show: Callable[[float], str], rival: str = "JAX") -> Target:
+    """To take at most `limit`, whatever the rival takes."""
+    return Target(rival, lambda ours, theirs: ours, limit, False, show)
 
 
 def per_second(limit: float, rival: str = "JAX") -> Target:
@@ -96,6 +103,7 @@ class Row:
             context, so that what is measured can be released.
         targets: what we want.
         rounds: how many rounds tell enough; 1 for what is the same every time.
+        slow: too much for a quick look.
         show: a measure as text.
     """
 
@@ -104,6 +112,7 @@ class Row:
     targets: tuple[Target, ...]
     rounds: int = 25
     show: Callable[[float], str] = seconds
+    slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ class Result:
         lower, median, upper = self.quartiles(target)
         ours, theirs = (self.row.show(float(np.median(self.measures[party]))) for party in (OURS, target.rival))
         spread = f"{target.show(lower)} … {target.show(upper)}"
-        met = "met" if target.met(median) else "not met"
+        met = {True: "met", False: "not met", None: ""}[target.met(median)]
         return [self.row.name, ours, f"{theirs} ({target.rival})", target.show(median), spread, str(target), met]
 
     def quartiles(self, target: Target) -> list[float]:

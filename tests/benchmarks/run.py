@@ -9,6 +9,7 @@ measured; the rows are in the other files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import jax
 
 from popxl.utils import table_to_string
 from tests.benchmarks import blocks, building, empty_run, importing, network
-from tests.benchmarks.harness import HEADER, Size, measure
+from tests.benchmarks.harness import HEADER, Result, Size, measure, progress
 
 ROWS = (*network.ROWS, *blocks.ROWS, *building.ROWS, *empty_run.ROWS, *importing.ROWS)
 
@@ -44,13 +45,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", default="", help="rows whose names contain this")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured")
-    parser.add_argument("--quick", action="store_true", help="few rounds of less work")
+    parser.add_argument("--quick", action="store_true", help="few rounds, and none of the slow rows")
     args = parser.parse_args()
-    rows = [row for row in ROWS if args.only in row.name]
+    rows = [row for row in ROWS if args.only in row.name and not (args.quick and row.slow)]
     if not rows:
         parser.error(f"no row is called {args.only!r}; there are {', '.join(row.name for row in ROWS)}")
 
-    results = [measure(row, Size.QUICK if args.quick else Size.FULL) for row in rows]
+    results: list[Result] = []
+    with contextlib.suppress(KeyboardInterrupt):  # what has been measured until then is shown
+        for row in rows:
+            results.append(measure(row, Size.QUICK if args.quick else Size.FULL))
+    progress()
     print(table_to_string([HEADER, *(line for result in results for line in result.lines())]))
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     if args.json:

@@ -536,8 +536,8 @@ def test_a_step_of_training(x, evaluate):
     info = graph.bind(variables).call_with_info(x)
     (y, *_) = info.outputs
     dx, dg = grad.call(popxl.constant(np.ones((5, 2)), popxl.float32), args=grad.grad_graph_info.inputs_dict(info))
-    ops.scaled_add_(variables.gain, dg, b=-0.1)
-    out, xs, after, gx = evaluate(y, x, variables.gain, dx)
+    gain = ops.scaled_add_(variables.gain, dg, b=-0.1)
+    out, xs, after, gx = evaluate(y, x, gain, dx)
     np.testing.assert_allclose(out, 3 * xs, rtol=1e-6)
     np.testing.assert_allclose(after, 3 - 0.1 * xs, rtol=1e-6)
     np.testing.assert_allclose(gx, np.full((5, 2), 3.0))

@@ -20,6 +20,8 @@ def _same_shape(t: Any, X: Any, f: Any = None) -> TensorSpec:
 
 
 def _accumulated(t: Any, X: Any, f: Any = None) -> Any:
+    if isinstance(f, float | int) and f == 0:
+        return t  # whatever X is, NaN too
     if f is None and jnp.issubdtype(t.dtype, jnp.integer):
         return t + X.astype(t.dtype)
     wide = jnp.promote_types(t.dtype, jnp.float32)

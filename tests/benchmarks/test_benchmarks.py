@@ -1,0 +1,50 @@
+"""The rows of the performance table run, and their parties compute the same; how fast they are is not tested.
+
+Slow rows are left out: they are others with larger sizes.
+"""
+
+import json
+import math
+
+import pytest
+
+from tests.benchmarks import run
+from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, seconds, times
+
+
+@pytest.mark.parametrize("row", [row for row in run.ROWS if not row.slow], ids=lambda row: row.name)
+def test_row(row):
+    result = measure(row, Size.TINY)  # checks on the way that the numbers agree
+    assert OURS in result.measures
+    assert all(math.isfinite(value) and value > 0 for values in result.measures.values() for value in values)
+    assert all(len(line) == len(run.HEADER) for line in result.lines())
+    json.dumps(result.raw())
+
+
+def test_names_are_unique():
+    names = [row.name for row in run.ROWS]
+    assert len(names) == len(set(names))
+
+
+def result_of(target: Target, ours: list[float], theirs: list[float]) -> Result:
+    return Result(Row("row", lambda size: {}, (target,)), {OURS: ours, "JAX": theirs})
+
+
+def test_only_numbers_of_one_round_are_compared():
+    result = result_of(times(1), ours=[1.0, 10.0, 2.0], theirs=[2.0, 20.0, 4.0])
+    assert result.quartiles(times(1)) == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(1.5, "met"), (2.5, "not met"), (None, "")])
+def test_verdict(limit, verdict):
+    (line,) = result_of(times(limit), ours=[1.0], theirs=[2.0]).lines()
+    assert line[-1] == verdict
+
+
+def test_rivals_that_are_not_there_are_left_out():
+    assert result_of(times(1, "torch"), ours=[1.0], theirs=[1.0]).lines() == []
+
+
+@pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.0025, "2.5 ms"), (2.5e-6, "2.5 µs"), (-0.5, "-500 ms")])
+def test_seconds(value, text):
+    assert seconds(value) == text

@@ -1,0 +1,332 @@
+"""A user's own op: any JAX function, declared with `popxl.OpKind` in one statement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.errors import PopxlError
+from popxl.transforms import autodiff
+from tests.popxl.evaluate import evaluate
+
+X = np.float32([[0.5, -1.0, 2.0], [1.5, 0.0, -3.0]])
+
+
+def value_and_gradients(build: Any, *arrays: Any, wanted: tuple[int, ...] | None = None) -> list[np.ndarray]:
+    """The sum of what a function of tensors computes, and its gradients."""
+
+    def program(*ts: Any) -> list[Any]:
+        graph = popxl.gcg().ir.create_graph(lambda *ts: ops.sum(build(*ts)), *ts)
+        required = graph.inputs if wanted is None else [graph.inputs[i] for i in wanted]
+        info = autodiff(graph, grads_required=required)
+        site = ops.call_with_info(graph, *ts)
+        return [site.outputs[0], *ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))]
+
+    return evaluate(program, *arrays)
+
+
+def test_one_statement() -> None:
+    """Name, shape, dtype, numbers and gradient all come from the function."""
+    softplus = popxl.OpKind("Softplus", jax.nn.softplus)
+    total, gradient = value_and_gradients(softplus, X)
+    np.testing.assert_allclose(total, np.log1p(np.exp(X)).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, 1 / (1 + np.exp(-X)), rtol=1e-6)
+    with popxl.Ir().main_graph as main:
+        y = softplus(popxl.variable(X.astype(np.float16)))
+        assert (y.shape, y.dtype, y.name) == ((2, 3), popxl.float16, "softplus_out")
+        assert [op.op_type for op in main.ops] == ["Softplus"]
+
+
+def power(t, *, exponent, times=1):
+    return times * t**exponent
+
+
+def test_attributes_are_part_of_the_op() -> None:
+    kind = popxl.OpKind("Power", power)
+    total, gradient = value_and_gradients(lambda t: kind(t, exponent=3), X)
+    np.testing.assert_allclose(total, (X**3).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, 3 * X**2, rtol=1e-6)
+    first, second = evaluate(lambda t: [kind(t, exponent=2), kind(t, exponent=2, times=5)], X)
+    np.testing.assert_allclose(second, 5 * first)
+
+
+def test_attributes_that_cannot_be_hashed() -> None:
+    weighted = popxl.OpKind("Weighted", lambda t, *, by: t * jnp.asarray(by))
+    total, gradient = value_and_gradients(lambda t: weighted(t, by=[1.0, 2.0, 3.0]), X)
+    np.testing.assert_allclose(total, (X * [1, 2, 3]).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.broadcast_to([1, 2, 3], X.shape))
+
+
+def test_several_results() -> None:
+    polar = popxl.OpKind("Polar", lambda x, y: (jnp.hypot(x, y), jnp.arctan2(y, x)), result=("radius", "angle"))
+    x, y = np.float32([3, 1]), np.float32([4, 1])
+    radius, angle = evaluate(polar, x, y)
+    np.testing.assert_allclose(radius, np.hypot(x, y), rtol=1e-6)
+    np.testing.assert_allclose(angle, np.arctan2(y, x), rtol=1e-6)
+    with popxl.Ir().main_graph:
+        assert [t.name for t in polar(popxl.variable(x), popxl.variable(y))] == ["radius", "angle"]
+    _, *first = value_and_gradients(lambda x, y: polar(x, y)[0], x, y)  # no gradient comes from the angle
+    np.testing.assert_allclose(first, [x / np.hypot(x, y), y / np.hypot(x, y)], rtol=1e-6)
+    _, *both = value_and_gradients(lambda x, y: ops.add(*polar(x, y)), x, y)
+    r = np.hypot(x, y)
+    np.testing.assert_allclose(both, [x / r - y / r**2, y / r + x / r**2], rtol=1e-5)
+
+
+def test_results_of_another_shape_and_dtype() -> None:
+    counts = popxl.OpKind(
+        "Counts", lambda t, *, bins: jnp.histogram(t, bins, (-4, 4))[0].astype(jnp.int32), gradient=None
+    )
+    (result,) = evaluate(lambda t: counts(t, bins=4), X)
+    np.testing.assert_array_equal(result, np.histogram(X, 4, (-4, 4))[0])
+    assert result.dtype == np.int32
+
+
+def affine(x, w, b=None):
+    return x @ w if b is None else x @ w + b
+
+
+def test_an_optional_operand() -> None:
+    kind = popxl.OpKind("Affine", affine)
+    w, b = np.float32([[1, 2], [3, 4], [5, 6]]), np.float32([10, 20])
+    with_bias, with_number, without = evaluate(lambda x, w, b: [kind(x, w, b), kind(x, w, 1.0), kind(x, w)], X, w, b)
+    np.testing.assert_allclose(with_bias, X @ w + b, rtol=1e-6)
+    np.testing.assert_allclose(with_number, X @ w + 1, rtol=1e-6)
+    np.testing.assert_allclose(without, X @ w, rtol=1e-6)
+    _, dx, dw, db = value_and_gradients(kind, X, w, b)
+    np.testing.assert_allclose(db, [2, 2])
+    np.testing.assert_allclose(dx, np.ones((2, 2)) @ w.T)
+    np.testing.assert_allclose(dw, X.T @ np.ones((2, 2)))
+
+
+def test_several_operands_of_one_name() -> None:
+    longest = popxl.OpKind("Longest", lambda *ts: jnp.stack(ts).max(axis=0))
+    (result,) = evaluate(longest, X, -X, X * 2)
+    np.testing.assert_array_equal(result, np.max([X, -X, X * 2], axis=0))
+
+
+def test_a_gradient_by_rules() -> None:
+    """Written with ops; what a rule reads is kept alive, and nothing else."""
+    straight = popxl.OpKind("Straight", lambda t, step: jnp.round(t / step) * step, gradient={"t": lambda g: g})
+    total, gradient = value_and_gradients(straight, X, np.float32(0.4), wanted=(0,))
+    np.testing.assert_allclose(total, (np.round(X / np.float32(0.4)) * 0.4).sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, np.ones_like(X))
+    with popxl.Ir().main_graph:
+        graph = popxl.gcg().ir.create_graph(lambda t, step: straight(t, step), popxl.variable(X), popxl.variable(0.4))
+        assert len(autodiff(graph, grads_required=graph.inputs[:1]).graph.inputs) == 1
+        with pytest.raises(PopxlError, match="Unable to provide required gradient output of .*/step"):
+            autodiff(graph)
+
+
+def test_a_rule_reads_operands_results_and_attributes() -> None:
+    kind = popxl.OpKind(
+        "ScaledExp",
+        lambda t, *, scale: jnp.exp(t * scale),
+        gradient={"t": lambda g, t, out, scale, t_spec: g * out * scale + ops.init(t_spec.shape, t.dtype)},
+    )
+    _, gradient = value_and_gradients(lambda t: kind(t, scale=0.5), X)
+    np.testing.assert_allclose(gradient, 0.5 * np.exp(0.5 * X), rtol=1e-6)
+
+
+def test_a_gradient_that_is_broadcast_is_summed_back() -> None:
+    kind = popxl.OpKind("Offset", lambda t, by: t + by, gradient={"t": lambda g: g, "by": lambda g: g * 2})
+    _, dt, dby = value_and_gradients(kind, X, np.float32([1, 2, 3]))
+    np.testing.assert_allclose(dt, np.ones_like(X))
+    np.testing.assert_allclose(dby, [4, 4, 4])
+
+
+@pytest.mark.parametrize(("gradient", "message"), [(None, "Unable to provide"), (popxl.op.REFUSED, "which has none")])
+def test_no_gradient(gradient, message) -> None:
+    kind = popxl.OpKind("Rounded", jnp.round, operands=("t",), gradient=gradient)
+    with popxl.Ir().main_graph:
+        graph = popxl.gcg().ir.create_graph(lambda t: kind(t), popxl.variable(X))
+        with pytest.raises(PopxlError, match=message):
+            autodiff(graph)
+
+
+def test_second_derivatives() -> None:
+    softplus = popxl.OpKind("Softplus", jax.nn.softplus)
+
+    def build(t: Any) -> Any:
+        graph = popxl.gcg().ir.create_graph(lambda t: ops.sum(softplus(t)), t)
+        first = autodiff(graph)
+        g, x = first.graph.inputs
+        second = autodiff(first.graph, grads_required=[x])
+        site = ops.call_with_info(first.graph, 1.0, t)
+        return ops.call(second.graph, popxl.constant(np.ones_like(X)), inputs_dict=second.inputs_dict(site))
+
+    s = 1 / (1 + np.exp(-X))
+    np.testing.assert_allclose(evaluate(build, X)[0], s * (1 - s), rtol=1e-5)
+
+
+# In place and views -------------------------------------------------------------------------------------------------
+
+
+def test_in_place() -> None:
+    """`modifies`: the lowering returns the new content, and the result is an alias of the operand."""
+    decay_ = popxl.OpKind("Decay", lambda t, *, rate: t * (1 - rate), modifies=["t"], result="decayed__{t}")
+
+    def build(t: Any) -> list[Any]:
+        ops.add_(decay_(t, rate=0.5), popxl.constant(1.0))
+        return [t]
+
+    np.testing.assert_allclose(evaluate(build, X)[0], X * 0.5 + 1)
+    with popxl.Ir().main_graph as main:
+        assert decay_(popxl.variable(X, name="w"), rate=0.5).name == "decayed__w"
+        assert main.ops[0].modified == {0}
+        graph = main.ir.create_graph(lambda t: decay_(t, rate=0.5), popxl.variable(X))
+        with pytest.raises(PopxlError, match="contains a modifying op"):
+            autodiff(graph)
+
+
+def test_the_in_place_form_of_an_op() -> None:
+    softplus = popxl.OpKind("Softplus", jax.nn.softplus)
+    softplus_ = softplus.inplace("SoftplusInplace", "softplus_inplace_out")
+
+    def build(t: Any) -> list[Any]:
+        copy = softplus(t)
+        softplus_(t)
+        return [copy, t]
+
+    copy, t = evaluate(build, X)
+    np.testing.assert_array_equal(copy, t)
+
+
+def test_several_operands_in_place() -> None:
+    """Results first, then the new contents, where the results are no aliases."""
+    swap_ = popxl.OpKind(
+        "Swap", lambda a, b: (jnp.sum(a * b), b, a), shape=lambda a, b: popxl.TensorSpec((), a.dtype),
+        modifies=("a", "b"), aliased=False, result="dot",
+    )  # fmt: skip
+
+    def build(a: Any, b: Any) -> list[Any]:
+        return [swap_(a, b), a, b]
+
+    dot, a, b = evaluate(build, X, X * 2)
+    np.testing.assert_allclose(dot, (X * X * 2).sum(), rtol=1e-6)
+    np.testing.assert_array_equal(a, X * 2)
+    np.testing.assert_array_equal(b, X)
+
+
+def test_a_view() -> None:
+    """`put` writes the view back into its base; nothing else needs to know what it is."""
+    diagonal_ = popxl.OpKind(
+        "Diagonal", jnp.diagonal, operands=("t",), put=lambda t, view: (jnp.fill_diagonal(t, view, inplace=False),)
+    )
+
+    def build(t: Any) -> list[Any]:
+        view = diagonal_(t)
+        ops.add_(view, popxl.constant(100.0))
+        ops.add_(t, popxl.constant(1.0))
+        return [t, view]
+
+    t = np.arange(9, dtype=np.float32).reshape(3, 3)
+    base, view = evaluate(build, t)
+    np.testing.assert_array_equal(base, t + 1 + 100 * np.eye(3))
+    np.testing.assert_array_equal(view, np.diagonal(base))
+
+
+def test_a_view_of_several_tensors() -> None:
+    stack_ = popxl.OpKind("Stack", lambda a, b: jnp.stack([a, b]), put=lambda a, b, view: (view[0], view[1]))
+
+    def build(a: Any, b: Any) -> list[Any]:
+        ops.exp_(ops.slice_(stack_(a, b), 1, 2))
+        return [a, b]
+
+    a, b = evaluate(build, X, X + 1)
+    np.testing.assert_array_equal(a, X)
+    np.testing.assert_allclose(b, np.exp(X + 1), rtol=1e-6)
+
+
+# What the user sees -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_printed_like_any_op() -> None:
+    kind = popxl.OpKind("Power", power)
+    with popxl.Ir().main_graph as main:
+        kind(popxl.variable(X, name="x"), exponent=3)  # the line
+        assert "    power_out: f32[2, 3] = Power(x, exponent=3)" in str(main)
+        (op,) = main.ops
+        assert op.source.text == 'kind(popxl.variable(X, name="x"), exponent=3)  # the line'
+        assert str(op.source).startswith("test_custom_op.py:")
+        assert "Power" in main.print_schedule()
+
+
+def test_what_jax_refuses_is_told_with_the_operands_and_the_line() -> None:
+    dot = popxl.OpKind("Dot", jnp.dot, operands=("a", "b"))
+    with popxl.Ir().main_graph as main:
+        a = popxl.variable(X)
+        with pytest.raises(PopxlError) as error:
+            dot(a, a)
+        text = str(error.value)
+        assert text.startswith("Dot: JAX refuses these operands: ")
+        assert "Here `a` is f32[2, 3], `b` is f32[2, 3]." in text
+        assert "In the main graph, at `dot(a, a)` (test_custom_op.py:" in text
+        assert main.ops == []
+
+
+def test_arguments_that_do_not_fit() -> None:
+    kind = popxl.OpKind("Power", power)
+    ir = popxl.Ir()
+    with ir.create_empty_graph():
+        other = popxl.graph_input((2,), popxl.float32)
+    with ir.main_graph as main:
+        t = popxl.variable(X)
+        for call, error, message in [
+            (lambda: kind(2.0, exponent=1), TypeError, r"Power: `t` must be a Tensor; got 2.0 \(float\)"),
+            (lambda: kind(other, exponent=1), ValueError, "Power: `t` is .* which is not in the main graph"),
+            (lambda: kind(t, t, exponent=1), TypeError, "Power: takes the operands"),
+            (lambda: kind(t), (TypeError, PopxlError), "exponent"),
+            (lambda: kind(t, exponent=1, base=2), (TypeError, PopxlError), "base"),
+        ]:
+            with pytest.raises(error, match=message):
+                call()
+        assert main.ops == []
+    with pytest.raises(RuntimeError, match="There is no current graph"):
+        kind(t, exponent=1)
+
+
+def test_a_shape_rule_that_is_wrong_is_found_out_when_the_program_is_compiled() -> None:
+    wrong = popxl.OpKind("Wrong", lambda t: t, shape=lambda t: popxl.TensorSpec((7,), t.dtype))
+    with pytest.raises(PopxlError, match="its `shape` rule and its `lowering` disagree"):
+        evaluate(wrong, X)
+
+
+def test_a_function_is_traced_once_for_each_signature() -> None:
+    traced = []
+
+    def function(t):
+        traced.append(t.shape)
+        return t * 2
+
+    kind = popxl.OpKind("Traced", function)
+    with popxl.Ir().main_graph:
+        t = popxl.variable(X)
+        for _ in range(5):
+            t = kind(t)
+        kind(t.T)
+    assert traced == [(2, 3), (3, 2)]
+
+
+def test_wide_numbers() -> None:
+    """A program with 64-bit numbers keeps them, in ops of the user and in their gradients."""
+    cube = popxl.OpKind("Cube", lambda t: t**3)
+    x = np.array([1e-3, 1.0000000001], np.float64)
+
+    def build() -> list[Any]:
+        t = popxl.variable(x, popxl.float64)
+        graph = popxl.gcg().ir.create_graph(lambda t: cube(t), t)
+        info = autodiff(graph)
+        site = ops.call_with_info(graph, t)
+        g = popxl.constant(np.ones(2), popxl.float64)
+        return [site.outputs[0], *ops.call(info.graph, g, inputs_dict=info.inputs_dict(site))]
+
+    y, dx = evaluate(build)
+    assert y.dtype == dx.dtype == np.float64
+    np.testing.assert_allclose(y, x**3, rtol=1e-14)
+    np.testing.assert_allclose(dx, 3 * x**2, rtol=1e-14)

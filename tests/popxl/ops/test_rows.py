@@ -1,0 +1,574 @@
+"""Every op, by the table in `rows.py`: what it declares, what it computes, its gradient, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.errors import PopxlError
+from popxl.transforms import autodiff
+from tests.popxl.evaluate import evaluate, store
+from tests.popxl.ops.rows import ROWS, Fed, Rule, Sample, function_of, values
+
+Array = np.ndarray
+rows = pytest.mark.parametrize("row", ROWS, ids=repr)
+
+
+def test_every_op_has_a_row() -> None:
+    public = {
+        name
+        for module in (ops, ops.var_updates)
+        for name, f in vars(module).items()
+        if inspect.isfunction(f) and not name.startswith("_")
+    }
+    named = {n for row in ROWS for n in (row.name, *row.aliases, *([row.inplace.name] if row.inplace else []))}
+    assert public - named - {"getitem"} == set(), "ops without a row in tests/popxl/ops/rows.py"
+    assert named - public == set(), "rows of ops that do not exist"
+
+
+@rows
+def test_aliases_and_docstrings(row) -> None:
+    assert row.op.__name__ == row.name
+    for name in row.aliases:
+        assert function_of(name) is row.op
+    for name in (row.name, row.inplace.name if row.inplace else row.name):
+        documentation = inspect.getdoc(function_of(name))
+        assert documentation and "Example" in documentation, f"ops.{name} wants a docstring with an example"
+
+
+# From arrays to tensors and back ------------------------------------------------------------------------------------
+
+
+def tensors_for(operands: tuple[Any, ...], feeds: dict[Any, Array] | None = None) -> list[Any]:
+    """The operands with a variable for each array, and a stream for what is fed."""
+
+    def tensor(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return popxl.variable(value, name="x")
+        if isinstance(value, Fed):
+            stream = popxl.h2d_stream(value.data.shape, popxl.dtype.as_dtype(value.data), "x")
+            (feeds if feeds is not None else {})[stream] = value.data
+            return stream
+        if isinstance(value, list | tuple) and any(isinstance(v, np.ndarray) for v in value):
+            return [tensor(v) for v in value]
+        return value
+
+    return list(map(tensor, operands))
+
+
+def flat(values: Any) -> Iterator[Any]:
+    """The members of nested lists and tuples."""
+    for value in values if isinstance(values, list | tuple) else [values]:
+        if isinstance(value, list | tuple):
+            yield from flat(value)
+        else:
+            yield value
+
+
+def arrays_of(operands: tuple[Any, ...]) -> list[Array]:
+    """The arrays among the operands, those in lists too."""
+    return [a for a in flat(operands) if isinstance(a, np.ndarray)]
+
+
+def plain(value: Any) -> Any:
+    """An operand as its NumPy meaning gets it: floats in double precision."""
+    if isinstance(value, Fed):
+        return plain(value.data)
+    if isinstance(value, list | tuple) and any(isinstance(v, np.ndarray) for v in value):
+        return [plain(v) for v in value]
+    return value.astype(np.float64) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+
+def meant(row, sample: Sample) -> list[Array]:
+    """What the results of an op should be, with their dtypes."""
+    expected = sample.expect
+    if expected is None:
+        with np.errstate(all="ignore"):
+            expected = row.meaning(*map(plain, sample.operands), **sample.attributes)
+    fed = [value.data for value in sample.operands if isinstance(value, Fed)]
+    first = next(iter(fed + arrays_of(sample.operands)), None)
+    floating = np.dtype(sample.dtype or (first.dtype if first is not None else np.float32))
+    results = []
+    for result in expected if isinstance(expected, list | tuple) else [expected]:
+        result = np.asarray(result)
+        results.append(result.astype(floating) if result.dtype.kind == "f" else result)
+    return results
+
+
+def assert_close(actual: Array, expected: Array, tolerance: float, what: Any) -> None:
+    """Equal spec, and numbers within a tolerance, for float16 one of its own."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
+    if actual.dtype.kind != "f":
+        np.testing.assert_array_equal(actual, expected, err_msg=str(what))
+    else:
+        near = max(tolerance, 2e-3) if actual.dtype == np.float16 and tolerance else tolerance
+        np.testing.assert_allclose(actual, expected, rtol=near, atol=near, err_msg=str(what))
+
+
+# What an op declares ------------------------------------------------------------------------------------------------
+
+
+@rows
+def test_declaration(row) -> None:
+    """Kind of the ops, names of the results, number of tensors."""
+    forms = [(row.build or row.op, row.kinds, row.result)]
+    if row.inplace:
+        forms.append((function_of(row.inplace.name), row.inplace.kind, row.inplace.result))
+    for form, kinds, names in forms:
+        sample = row.samples[0]
+        ir = popxl.Ir()
+        with ir.main_graph as main:
+            operands = tensors_for(sample.operands)
+            first = next((t for t in flat(operands) if isinstance(t, popxl.Tensor)), None)
+            before = len(main.tensors)
+            results = [t for t in flat(form(*operands, **sample.attributes)) if isinstance(t, popxl.Tensor)]
+        made = [op.op_type for op in main.ops]
+        assert made == kinds.split()
+        wanted = names.replace("{0}", first.name if first is not None else "x").split()
+        if wanted:
+            stems = [t.name.partition("__t")[0] for t in results] if "repeat" in row.name else [t.name for t in results]
+            assert stems == wanted[: len(stems)]
+            streams = sum(isinstance(t, popxl.HostToDeviceStream) for t in operands)
+            assert len(main.tensors) - before == (row.adds if row.adds is not None else len(results))
+            assert all(type(t) is popxl.Tensor for t in results) and streams <= 1
+
+
+# What it computes ---------------------------------------------------------------------------------------------------
+
+
+@rows
+def test_numbers(row) -> None:
+    """All samples, and their in-place forms, in one program."""
+    ir = popxl.Ir()
+    feeds: dict[Any, Array] = {}
+    expected: list[tuple[Array, Any]] = []
+    streams: list[popxl.DeviceToHostStream] = []
+
+    def expect(results: Any, values: list[Array], what: Any) -> None:
+        tensors = list(flat(results))
+        assert len(tensors) == len(values), what
+        streams.extend(store(tensors))
+        expected.extend((value, what) for value in values)
+
+    with ir.main_graph, popxl.in_sequence():
+        for sample in row.samples:
+            operands = tensors_for(sample.operands, feeds)
+            results = (row.build or row.op)(*operands, **sample.attributes)
+            values = meant(row, sample)
+            expect(results, values, (row.name, sample))
+            if row.overwrites:
+                expect(operands[0], values, (row.name, sample, "overwritten"))
+            elif any(isinstance(t, popxl.Tensor) for t in flat(operands)):
+                untouched = [t for t in flat(operands) if isinstance(t, popxl.Tensor)]
+                expect(untouched, arrays_of(sample.operands), (row.name, sample, "not to be touched"))
+            if row.inplace and fits(sample, values):
+                operands = tensors_for(sample.operands)
+                results = function_of(row.inplace.name)(*operands, **sample.attributes)
+                expect(results, values, (row.inplace.name, sample))
+                if not row.inplace.view:
+                    expect(operands[0], values, (row.inplace.name, sample, "overwritten"))
+    with popxl.Session(ir, "ipu_model") as session:
+        outputs = session.run(feeds)
+    for stream, (value, what) in zip(streams, expected, strict=True):
+        assert_close(outputs[stream], value, row.tolerance, what)
+
+
+def fits(sample: Sample, values: list[Array]) -> bool:
+    """Whether the result can be written over the first operand; views are views of anything."""
+    first = sample.operands[0]
+    return not isinstance(first, np.ndarray) or first.dtype == values[0].dtype
+
+
+views = pytest.mark.parametrize("row", [row for row in ROWS if row.inplace and row.inplace.view], ids=repr)
+
+
+@views
+def test_views_keep_what_is_put_into_them(row) -> None:
+    """What is written to a view is read from it, and nothing else of its bases has changed."""
+    written: list[Array] = []
+    samples = [s for s in row.samples if not any(a.dtype == bool for a in arrays_of(s.operands))]
+
+    def build() -> Iterator[popxl.Tensor]:
+        with popxl.in_sequence():
+            for sample in samples:
+                operands = tensors_for(sample.operands)
+                view = function_of(row.inplace.name)(*operands, **sample.attributes)
+                new = np.arange(100, 100 + view.nelms).reshape(view.shape).astype(view.dtype.as_numpy())
+                written.append(new)
+                ops.var_updates.copy_var_update_(view, popxl.constant(new))
+                yield from [view, *flat(operands[:1])]
+
+    results = iter(evaluate(build))
+    for sample, new in zip(samples, written, strict=True):
+        np.testing.assert_array_equal(next(results), new, err_msg=str(sample))
+        before = arrays_of(sample.operands)
+        after = [next(results) for _ in before]
+        bases = after if isinstance(sample.operands[0], list | tuple) else after[0]
+        seen = row.meaning(bases, *sample.operands[1:], **sample.attributes)
+        np.testing.assert_array_equal(seen, new, err_msg=str(sample))
+        changed = sum(int((a != b).sum()) for a, b in zip(after, before, strict=True))
+        assert changed == new.size, sample
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.torch], ids=repr)
+def test_torch(row) -> None:
+    """Where torch has the op, it means the same."""
+    torch = pytest.importorskip("torch")
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], np.ndarray):
+            return [tensors(v) for v in value]
+        return torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+
+    compared = 0
+    for sample in row.samples:
+        arrays = arrays_of(sample.operands)
+        hints = {"output_type", "partials_type", "available_memory_proportion"} & sample.attributes.keys()
+        if (
+            sample.torch
+            and sample.expect is None
+            and not hints
+            and all(a.dtype in ("float32", "int32") for a in arrays)
+        ):
+            (expected,) = meant(row, sample)
+            actual = row.torch(*map(tensors, sample.operands), **sample.attributes).numpy()
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6, err_msg=str(sample))
+            compared += 1
+    assert compared
+
+
+# Its gradient -------------------------------------------------------------------------------------------------------
+
+
+def gradients(calls: list[tuple[Callable[..., Any], Sample | Rule, list[int], list[Array]]]) -> list[list[Array]]:
+    """For calls of an op: the gradients of some operands, for given gradients of the results. In one program."""
+
+    def build() -> Iterator[popxl.Tensor]:
+        ir = popxl.gcg().ir
+        for form, sample, wanted, gs in calls:
+            operands = tensors_for(sample.operands)
+            tensors = [t for t in flat(operands) if isinstance(t, popxl.Tensor)]
+            graph = ir.create_graph(lambda *ts: nested(form, sample, ts), *tensors)  # noqa: B023  # called at once
+            info = autodiff(graph, grads_required=[graph.inputs[i] for i in wanted])
+            site = ops.call_with_info(graph, *tensors)
+            given = [popxl.variable(g) for g in gs]
+            results = ops.call(info.graph, *given, inputs_dict=info.inputs_dict(site))
+            for i, g in zip(wanted, results, strict=True):
+                assert g.spec == graph.inputs[i].spec, sample
+            yield from results
+
+    found = iter(evaluate(build))
+    return [[next(found) for _ in wanted] for _, _, wanted, _ in calls]
+
+
+def nested(form: Callable[..., Any], sample: Any, tensors: tuple[Any, ...]) -> Any:
+    """Call an op with tensors in place of the arrays of a sample."""
+    rest = iter(tensors)
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(isinstance(v, np.ndarray) for v in value):
+            return [operand(v) for v in value]
+        return next(rest) if isinstance(value, np.ndarray) else value
+
+    return form(*map(operand, sample.operands), **sample.attributes)
+
+
+def differences(row, sample: Sample, wanted: list[int], gs: list[Array]) -> list[Array]:
+    """Central differences of the NumPy meaning, in double precision."""
+    exact = [plain(a) for a in arrays_of(sample.operands)]
+
+    def total() -> float:
+        results = nested(row.meaning, sample, tuple(exact))
+        return sum(
+            float((r * g).sum()) for r, g in zip(results if isinstance(results, list) else [results], gs, strict=True)
+        )
+
+    found = []
+    for i in wanted:
+        gradient = np.zeros(exact[i].shape)
+        for at in np.ndindex(exact[i].shape):
+            before = exact[i][at]
+            sides = []
+            for step in (1e-6, -1e-6):
+                exact[i] = exact[i].copy()
+                exact[i][at] = before + step
+                sides.append(total())
+            exact[i][at] = before
+            gradient[at] = (sides[0] - sides[1]) / 2e-6
+        found.append(gradient)
+    return found
+
+
+def smooth(row, sample: Sample) -> bool:
+    """Whether differences say something: only floats, all finite, and no result stated."""
+    arrays = arrays_of(sample.operands)
+    return (
+        sample.expect is None
+        and all(np.isfinite(a).all() for a in arrays)
+        and all(np.issubdtype(r.dtype, np.floating) for r in meant(row, sample))
+    )
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.differentiable and not row.steps], ids=repr)
+def test_gradient(row) -> None:
+    """Against differences; float16 roughly. The view forms, too."""
+    calls = []
+    for sample in row.samples:
+        arrays = arrays_of(sample.operands)
+        wanted = [i for i in row.differentiable if i < len(arrays) and arrays[i].dtype.kind == "f"]
+        if wanted and smooth(row, sample) and not kinked(row, sample):
+            gs = [
+                np.random.default_rng(i).uniform(-2, 2, r.shape).astype(r.dtype)
+                for i, r in enumerate(meant(row, sample))
+            ]
+            calls.append((row.build or row.op, sample, wanted, gs))
+            if row.inplace and row.inplace.view:
+                calls.append((function_of(row.inplace.name), sample, wanted, gs))
+    assert calls
+    for (_, sample, wanted, gs), found in zip(calls, gradients(calls), strict=True):
+        expected = differences(row, sample, wanted, gs)
+        for g, wish in zip(found, expected, strict=True):
+            half = g.dtype == np.float16 or gs[0].dtype == np.float16
+            near = 1e-2 if half else max(row.tolerance, 2e-5)
+            np.testing.assert_allclose(g, wish, rtol=near, atol=near, err_msg=f"{row.name}{sample}")
+
+
+def kinked(row, sample: Sample) -> bool:
+    """Samples at a place where the op has no derivative, which `rules` speak of."""
+    return any((a == 0).any() for a in arrays_of(sample.operands) if a.dtype.kind == "f")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.rules], ids=repr)
+def test_gradient_where_it_is_a_choice(row) -> None:
+    calls = [(row.op, r, [i for i, g in enumerate(r.gives) if g is not None], [np.asarray(r.g)]) for r in row.rules]
+    for r, found in zip(row.rules, gradients(calls), strict=True):
+        for g, wish in zip(found, [g for g in r.gives if g is not None], strict=True):
+            assert_close(g, wish, 1e-6, (row.name, r))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.keeps is not None], ids=repr)
+def test_what_a_gradient_keeps_alive(row) -> None:
+    sample = row.samples[0]
+    with popxl.Ir().main_graph:
+        tensors = [t for t in flat(tensors_for(sample.operands)) if isinstance(t, popxl.Tensor)]
+        graph = popxl.gcg().ir.create_graph(lambda *ts: nested(row.build or row.op, sample, ts), *tensors)
+        provided = len(graph.outputs)
+        info = autodiff(graph, grads_required=graph.inputs[: len(row.differentiable)])
+    assert len(info.graph.inputs) - provided == row.keeps, str(info.graph)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if not row.differentiable and not row.build and row.name not in ("host_load", "init")],
+    ids=repr,
+)
+def test_no_gradient(row) -> None:
+    """Autodiff says so: that none flows, or that it must not be asked for."""
+    sample = row.samples[0]
+    message = "which has none" if row.refused else "contains a modifying op" if row.overwrites else "Unable to provide"
+    with popxl.Ir().main_graph:
+        tensors = [t for t in flat(tensors_for(sample.operands)) if isinstance(t, popxl.Tensor)]
+        graph = popxl.gcg().ir.create_graph(lambda *ts: nested(row.op, sample, ts), *tensors)
+        with pytest.raises(PopxlError, match=message):
+            autodiff(graph)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.inplace and not row.inplace.view], ids=repr)
+def test_no_gradient_of_an_inplace_form(row) -> None:
+    sample = row.samples[0]
+    with popxl.Ir().main_graph:
+        tensors = [t for t in flat(tensors_for(sample.operands)) if isinstance(t, popxl.Tensor)]
+        graph = popxl.gcg().ir.create_graph(lambda *ts: nested(function_of(row.inplace.name), sample, ts), *tensors)
+        with pytest.raises(PopxlError, match=rf"^The graph {graph.id.replace('(', '.').replace(')', '.')} contains"):
+            autodiff(graph)
+
+
+# What it refuses ----------------------------------------------------------------------------------------------------
+
+refusals = [(row, b) for row in ROWS for b in row.bad]
+
+
+@pytest.mark.parametrize(("row", "refused"), refusals, ids=[f"{row}-{b.message}" for row, b in refusals])
+def test_refuses(row, refused) -> None:
+    """The stated error, from the op and from its in-place form; nothing is added to the graph."""
+    for name in [row.name, *([row.inplace.name] if row.inplace else [])]:
+        with popxl.Ir().main_graph as main:
+            operands = tensors_for(refused.operands)
+            with pytest.raises(refused.error, match=refused.message):
+                function_of(name)(*operands, **refused.attributes)
+            assert main.ops == []
+
+
+def _forms() -> Iterator[Any]:
+    for row in ROWS:
+        if row.build is None and row.name not in ("init", "host_load"):
+            for name in [row.name, *([row.inplace.name] if row.inplace else [])]:
+                yield pytest.param(row, function_of(name), id=name)
+
+
+FORMS = list(_forms())
+
+
+@pytest.mark.parametrize(("row", "form"), FORMS)
+def test_operands_are_tensors_of_the_current_graph(row, form) -> None:
+    sample = max(row.samples, key=lambda s: len(arrays_of(s.operands)))
+    count = len(arrays_of(sample.operands))
+    ir = popxl.Ir()
+    with ir.main_graph:
+        inside = [t for t in flat(tensors_for(sample.operands)) if isinstance(t, popxl.Tensor)]
+    with ir.create_empty_graph():
+        other = [t for t in flat(tensors_for_inputs(sample)) if isinstance(t, popxl.Tensor)]
+    with pytest.raises(RuntimeError, match="There is no current graph"):
+        nested(form, sample, tuple(inside))
+    with ir.main_graph as main:
+        for i in range(count):
+            if i not in row.numbers:
+                with pytest.raises(TypeError, match=r"must be a Tensor; got 2 \(int\)"):
+                    nested(form, sample, (*inside[:i], 2, *inside[i + 1 :]))
+            with pytest.raises(ValueError, match="is not in the main graph, the current graph"):
+                nested(form, sample, (*inside[:i], other[i], *inside[i + 1 :]))
+        assert main.ops == []
+
+
+def tensors_for_inputs(sample: Sample) -> list[Any]:
+    """Inputs of the current graph like the arrays of a sample."""
+    return [popxl.graph_input(a.shape, popxl.dtype.as_dtype(a)) for a in arrays_of(sample.operands)]
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [p for p in FORMS if p.values[0].colocated and len(arrays_of(p.values[0].samples[0].operands)) > 1],
+)
+def test_operands_are_in_one_place(row, form) -> None:
+    sample = row.samples[0]
+    with popxl.Ir().main_graph:
+        first, *others = (t for t in flat(tensors_for(sample.operands)) if isinstance(t, popxl.Tensor))
+        here = ops.identity(first)
+        with popxl.ipu(1):
+            elsewhere = [ops.identity(t) for t in others]
+        with pytest.raises(ValueError, match="different IPUs: 0 and 1"):
+            nested(form, sample, (here, *elsewhere))
+        with popxl.io_tiles():
+            elsewhere = [ops.identity(t) for t in others]
+        with pytest.raises(ValueError, match="different tile sets"):
+            nested(form, sample, (here, *elsewhere))
+
+
+# What concerns several ops ------------------------------------------------------------------------------------------
+
+F8 = pytest.mark.parametrize("f8", [popxl.float8_143, popxl.float8_152], ids=lambda dtype: dtype.name)
+
+
+@F8
+def test_float8_is_moved_byte_by_byte(f8) -> None:
+    """NaN included. Every bit pattern goes through each op that moves elements."""
+    every = np.arange(256, dtype=np.uint8)
+    moves: list[tuple[Callable[[Any], Any], Callable[[Array], Array]]] = [
+        (lambda t: ops.concat([t[:5], t]), lambda a: np.concatenate([a[:5], a])),
+        (lambda t: ops.concat_([t, ops.identity(t)]), lambda a: np.concatenate([a, a])),
+        (lambda t: ops.gather(t, popxl.constant([7, 255, 7])), lambda a: a[[7, 255, 7]]),
+        (ops.detach, lambda a: a),
+        (lambda t: ops.transpose(ops.reshape(t, (2, 128))), lambda a: a.reshape(2, 128).T),
+        (lambda t: ops.transpose_(ops.reshape_(t, (2, 128))), lambda a: a.reshape(2, 128).T),
+        (lambda t: ops.slice(t, 200, 100, -1), lambda a: a[200:100:-1]),
+        (lambda t: ops.flatten(ops.slice_(t, -30)), lambda a: a[-30:]),
+        (lambda t: ops.squeeze(ops.reshape(t, (1, 256))), lambda a: a),
+        (lambda t: ops.subsample(t, 3), lambda a: a[::3]),
+        (lambda t: ops.call(popxl.gcg().ir.create_graph(lambda t: t[3:], t), t)[0], lambda a: a[3:]),
+    ]
+    results = evaluate(lambda t: [move(t) for move, _ in moves], every.view(f8.as_numpy()))
+    for result, (_, meaning) in zip(results, moves, strict=True):
+        assert result.dtype == f8.as_numpy()
+        np.testing.assert_array_equal(result.view(np.uint8), meaning(every))
+
+
+@F8
+def test_float8_through_inplace_ops(f8) -> None:
+    """Writing through a view of float8, and overwriting it."""
+
+    def build(a, b):
+        with popxl.in_sequence():
+            ops.var_updates.copy_var_update_(
+                ops.slice_(ops.reshape_(a, (4, 64)), 1, 3, axis=0), ops.reshape(b, (2, 64))
+            )
+        return a
+
+    every = np.arange(256, dtype=np.uint8)
+    (result,) = evaluate(build, every.view(f8.as_numpy()), every[:128].view(f8.as_numpy()))
+    expected = np.concatenate([every[:64], every[:128], every[192:]])
+    np.testing.assert_array_equal(result.view(np.uint8), expected)
+
+
+def test_two_float8_dtypes_do_not_mix() -> None:
+    with popxl.Ir().main_graph:
+        a, b = (ops.init((2,), dtype) for dtype in (popxl.float8_143, popxl.float8_152))
+        with pytest.raises(TypeError, match="^All inputs to a concat operation must have the same type"):
+            ops.concat([a, b])
+        with pytest.raises(TypeError, match="`t` is float8_143"):
+            ops.cast(a, popxl.float16)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda t, s: [op(s) for op in (ops.abs, ops.swish, ops.relu, ops.lamb_square, ops.exp, ops.log, ops.gelu)],
+        lambda t, s: [op(t) for op in (ops.abs, ops.swish, ops.relu, ops.lamb_square, ops.sqrt, ops.tanh, ops.sin)],
+        lambda t, s: [op(t) for op in (ops.swish_, ops.relu_, ops.exp_, ops.gelu_, ops.isnan, ops.isinf, ops.isfinite)],
+        lambda t, s: [ops.div(s, s), ops.fmod(s, s), ops.increment_mod(s, 1.5, 2), ops.increment_mod_(s, 1, 3)],
+        lambda t, s: [ops.gather(t, s), ops.greater(t, t), ops.equal(t, ops.cast(t, popxl.float32)), ops.log2(t)],
+        lambda t, s: [op(t, axis=0) for op in (ops.l2, ops.logsum, ops.logsumexp, ops.mean, ops.median)],
+        lambda t, s: [ops.greater(ops.cast(t, popxl.float16), t), ops.softmax(t, -1), ops.clip(t, 0.5)],
+        lambda t, s: [ops.var_updates.accumulate_(t, t, 0.5), ops.scaled_add(t, t, 0.5), ops.scaled_add_(t, t, b=0.1)],
+        lambda t, s: [ops.scaled_add(t, ops.cast(s, popxl.float16)), ops.add_(s, t), ops.pow(t, 2), 2 - t, t % 2],
+        lambda t, s: ops.nll_loss_with_softmax_grad(*[ops.cast(v, popxl.float32) for v in (t, t[:, 0])]),
+        lambda t, s: [
+            ops.matmul(f, f, output_type=popxl.float16, partials_type=partials)
+            for f in [ops.cast(t[0], popxl.float32)]
+            for partials in (popxl.float16, popxl.float32)
+        ],
+        lambda t, s: [ops.gather(t, ops.cast(t, popxl.float32)), ops.ipu_copy(ops.identity(t), 0)],
+    ],
+)
+def test_builds_what_is_not_run(build) -> None:
+    """Programs that are only built say many things; dtypes and extents are not judged before they have to be."""
+    with popxl.Ir().main_graph:
+        matrix, scalar = popxl.variable([[1, 2, 3], [4, 5, 6]]), popxl.variable(1)
+        assert matrix.dtype is scalar.dtype is popxl.int32
+        results = build(matrix, scalar)
+        assert all(isinstance(t, popxl.Tensor) for t in results)
+
+
+def test_scaled_add_broadcasts_nothing() -> None:
+    """Found out when the program is compiled; it may be built."""
+    with pytest.raises(PopxlError, match=r"`X` and `Y` have the shapes \(2, 3\) and \(3,\)"):
+        evaluate(ops.scaled_add, values("float32", (2, 3)), values("float32", (3,)))
+
+
+def test_operators_are_these_ops() -> None:
+    """Numbers on either side, in the dtype of the tensor; only `+=` is in place."""
+    x, n, m = values("float32", (2, 3)), values("int32", (3,)), np.array([True, False, True])
+
+    def build(x: Any, n: Any, m: Any) -> list[Any]:
+        y = z = x
+        y -= 1
+        results = [y, x + 2, 2 + x, x - 2, 2 - x, x * 2, 2 * x, x / 2, 2 / x, x % 2, 2 % x, x**2, x**2.0, 2.0**x, -x]
+        results += [x @ np.ones((3, 2)), np.ones((4, 2)) @ x, np.float32([1, 2, 3]) - x, n + 2.7, n**2, n % 3]
+        results += [m & True, False | m, ~m, x.T, x.reshape((3, 2)), x.flatten(), x.transpose((1, 0)), x.diag()]
+        views = [x.T_, x.reshape_((3, 2)), x.flatten_(), x.transpose_((1, 0))]
+        z += 1
+        assert z is x
+        return [*results, *views, z]
+
+    expected = [x - 1, x + 2, 2 + x, x - 2, 2 - x, x * 2, 2 * x, x / 2, 2 / x, np.fmod(x, 2), np.fmod(2, x), x**2, x**2]
+    expected += [2**x, -x, x @ np.ones((3, 2)), np.ones((4, 2)) @ x, np.float32([1, 2, 3]) - x, n + 2, n**2]
+    expected += [np.fmod(n, 3), m & True, False | m, ~m, x.T, x.reshape((3, 2)), x.ravel(), x.T, np.diag(x)]
+    x = x + 1
+    expected += [x.T, x.reshape((3, 2)), x.ravel(), x.T, x]
+    for result, wish in zip(evaluate(build, *(values("float32", (2, 3)), n, m)), expected, strict=True):
+        np.testing.assert_allclose(result, wish, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,756 @@
+"""`transforms.autodiff`: numbers, names, what a gradient graph expects and returns, what is exported and refused.
+
+At the end are the worked programs of the specification.
+"""
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import TensorByRef, ops
+from popxl.errors import PopxlError
+from popxl.transforms import ExpectedConnection, ExpectedConnectionType, GradGraphInfo, autodiff
+
+F32 = popxl.float32
+SCALAR = popxl.TensorSpec((), F32)
+FWD, GRAD = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad
+
+
+def graph_of(ir, fn, *specs):
+    """A graph of scalars, or of what `specs` say."""
+    return ir.create_graph(fn, *(specs or [SCALAR] * fn.__code__.co_argcount))
+
+
+def gradients(ir, run, graph, values, seeds, info=None, **options):
+    """The gradients of a graph at some values: those that `info` returns, by default all."""
+    info = info or autodiff(graph, **options)
+    with ir.main_graph, popxl.in_sequence():
+        site = ops.call_with_info(graph, *map(as_constant, values, graph.inputs))
+        given = [as_constant(s, t) for s, t in zip(seeds, info.inputs, strict=False)]
+        found = ops.call(info.graph, *given, inputs_dict=info.inputs_dict(site))
+    return run(ir, *found)
+
+
+def as_constant(value, t):
+    return popxl.constant(value, t.dtype)
+
+
+def state(ir):
+    """Everything that could have changed in an Ir."""
+    return [(g.id, g.inputs, g.outputs, g.tensors, [(op.id, op.inputs, op.outputs) for op in g.ops]) for g in ir.graphs]
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+NUMBERS = [
+    ("used twice", lambda x: x * x + x, [3.0], [1.0], {}, [7]),
+    ("the input itself", lambda x: x, [3.0], [5.0], {}, [5]),
+    ("a provided tensor that is used again", lambda x: _chain(x), [2.0], [1.0, 1.0], {}, [7]),
+    ("one of two outputs", lambda x: (x * 2, x * 3), [5.0], [1.0], {"provided": [1]}, [3]),
+    ("outputs in another order", lambda x: (x * 2, x * 3), [5.0], [1.0, 10.0], {"provided": [1, 0]}, [23]),
+    ("both outputs", lambda x: (x * 2, x * 3), [5.0], [1.0, 10.0], {}, [32]),
+    ("inputs in another order", lambda x, w, b: x * w + b, [3.0, 2.0, 1.0], [10.0], {"required": [2, 1]}, [10, 30]),
+    ("a seed that is not 1", lambda x: ops.sin(x), [0.5], [2.0], {}, [2 * np.cos(0.5)]),
+    ("a long chain", lambda x: ops.exp(ops.tanh(x)), [0.5], [1.0], {}, [np.exp(np.tanh(0.5)) / np.cosh(0.5) ** 2]),
+    ("a detached part", lambda x: x * ops.detach(x), [3.0], [1.0], {}, [3]),
+    ("an output that is a provided input too", lambda x, y: (x * y, x), [3.0, 4.0], [1.0, 10.0], {}, [14, 3]),
+    ("one output twice", lambda x: _twice(x), [3.0], [1.0, 10.0], {}, [22]),
+    ("a view", lambda x: ops.sum(ops.slice_(ops.reshape_(x, (1,)), 0, 1)) * x, [3.0], [1.0], {}, [6]),
+]
+
+
+def _chain(x):
+    y = x + 1
+    return y, y * y
+
+
+def _twice(x):
+    y = x * 2
+    return y, y
+
+
+@pytest.mark.parametrize(
+    ("fn", "values", "seeds", "options", "expected"), [row[1:] for row in NUMBERS], ids=[row[0] for row in NUMBERS]
+)
+def test_numbers(ir, run, fn, values, seeds, options, expected):
+    graph = graph_of(ir, fn)
+    named = {}
+    if "provided" in options:
+        named["grads_provided"] = [graph.outputs[i] for i in options["provided"]]
+    if "required" in options:
+        named["grads_required"] = [graph.inputs[i] for i in options["required"]]
+    assert gradients(ir, run, graph, values, seeds, **named) == pytest.approx(expected, rel=1e-5)
+
+
+def test_broadcasting_is_undone(ir, run):
+    shapes = [(2, 3), (3,), (2, 1), (), (1, 1)]
+
+    def fn(*ts):
+        total = ts[0]
+        for t in ts[1:]:
+            total = total * t
+        return ops.sum(total)
+
+    values = [np.asarray(np.random.rand(*shape), np.float32) + 0.5 for shape in shapes]
+    graph = graph_of(ir, fn, *[popxl.TensorSpec(shape, F32) for shape in shapes])
+    found = gradients(ir, run, graph, values, [1.0])
+    for k, (gradient, shape) in enumerate(zip(found, shapes, strict=True)):
+        others = np.prod(np.broadcast_arrays(*[v for i, v in enumerate(values) if i != k], np.ones((2, 3))), axis=0)
+        added = tuple(range(2 - len(shape)))
+        kept = tuple(d for d in range(len(added), 2) if shape[d - len(added)] == 1)
+        expected = others.sum(added + kept, keepdims=True).reshape(shape)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+def test_a_matrix_product(ir, run):
+    x, w, g = (np.random.randn(*shape).astype(np.float32) for shape in ((2, 3), (3, 4), (2, 4)))
+    specs = [popxl.TensorSpec(a.shape, F32) for a in (x, w)]
+    dx, dw = gradients(ir, run, graph_of(ir, lambda x, w: x @ w, *specs), [x, w], [g])
+    np.testing.assert_allclose(dx, g @ w.T, rtol=1e-5)
+    np.testing.assert_allclose(dw, x.T @ g, rtol=1e-5)
+
+
+def test_an_op_with_several_results(ir, run):
+    """Only one part of a split leads to the output: the gradient of the other is zero."""
+
+    def fn(x):
+        a, b = ops.split(x, 2)
+        return ops.sum(a * 3)
+
+    graph = graph_of(ir, fn, popxl.TensorSpec((4,), F32))
+    assert gradients(ir, run, graph, [[1, 2, 3, 4]], [1.0]) == [[3, 3, 0, 0]]
+
+
+def test_second_derivatives(ir, run):
+    """All derivatives of x⁴, each by differentiating a graph that calls the one before and its gradient."""
+    graph = graph_of(ir, lambda x: x * x * (x * x))
+    for expected in (4 * 8, 12 * 4, 24 * 2, 24):
+        info = autodiff(graph, grads_provided=graph.outputs[:1])
+        assert gradients(ir, run, graph, [2.0], [1.0], info) == [expected]
+        graph = ir.create_graph(lambda x, info, graph: _gradient(info, graph, x), SCALAR, info, graph)
+
+
+def _gradient(info, graph, x):
+    """The gradient of a graph of one scalar, as a function of it."""
+    site = ops.call_with_info(graph, x)
+    (dx,) = ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+    return dx
+
+
+def test_required_tensors_inside_the_graph(ir, run):
+    def fn(x):
+        y = x * 2
+        return y * y
+
+    graph = graph_of(ir, fn)
+    y = graph.ops[0].outputs[0]
+    info = autodiff(graph, grads_required=[y])
+    assert gradients(ir, run, graph, [3.0], [1.0], info) == [12]
+    assert info.outputs == (y,)
+
+
+def test_provided_tensors_inside_the_graph(ir, run):
+    def fn(x):
+        y = x * 2
+        return y + 1
+
+    graph = graph_of(ir, fn)
+    info = autodiff(graph, grads_provided=[graph.ops[0].outputs[0]])
+    assert gradients(ir, run, graph, [3.0], [5.0], info) == [10]
+
+
+def test_integers_are_not_refused(ir):
+    integer = popxl.TensorSpec((2,), popxl.int32)
+    for fn in (lambda a, b: a + b, lambda a, b: ops.concat_([a, b]), lambda a, b: ops.concat([a, b])):
+        info = autodiff(ir.create_graph(fn, integer, integer))
+        assert [t.dtype for t in info.graph.outputs] == [popxl.int32] * 2
+
+
+def test_indices_get_no_gradient(ir, run):
+    graph = graph_of(
+        ir, lambda t, i: ops.gather(t, i), popxl.TensorSpec((3,), F32), popxl.TensorSpec((2,), popxl.int32)
+    )
+    with pytest.raises(PopxlError, match="^Unable to provide required gradient"):
+        autodiff(graph)
+    found = gradients(ir, run, graph, [[1, 2, 3], [2, 2]], [[1.0, 10.0]], grads_required=graph.inputs[:1])
+    assert found == [[0, 0, 11]]
+
+
+# Names, and what a gradient graph expects -----------------------------------------------------------------------------
+
+
+def test_names(ir):
+    graph = graph_of(ir, lambda x, w: ops.sin(x * w))
+    infos = [autodiff(graph), autodiff(graph, grads_provided=graph.outputs[:1])]
+    assert [info.graph.name for info in infos] == [f"{graph.name}_bwd", f"{graph.name}_bwd_1"]
+    gradient = infos[0].graph
+    assert [t.name for t in gradient.outputs] == ["Gradient___x", "Gradient___w"]
+    assert gradient.inputs[0].id == f"{graph.name}_bwd/Gradient___sin_out"
+    with ir.main_graph, popxl.name_scope("outer"):
+        sites = [ops.call_with_info(graph, 1.0, 2.0) for _ in range(2)]
+        calls = [ops.call_with_info(gradient, 1.0, inputs_dict=infos[0].inputs_dict(site)) for site in sites]
+    assert calls[0].outputs[0].name == "outer/Gradient___x"
+    assert calls[1].outputs[0].name.startswith("outer/Gradient___x__t")
+    for call in calls:
+        for t, gradient in infos[0].fwd_graph_ins_to_grad_parent_outs(call).items():
+            assert t.name in gradient.name
+    assert infos[0].graph.gradient_of is graph
+
+
+def test_names_of_gradients_that_pass_through(ir):
+    info = autodiff(graph_of(ir, lambda x, y: x + y))
+    assert [t.name for t in info.graph.outputs] == ["Gradient___x", "Gradient___y"]
+
+
+def test_what_is_expected(ir):
+    def fn(x, w, b):
+        y = x * w
+        return y + b, ops.exp(y)
+
+    graph = graph_of(ir, fn)
+    x, w, b = graph.inputs
+    outputs = graph.outputs
+    info = autodiff(graph, grads_provided=outputs[::-1], grads_required=[b, w])
+    assert (info.forward_graph, info.graph.main_graph) == (graph, ir.main_graph)
+    assert len(info.expected_inputs) == len(info.graph.inputs) and len(info.expected_outputs) == len(info.graph.outputs)
+    assert [(e.fwd_tensor, e.connection_type) for e in info.expected_inputs[:2]] == [(t, GRAD) for t in outputs[::-1]]
+    assert {e.connection_type for e in info.expected_inputs[2:]} == {FWD}
+    known = {*graph.inputs, *graph.outputs}
+    assert all(e.fwd_tensor in known for e in info.expected_inputs[2:])
+    assert [(e.fwd_tensor, e.connection_type) for e in info.expected_outputs] == [(b, GRAD), (w, GRAD)]
+    assert info.inputs == tuple(e.fwd_tensor for e in info.expected_inputs)
+    assert info.outputs == (b, w)
+    for expected, t in zip(info.expected_inputs, info.graph.inputs, strict=True):
+        assert expected.fwd_tensor.spec == t.spec
+    for expected, t in zip(info.expected_outputs, info.graph.outputs, strict=True):
+        assert expected.fwd_tensor.spec == t.spec
+    assert not any(t.by_ref for t in info.graph.inputs)
+
+
+def test_activations_are_in_the_order_of_their_ids(ir):
+    graph = graph_of(ir, lambda c, a, b: c * a * b * ops.sin(c))
+    info = autodiff(graph)
+    ids = [e.fwd_tensor.id for e in info.expected_inputs[1:]]
+    assert ids == sorted(ids)
+
+
+def test_records(ir):
+    info = autodiff(graph_of(ir, lambda x: ops.sin(x)))
+    for kind in (GradGraphInfo, ExpectedConnection):
+        with pytest.raises(TypeError):
+            kind()
+    first, again = info.expected_outputs, info.expected_outputs
+    assert first[0] is again[0] and info.expected_outputs.index(first[0]) == 0
+    assert type(info.expected_inputs) is tuple
+    x = info.outputs[0]
+    assert repr(info.expected_outputs[0]) == f"({GRAD}, {x!r})"
+    assert repr(info).splitlines() == [
+        "GradGraphInfo[",
+        f"  graph={info.graph.id}",
+        "  expected_inputs=[",
+        *(f"    {e!r}" for e in info.expected_inputs),
+        "  ]",
+        "  expected_outputs=[",
+        f"    {info.expected_outputs[0]!r}",
+        "  ]",
+        "]",
+    ]
+    assert (FWD.value, GRAD.value) == ("Fwd", "FwdGrad")
+
+
+def test_irrelevant_provided_tensors_are_still_expected(ir, run):
+    graph = graph_of(ir, lambda x, y: (x * 2, y * 3))
+    info = autodiff(graph, grads_required=graph.inputs[:1])
+    assert [e.connection_type for e in info.expected_inputs] == [GRAD, GRAD]
+    assert gradients(ir, run, graph, [1.0, 1.0], [5.0, 7.0], info) == [10]
+
+
+# The three mappings ---------------------------------------------------------------------------------------------------
+
+
+def test_the_mappings(ir, run):
+    """The example of the specification."""
+
+    def f(x, w, b):
+        return x * w + b
+
+    with ir.main_graph, popxl.in_sequence():
+        x, w, b = (popxl.variable(v, name=name) for v, name in ((3.0, "x"), (2.0, "w"), (1.0, "b")))
+        fg = ir.create_graph(f, x, w, b)
+        fwd = ops.call_with_info(fg, x, w, b)
+        gi = autodiff(fg, grads_required=[fg.inputs[2], fg.inputs[1]])
+        acts = gi.inputs_dict(fwd)
+        bwd = ops.call_with_info(gi.graph, 10.0, inputs_dict=acts)
+    db, dw = bwd.outputs
+    assert set(acts) == set(gi.graph.inputs[1:])
+    for t, parent in acts.items():
+        forward = gi.inputs[gi.graph.inputs.index(t)]
+        assert parent == fwd.graph_to_parent(forward)
+    assert gi.fwd_parent_ins_to_grad_parent_outs(fwd, bwd) == {b: db, w: dw}
+    assert gi.fwd_graph_ins_to_grad_parent_outs(bwd) == {fg.inputs[2]: db, fg.inputs[1]: dw}
+    assert run(ir, fwd.outputs[0], db, dw) == [7, 10, 30]
+
+
+def test_one_parent_for_two_inputs(ir, run):
+    graph = graph_of(ir, lambda x, y: x * y * y)
+    info = autodiff(graph)
+    with ir.main_graph:
+        v = popxl.variable(3.0)
+        fwd = ops.call_with_info(graph, v, v)
+        bwd = ops.call_with_info(info.graph, 1.0, inputs_dict=info.inputs_dict(fwd))
+        assert len(info.fwd_parent_ins_to_grad_parent_outs(fwd, bwd)) == 1
+        dx, dy = info.fwd_graph_ins_to_grad_parent_outs(bwd).values()
+        total = dx + dy
+    assert run(ir, total) == [27]
+
+
+def test_call_sites_of_other_graphs(ir):
+    graph, other = graph_of(ir, lambda x: ops.sin(x)), graph_of(ir, lambda x: ops.sin(x))
+    info = autodiff(graph)
+    with ir.main_graph:
+        with pytest.raises(TypeError, match="expected a call of graph"):
+            info.inputs_dict(ops.call_with_info(other, 1.0))
+        with pytest.raises(TypeError, match="A repeat calls a wrapper graph"):
+            info.inputs_dict(ops.repeat_with_info(graph, 2, 1.0))
+
+
+def test_gradients_of_tensors_that_callers_do_not_see(ir):
+    graph = graph_of(ir, lambda x: (x + 1) + 1)
+    info = autodiff(graph, grads_required=[graph.ops[0].outputs[0]])
+    with ir.main_graph:
+        fwd = ops.call_with_info(graph, 1.0)
+        bwd = ops.call_with_info(info.graph, 1.0, inputs_dict=info.inputs_dict(fwd))
+        with pytest.raises(ValueError):
+            info.fwd_parent_ins_to_grad_parent_outs(fwd, bwd)
+
+
+# What is added to the forward graph -----------------------------------------------------------------------------------
+
+EXPORTS = [
+    ("sums", lambda x, w: x + w - x, [], 1),
+    ("an affine map", lambda x, w: x * w + w, ["w", "x"], 1),
+    ("a product and a sum", lambda x, w: x * 2 + w, [], 1),
+    ("what is needed is an output", lambda x, w: ops.exp(x), ["exp_out"], 1),
+    ("what is needed is inside", lambda x, w: ops.exp(x) + w, ["exp_out"], 2),
+    ("movement", lambda x, w: ops.concat([ops.reshape(x, (1,)), ops.flatten(w)])[0], [], 1),
+    ("comparisons", lambda x, w: ops.where(ops.greater(x, w), x, w), ["greater_out"], 2),
+]
+
+
+@pytest.mark.parametrize(("fn", "activations", "outputs"), [r[1:] for r in EXPORTS], ids=[r[0] for r in EXPORTS])
+def test_only_what_is_needed_is_exported(ir, fn, activations, outputs):
+    graph = graph_of(ir, fn)
+    own = graph.outputs
+    required = [t for t in graph.inputs if any(t in op.inputs for op in graph.ops)]
+    info = autodiff(graph, grads_required=required)
+    assert [t.name for t in info.inputs[1:]] == activations
+    assert len(graph.outputs) == outputs and graph.outputs[: len(own)] == own
+
+
+def test_a_matrix_product_keeps_its_single_output(ir):
+    graph = graph_of(ir, lambda x, w, b: x @ w + b, *[popxl.TensorSpec(s, F32) for s in ((2, 3), (3, 4), (4,))])
+    info = autodiff(graph)
+    assert len(graph.outputs) == 1
+    assert set(info.inputs[1:]) == set(graph.inputs[:2])
+
+
+def test_pruning(ir):
+    """Nothing is computed or kept for gradients that nobody asked for."""
+    graph = graph_of(ir, lambda x, y: ops.sin(ops.exp(x)) + ops.tanh(y))
+    info = autodiff(graph, grads_required=graph.inputs[1:])
+    assert [t.name for t in info.inputs[1:]] == ["tanh_out"]
+    assert {op.op_type for op in info.graph.ops}.isdisjoint({"ExpGrad", "SinGrad", "Cos"})
+
+
+def test_existing_calls_gain_the_activations(ir, run):
+    graph = graph_of(ir, lambda x: ops.sin(ops.exp(x)))
+    with ir.main_graph:
+        tuple_before = ops.call(graph, 0.5)
+        before = ops.call_with_info(graph, 0.5)
+    wrapped = ir.create_graph(lambda x: ops.call(graph, x), SCALAR)
+    info = autodiff(graph)
+    with ir.main_graph:
+        after = ops.call_with_info(graph, 0.5)
+        assert (len(tuple_before), len(before.outputs), len(after.outputs)) == (1, 2, 2)
+        found = [ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))[0] for site in (before, after)]
+        (y,) = ops.call(wrapped, 0.5)
+    assert len(wrapped.outputs) == 1
+    expected = np.cos(np.exp(0.5)) * np.exp(0.5)
+    assert run(ir, *found, y) == pytest.approx([expected, expected, np.sin(np.exp(0.5))], rel=1e-5)
+
+
+def test_outputs_added_by_hand_after_a_call(ir, run):
+    """Autodiff adds its own after them, here and at the calls."""
+    graph = graph_of(ir, lambda x: ops.sin(ops.exp(x)))
+    outer = graph_of(ir, lambda x: ops.call(graph, x))
+    with ir.main_graph:
+        site = ops.call_with_info(graph, 0.5)
+        with graph:
+            popxl.graph_output(graph.inputs[0] * 100)
+        info = autodiff(graph, grads_provided=graph.outputs[:1])
+        (dx,) = ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+    expected = pytest.approx(np.cos(np.exp(0.5)) * np.exp(0.5), rel=1e-5)
+    assert len(site.outputs) == 3
+    assert run(ir, dx) == [expected]
+    assert gradients(ir, run, outer, [0.5], [1.0]) == [expected]
+
+
+def test_differentiating_twice_includes_the_activations(ir):
+    graph = graph_of(ir, lambda x: ops.sin(ops.exp(x)))
+    first, second = autodiff(graph), autodiff(graph)
+    assert first.graph is not second.graph
+    assert [e.connection_type for e in first.expected_inputs].count(GRAD) == 1
+    assert [e.connection_type for e in second.expected_inputs].count(GRAD) == 2
+
+
+def test_gradient_graphs_can_be_extended(ir):
+    """A running sum kept inside the gradient graph, as in the specification."""
+    fg = graph_of(ir, lambda x, w, b: x * w + b)
+    gi = autodiff(fg, grads_required=[fg.inputs[2], fg.inputs[1]])
+    with gi.graph:
+        acc_in = popxl.graph_input((), F32, "acc", by_ref=True)
+        ops.var_updates.accumulate_(acc_in, gi.graph.outputs[1])
+    with ir.main_graph, popxl.in_sequence():
+        acc = popxl.variable(100.0)
+        for x in (3.0, 4.0):
+            fwd = ops.call_with_info(fg, x, 2.0, 1.0)
+            ops.call(gi.graph, 10.0, inputs_dict={**gi.inputs_dict(fwd), acc_in: acc})
+    with popxl.Session(ir) as session:
+        session.run()
+    assert acc.data == 170
+
+
+def test_stores_are_not_repeated_and_loads_are_kept(ir):
+    with ir.main_graph, popxl.in_sequence():
+        source, sink, out = popxl.h2d_stream((), F32), popxl.d2h_stream((), F32), popxl.d2h_stream((), F32)
+
+        def fn(w):
+            x = ops.host_load(source)
+            y = x * w
+            ops.host_store(sink, y)
+            return y
+
+        graph = ir.create_graph(fn, SCALAR)
+        info = autodiff(graph)
+        site = ops.call_with_info(graph, 2.0)
+        ops.host_store(out, *ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site)))
+    assert {op.op_type for op in info.graph.ops}.isdisjoint({"HostLoad", "HostStore"})
+    with popxl.Session(ir) as session:
+        outputs = session.run({source: 5.0})
+        assert (outputs[sink], outputs[out]) == (10, 5)
+
+
+def test_surroundings_do_not_matter(ir):
+    """No current graph is needed, and an active name scope does not reach the gradient graph."""
+    graph = graph_of(ir, lambda x: ops.sin(x))
+    with ir.create_empty_graph(), popxl.name_scope("s"):
+        info = autodiff(graph)
+    assert [t.name for t in info.graph.outputs] == ["Gradient___x"]
+    assert autodiff(graph).graph.inputs
+
+
+def test_placement_follows_the_forward_graph(ir):
+    def fn(x):
+        with popxl.ipu(1):
+            y = ops.sin(x)
+        return ops.exp(ops.ipu_copy(y, 0, 1))
+
+    info = autodiff(graph_of(ir, fn))
+    assert {op.ipu for op in info.graph.ops if op.op_type == "SinGrad"} == {1}
+
+
+# Modifying ops --------------------------------------------------------------------------------------------------------
+
+
+def in_place_add(p, q):
+    p += q
+    return p
+
+
+REFUSED = [
+    ("+=", in_place_add),
+    ("relu_", lambda p, q: ops.relu_(p) * q),
+    ("accumulate_", lambda p, q: ops.var_updates.accumulate_(p, q)),
+    ("off the path", lambda p, q: (ops.gelu_(p), p * q)[1]),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, popxl.int32], ids=str)
+@pytest.mark.parametrize("fn", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@pytest.mark.parametrize("nested", [False, True])
+def test_modifying_ops_are_refused(ir, fn, dtype, nested):
+    spec = popxl.TensorSpec((2,), dtype)
+    graph = inner = ir.create_graph(fn, spec, spec)
+    if nested:
+        graph = ir.create_graph(lambda p, q: ops.call(inner, p, q), spec, spec)
+    before = state(ir)
+    with pytest.raises(PopxlError) as error:
+        autodiff(graph)
+    text = str(error.value)
+    assert text.startswith(f"The graph {inner.id} contains a modifying op")
+    assert "Autodiff cannot be used on graphs with inplace modifying ops." in text
+    assert state(ir) == before
+
+
+def test_modifying_calls_are_refused(ir):
+    def by_ref(x: TensorByRef):
+        return x * 1.0  # changes nothing, and is refused all the same
+
+    def marked(x):
+        site = ops.call_with_info(plain, x)
+        site.set_parent_input_modified(x)
+        return site.outputs[0]
+
+    plain, referring = graph_of(ir, lambda x: x * 2), ir.create_graph(by_ref, SCALAR)
+    for fn in (lambda x: ops.call(referring, x), marked):
+        with pytest.raises(PopxlError, match="contains a modifying op"):
+            autodiff(graph_of(ir, fn))
+
+
+def test_what_is_no_modification(ir, run):
+    def fn(x: TensorByRef):  # the declaration alone
+        return ops.sum(ops.concat_([ops.reshape_(x, (4,)), ops.flatten_(ops.transpose_(x))]) * 2)
+
+    graph = ir.create_graph(fn, popxl.TensorSpec((2, 2), F32))
+    info = autodiff(graph)
+    assert gradients(ir, run, graph, [np.ones((2, 2))], [1.0], info) == [[[4, 4], [4, 4]]]
+
+
+# Calls inside ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_calls_another_twice(ir, run):
+    def f(x, w):
+        h, *_ = ops.call(inner, x, w)
+        y, *_ = ops.call(inner, h, w)
+        return y
+
+    inner = graph_of(ir, lambda x, w: x * w)
+    outer = graph_of(ir, f)
+    infos = autodiff(outer, return_all_grad_graphs=True)
+    assert set(infos) == {outer, inner}
+    assert infos[outer].graph.called_graphs == (infos[inner].graph,)
+    assert gradients(ir, run, outer, [3.0, 2.0], [1.0], infos[outer]) == [4, 12]
+
+
+def test_gradient_graphs_can_be_given(ir, run):
+    inner = graph_of(ir, lambda x: ops.sin(x))
+    a = graph_of(ir, lambda x: ops.call(inner, x)[0] * 2)
+    b = graph_of(ir, lambda x: ops.call(inner, x)[0] * 3)
+    infos = autodiff(a, return_all_grad_graphs=True)
+    count = len(ir.graphs)
+    info = autodiff(b, called_graphs_grad_info={inner: infos[inner]})
+    assert len(ir.graphs) == count + 1
+    assert info.graph.called_graphs == (infos[inner].graph,)
+    assert autodiff(b, called_graphs_grad_info={b: info}) is info
+    assert autodiff(a, called_graphs_grad_info=infos) is infos[a]
+    given = autodiff(b, called_graphs_grad_info=infos, return_all_grad_graphs=True)
+    assert set(given) == {a, b, inner} and set(infos) == {a, inner}  # what was passed is left alone
+    assert gradients(ir, run, b, [0.5], [1.0], info) == pytest.approx([3 * np.cos(0.5)], rel=1e-6)
+
+
+def test_a_given_gradient_may_leave_inputs_out(ir, run):
+    inner = graph_of(ir, lambda x, w: x * w)
+    info = autodiff(inner, grads_required=inner.inputs[1:])
+    outer = graph_of(ir, lambda x, w: ops.call(inner, x, w)[0] + x)
+    found = gradients(ir, run, outer, [3.0, 2.0], [1.0], called_graphs_grad_info={inner: info})
+    assert found == [1, 3]
+
+
+def test_an_output_of_a_called_graph_that_is_not_used(ir, run):
+    inner = graph_of(ir, lambda x: (x * x, x * x * x))
+    outer = graph_of(ir, lambda x: ops.call(inner, x)[1])
+    assert gradients(ir, run, outer, [2.0], [1.0]) == [12]
+
+
+def test_two_calls_that_use_different_outputs(ir, run):
+    inner = graph_of(ir, lambda x: (x * 2, x * 3))
+
+    def fn(x):
+        a, _ = ops.call(inner, x)
+        _, b = ops.call(inner, a)
+        return b
+
+    assert gradients(ir, run, graph_of(ir, fn), [1.0], [1.0]) == [6]
+
+
+def test_calls_on_several_levels(ir, run):
+    graph = graph_of(ir, lambda x: ops.sin(x) * x)
+    for _ in range(3):
+        graph = ir.create_graph(lambda x, graph: ops.call(graph, x)[0] * 2, SCALAR, graph)
+    expected = 8 * (np.sin(0.5) + 0.5 * np.cos(0.5))
+    assert gradients(ir, run, graph, [0.5], [1.0]) == pytest.approx([expected], rel=1e-5)
+
+
+def test_a_graph_whose_gradient_has_to_be_given(ir, run):
+    inner = graph_of(ir, lambda x: ops.sin(x))
+    inner.differentiable = False
+    outer = graph_of(ir, lambda x: ops.call(inner, x)[0] * 2)
+    before = state(ir)
+    with pytest.raises(PopxlError, match="has been marked as unsafe to autodiff"):
+        autodiff(outer)
+    assert state(ir) == before
+    info = autodiff(inner)
+    found = gradients(ir, run, outer, [0.5], [1.0], called_graphs_grad_info={inner: info})
+    assert found == pytest.approx([2 * np.cos(0.5)], rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_loops(ir, run, count):
+    """x → sin(x) w, repeated: against the chain rule by hand."""
+    inner = graph_of(ir, lambda x, w: ops.sin(x) * w)
+    outer = graph_of(ir, lambda x, w: ops.repeat(inner, count, x, w)[0] * w)
+    x, w, dx, dw = 0.5, 2.0, 1.0, 0.0
+    for _ in range(count):
+        x, dx, dw = np.sin(x) * w, np.cos(x) * w * dx, np.sin(x) + np.cos(x) * w * dw
+    assert gradients(ir, run, outer, [0.5, 2.0], [1.0]) == pytest.approx([dx * w, dw * w + x], rel=1e-5)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+IMPOSSIBLE = [
+    ("an unused input", lambda x, y: x * 2, {}),
+    ("only through detach", lambda x, y: x * ops.detach(y), {}),
+    ("only through a comparison", lambda x, y: x * ops.cast(ops.isnan(y), F32), {}),
+    ("nothing provided", lambda x, y: x * y, {"grads_provided": []}),
+]
+
+
+@pytest.mark.parametrize(("fn", "options"), [r[1:] for r in IMPOSSIBLE], ids=[r[0] for r in IMPOSSIBLE])
+def test_gradients_that_do_not_exist(ir, fn, options):
+    inner = graph_of(ir, lambda x: ops.sin(ops.exp(x)))
+    graph = graph_of(ir, lambda x, y: fn(ops.call(inner, x)[0], y))
+    with ir.main_graph:
+        ops.call(graph, 1.0, 2.0)
+    before = state(ir)
+    with pytest.raises(PopxlError, match="^Unable to provide required gradient output"):
+        autodiff(graph, **options)
+    assert state(ir) == before  # also the outputs that the called graph had gained
+
+
+def test_refused_arguments(ir):
+    graph, other = graph_of(ir, lambda x: x * 2), graph_of(ir, lambda x: x * 2)
+    empty = ir.create_graph(lambda: popxl.constant(1.0))
+    before = state(ir)
+    for g, options in (
+        (graph, {"grads_required": []}),
+        (empty, {}),
+        (graph, {"grads_required": other.inputs}),
+        (graph, {"grads_provided": other.outputs}),
+        (graph, {"grads_required": [1.0]}),
+        (graph, {"grads_provided": ["x"]}),
+    ):
+        with pytest.raises(PopxlError, match="autodiff"):
+            autodiff(g, **options)
+    assert state(ir) == before
+
+
+def test_a_failure_leaves_calls_of_given_graphs_alone(ir):
+    inner = graph_of(ir, lambda x: ops.sin(x))
+    info = autodiff(inner)
+    outer = graph_of(ir, lambda x, y: ops.call(inner, x)[0])
+    with pytest.raises(PopxlError):
+        autodiff(outer, called_graphs_grad_info={inner: info})
+    assert info.graph.call_sites == []
+
+
+# Worked programs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_step():
+    def affine(x, w, b):
+        return x @ w + b
+
+    def squared_error(pred, target):
+        diff = pred - target
+        return ops.sum(diff * diff)
+
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x_s, t_s = popxl.h2d_stream((1, 2), F32, "x"), popxl.h2d_stream((1, 1), F32, "t")
+        x, t = ops.host_load(x_s), ops.host_load(t_s)
+        w, b = popxl.variable(np.ones((2, 1)), F32, "w"), popxl.variable(np.zeros(1), F32, "b")
+        model_g = ir.create_graph(affine, x, w, b)
+        model = ops.call_with_info(model_g, x, w, b)
+        pred = model.outputs[0]
+        loss_g = ir.create_graph(squared_error, pred, t)
+        loss_site = ops.call_with_info(loss_g, pred, t)
+        loss = loss_site.outputs[0]
+        loss_d = autodiff(loss_g, grads_required=[loss_g.inputs[0]])
+        (d_pred,) = ops.call(loss_d.graph, 1.0, inputs_dict=loss_d.inputs_dict(loss_site))
+        model_d = autodiff(model_g, grads_required=model_g.inputs[1:])
+        grad_site = ops.call_with_info(model_d.graph, d_pred, inputs_dict=model_d.inputs_dict(model))
+        grads = model_d.fwd_parent_ins_to_grad_parent_outs(model, grad_site)
+        for v in (w, b):
+            ops.scaled_add_(v, grads[v], b=-0.1)
+        l_s = popxl.d2h_stream(loss.shape, loss.dtype, "loss")
+        ops.host_store(l_s, loss)
+    with popxl.Session(ir, "ipu_model") as session:
+        data = {x_s: np.array([[1.0, 2.0]], np.float32), t_s: np.array([[1.0]], np.float32)}
+        losses = [float(session.run(data)[l_s])]
+        np.testing.assert_allclose(session.get_tensor_data(w), [[0.6], [0.2]], rtol=1e-6)
+        np.testing.assert_allclose(session.get_tensor_data(b), [-0.4], rtol=1e-6)
+        losses.append(float(session.run(data)[l_s]))
+    np.testing.assert_allclose(losses, [4, 0.16], rtol=1e-5)
+    np.testing.assert_allclose(w.data, [[0.68], [0.36]], rtol=1e-5)
+    np.testing.assert_allclose(b.data, [-0.32], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("by_ref", "expected"), [(True, [1.4, 0.8]), (False, [2.0, 2.0])])
+def test_gradient_accumulation_in_a_loop(by_ref, expected):
+    hint = TensorByRef if by_ref else popxl.Tensor
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x_s = popxl.h2d_stream((), F32, "x")
+        w, acc = popxl.variable(2.0, F32, "w"), popxl.variable(0.0, F32, "acc")
+        fg = ir.create_graph(lambda x, w: x * w, SCALAR, w.spec)
+        fd = autodiff(fg, grads_required=[fg.inputs[1]])
+
+        def micro(w: popxl.Tensor, acc: hint):
+            x = ops.host_load(x_s)
+            site = ops.call_with_info(fg, x, w)
+            (dw,) = ops.call(fd.graph, 1.0, inputs_dict=fd.inputs_dict(site))
+            ops.var_updates.accumulate_(acc, dw)
+
+        ops.repeat(ir.create_graph(micro, w, acc), 3, w, acc)
+        ops.scaled_add_(w, acc, b=-0.1)
+        ops.var_updates.copy_var_update_(acc, popxl.constant(0.0))
+    ir.num_host_transfers = 3
+    with popxl.Session(ir, "ipu_model") as session:
+        for value in expected:
+            session.run({x_s: np.array([1.0, 2.0, 3.0], np.float32)})
+            assert session.get_tensor_data(w) == pytest.approx(value, rel=1e-6)
+            assert session.get_tensor_data(acc) == 0
+
+
+def test_one_graph_bound_to_two_sets_of_weights(ir, run):
+    class Scale(popxl.Module):
+        def build(self, x):
+            self.k = popxl.graph_input((), x.dtype, "k")
+            return x * self.k
+
+    with ir.main_graph:
+        x = popxl.variable(5.0)
+        k1, k2 = popxl.variable(2.0, F32, "k1"), popxl.variable(3.0, F32, "k2")
+        layer = Scale()
+        g = ir.create_graph(layer, x)
+        (h,) = ops.call(g, x, inputs_dict={layer.k: k1})
+        (y,) = ops.call(g, h, k2)
+    assert run(ir, h, y) == [10, 30]
+
+
+def test_a_graph_called_twice(ir, run):
+    with ir.main_graph, popxl.in_sequence():
+        x, w = popxl.variable(3.0, F32, "x"), popxl.variable(2.0, F32, "w")
+        g = ir.create_graph(lambda x, w: x * w, x, w)
+        d = autodiff(g)
+        s1 = ops.call_with_info(g, x, w)
+        h = s1.outputs[0]
+        s2 = ops.call_with_info(g, h, w)
+        y = s2.outputs[0]
+        b2 = ops.call_with_info(d.graph, 1.0, inputs_dict=d.inputs_dict(s2))
+        m2 = d.fwd_parent_ins_to_grad_parent_outs(s2, b2)
+        b1 = ops.call_with_info(d.graph, m2[h], inputs_dict=d.inputs_dict(s1))
+        m1 = d.fwd_parent_ins_to_grad_parent_outs(s1, b1)
+        dw = m1[w] + m2[w]
+    assert run(ir, y, m1[x], dw) == [12, 4, 12]

@@ -1,0 +1,46 @@
+"""Building never computes: programs are imported, written, differentiated and printed before any device is started."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BUILD = """
+    import numpy as np
+    import popxl
+    from popxl import ops
+
+    def model(x, w):
+        return ops.sum(ops.gelu(x @ w) * ops.softmax(x @ w, axis=1))
+
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((2, 3), popxl.float32))
+        w = popxl.variable(np.ones((3, 4)), popxl.float32)
+        graph = ir.create_graph(model, x, w)
+        info = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+        site = ops.call_with_info(graph, x, w)
+        (dw,) = ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+        ops.var_updates.accumulate_(w, dw, -0.1)
+        ops.repeat(ir.create_graph(lambda w: ops.exp(w), w), 3, w)
+        popxl.OpKind("Softplus", jax.nn.softplus)(w)
+"""
+
+STEPS = {
+    "import": "import popxl",
+    "import of the addons": "import popxl_addons",
+    "build": BUILD,
+    "print": BUILD + "    str(ir), ir.main_graph.print_schedule(), repr(info)\n",
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_device_is_started(step):
+    program = (
+        "import jax\n"
+        + textwrap.dedent(STEPS[step])
+        + "\nfrom jax._src import xla_bridge"
+        + "\nassert not xla_bridge.backends_are_initialized(), 'a device was started'\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)

@@ -1,0 +1,158 @@
+"""Streams: what they are, where they live, and which element goes where."""
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.errors import PopxlError
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+
+F32 = popxl.float32
+makers = pytest.mark.parametrize("make", [popxl.h2d_stream, popxl.d2h_stream], ids=["h2d", "d2h"])
+
+
+@makers
+def test_a_stream(ir, make):
+    with ir.main_graph:
+        s = make(iter([2, 3]), popxl.int32, "ids")
+    assert (s.shape, s.dtype, s.tensor_id) == ((2, 3), popxl.int32, "ids")
+    assert s.spec == popxl.TensorSpec((2, 3), popxl.int32)
+    kind = HostToDeviceStream if make is popxl.h2d_stream else DeviceToHostStream
+    assert isinstance(s, kind) and isinstance(s, Stream)
+    assert str(s) == f"{kind.__name__} Tensor[ids popxl.dtypes.int32 (2, 3)]"
+    for name in ("shape", "dtype", "spec", "tensor_id"):
+        with pytest.raises(AttributeError):
+            setattr(s, name, None)
+
+
+@makers
+def test_names(ir, make):
+    with ir.main_graph, popxl.name_scope("s"):
+        names = [make((), F32, name).tensor_id for name in ("x", "x", None, "")]
+    default = "h2d_stream" if make is popxl.h2d_stream else "d2h_stream"
+    assert names == ["s/x", "s/x__t0", f"s/{default}", f"s/{default}__t1"]
+
+
+@makers
+def test_streams_live_in_the_main_graph(ir, make):
+    with ir.create_empty_graph():
+        s = make((), F32, "x")
+    assert ir.main_graph.tensors == (s.tensor,)
+    with pytest.raises(RuntimeError, match="no current graph"):
+        make((), F32)
+
+
+def test_equality(ir):
+    with ir.main_graph:
+        a, b, c = popxl.h2d_stream((), F32), popxl.h2d_stream((), F32), popxl.d2h_stream((), F32)
+    assert a == a and a != b and a != c and len({a, b, c, a}) == 3
+    assert a != "h2d_stream" and a is not None and a != a.tensor
+
+
+def test_streams_are_not_constructed():
+    for kind in (Stream, HostToDeviceStream, DeviceToHostStream):
+        with pytest.raises(NotImplementedError):
+            kind()
+
+
+def test_load_and_store_check_their_stream(ir):
+    with popxl.Ir().main_graph:
+        foreign = popxl.h2d_stream((), F32), popxl.d2h_stream((), F32)
+    with ir.main_graph:
+        loaded, stored = popxl.h2d_stream((2,), F32), popxl.d2h_stream((2,), F32)
+        x = ops.host_load(loaded)
+        for bad in (stored, "h2d_stream", None):
+            with pytest.raises(TypeError):
+                ops.host_load(bad)
+        for bad in (loaded, "d2h_stream", None):
+            with pytest.raises(TypeError):
+                ops.host_store(bad, x)
+        with pytest.raises(ValueError, match="shape"):
+            ops.host_store(stored, popxl.constant([1.0]))
+        with pytest.raises(ValueError, match="dtype"):
+            ops.host_store(stored, popxl.constant([1, 2]))
+        with pytest.raises(TypeError):
+            ops.host_store(stored, [1.0, 2.0])
+        with pytest.raises(ValueError, match="another Ir"):
+            ops.host_load(foreign[0])
+        with pytest.raises(ValueError, match="another Ir"):
+            ops.host_store(foreign[1], popxl.constant(1.0))
+
+
+def test_names_of_loaded_tensors(ir):
+    with ir.main_graph:
+        s = popxl.h2d_stream((), F32, "x")
+        loaded = ops.host_load(s), ops.host_load(s, "y")
+    assert [t.name for t in loaded] == ["x_hostload", "y_hostload"]
+    assert [op.op_type for op in ir.main_graph.ops] == ["Init", "HostLoad"] * 2
+
+
+# Which element goes where ---------------------------------------------------------------------------------------------
+
+
+def test_loads_and_stores_take_the_next_element(ir):
+    ir.num_host_transfers = 3
+    with ir.main_graph, popxl.in_sequence():
+        source, sink = popxl.h2d_stream((2,), F32), popxl.d2h_stream((2,), F32)
+        a, b, c = (ops.host_load(source) for _ in range(3))
+        for t in (c, a, b):
+            ops.host_store(sink, t * 10)
+    data = np.arange(6, dtype=np.float32).reshape(3, 2)
+    with popxl.Session(ir) as session:
+        for offset in (0, 100):  # positions start anew with each run
+            np.testing.assert_array_equal(session.run({source: data + offset})[sink], (data[[2, 0, 1]] + offset) * 10)
+
+
+def test_a_loop_that_loads_at_two_speeds(ir):
+    """The example of the specification: four turns, one load of `p`, two of `q` and one store to `o` in each."""
+    ir.num_host_transfers = 8
+    with ir.main_graph, popxl.in_sequence():
+        p, q, o = popxl.h2d_stream((), F32, "p"), popxl.h2d_stream((2,), F32, "q"), popxl.d2h_stream((2,), F32, "o")
+
+        def body():
+            ops.host_store(o, ops.host_load(p) + ops.host_load(q) * ops.host_load(q))
+
+        ops.repeat(ir.create_graph(body), 4)
+    ps, qs = np.arange(8, dtype=np.float32), np.arange(16, dtype=np.float32).reshape(8, 2)
+    with popxl.Session(ir) as session:
+        found = session.run({p: ps, q: qs})[o]
+    assert found.shape == (8, 2)
+    np.testing.assert_array_equal(found[:4], ps[:4, None] + qs[0::2] * qs[1::2])
+
+
+def test_a_stream_that_is_used_inside_and_outside_of_loops_and_calls(ir):
+    ir.num_host_transfers = 9
+    with ir.main_graph, popxl.in_sequence():
+        source, sink = popxl.h2d_stream((), F32), popxl.d2h_stream((), F32)
+
+        def body():
+            ops.host_store(sink, ops.host_load(source) + 0.5)
+
+        def nested():
+            ops.call(graph)
+            ops.repeat(graph, 2)
+
+        graph = ir.create_graph(body)
+        outer = ir.create_graph(nested)
+        body()
+        ops.call(graph)
+        ops.repeat(outer, 2)
+        body()
+    data = np.arange(9, dtype=np.float32) ** 2
+    with popxl.Session(ir) as session:
+        np.testing.assert_array_equal(session.run({source: data})[sink], data + 0.5)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_more_transfers_than_there_is_room_for(ir, loop):
+    ir.num_host_transfers = 2
+    with ir.main_graph, popxl.in_sequence():
+        sink = popxl.d2h_stream((), F32)
+        if loop:
+            ops.repeat(ir.create_graph(lambda: ops.host_store(sink, popxl.constant(1.0))), 3)
+        else:
+            for _ in range(3):
+                ops.host_store(sink, popxl.constant(1.0))
+    with popxl.Session(ir) as session, pytest.raises(PopxlError, match="3 transfers of DeviceToHostStream"):
+        session.run()

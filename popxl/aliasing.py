@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from popxl.tensor import Tensor
@@ -11,17 +10,18 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
 
 
-def owners(t: Tensor) -> Iterator[Tensor]:
-    """The tensors whose storage `t` is (a part of): itself, unless it is a view or the result of an in-place op."""
-    waiting = [t]
-    while waiting:
-        t = waiting.pop()
-        producer = t.producer
-        bases = () if producer is None or producer.outputs[0] is not t else producer.bases
-        if bases:
-            waiting += reversed(bases)
-        else:
-            yield t
+def storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
+    """For each operand and aliasing result of a graph's ops, the tensors whose storage it is made of.
+
+    That is the tensor itself, unless it is a view or the result of an in-place op.
+    """
+    found: dict[Tensor, tuple[Tensor, ...]] = {}
+    for op in graph.ops:
+        for t in op.inputs:
+            found.setdefault(t, (t,))
+        if op.bases:
+            found[op.outputs[0]] = tuple(dict.fromkeys(s for base in op.bases for s in found[base]))
+    return found
 
 
 def reachable(graph: Graph) -> tuple[Graph, ...]:
@@ -36,8 +36,9 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
 
 
 def written_tensors(graph: Graph) -> set[Tensor]:
-    """The storage owners that running the graph writes to, calls included."""
-    return {owner for op in graph.ops for i in op.modified for owner in owners(op.inputs[i])}
+    """The tensors whose storage running the graph writes to, calls included."""
+    made_of = storages(graph) if any(op.modified for op in graph.ops) else {}
+    return {s for op in graph.ops for i in op.modified for s in made_of[op.inputs[i]]}
 
 
 def written_inputs(graph: Graph) -> frozenset[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popxl.aliasing import reachable
+from popxl.aliasing import reachable, storages
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op
@@ -52,9 +52,9 @@ class _Users:
 
 def _check(graph: Graph) -> None:
     """One pass in creation order, in which every op is compared with those before it."""
-    storages = _storages(graph)
-    changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in storages[op.inputs[i]]}
-    regions = _Regions(storages)
+    made_of = storages(graph)
+    changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in made_of[op.inputs[i]]}
+    regions = _Regions(made_of)
     # Fragments of the program run one after the other, so users are kept apart by execution context too.
     users: dict[object, _Users] = defaultdict(_Users)
     up_to: dict[object, int] = {}  # by id of an op and by called graph: it, and all that comes before it
@@ -72,7 +72,7 @@ def _check(graph: Graph) -> None:
         touched = [
             (t, i in overwritten, users[s, op.execution_context])
             for i, t in enumerate(op.inputs)
-            for s in storages[t]
+            for s in made_of[t]
             if s in changing and op.kind.put is None  # looking through a view counts, making it does not
         ]
         for t, writes, known in touched:
@@ -90,17 +90,6 @@ def _check(graph: Graph) -> None:
         bit <<= bool(touched)
 
 
-def _storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
-    """For each operand and result, the tensors whose storage it is made of."""
-    storages: dict[Tensor, tuple[Tensor, ...]] = {}
-    for op in graph.ops:
-        for t in op.inputs:
-            storages.setdefault(t, (t,))
-        if op.bases:
-            storages[op.outputs[0]] = tuple(dict.fromkeys(s for base in op.bases for s in storages[base]))
-    return storages
-
-
 def _bits(number: int) -> Iterator[int]:
     """The bits that are set, each as a number."""
     while number:
@@ -111,14 +100,14 @@ def _bits(number: int) -> Iterator[int]:
 class _Regions:
     """Which elements of which storage a tensor shows. Only asked about ops that nothing else tells apart."""
 
-    def __init__(self, storages: dict[Tensor, tuple[Tensor, ...]]) -> None:
-        self._storages = storages
+    def __init__(self, made_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
+        self._made_of = made_of
         self._numbers: dict[Tensor, np.ndarray] = {}
         self._next = 0
 
     def overlap(self, a: Tensor, b: Tensor) -> bool:
         """Whether two tensors that share a storage share an element."""
-        (only, *more) = {*self._storages[a], *self._storages[b]}
+        (only, *more) = {*self._made_of[a], *self._made_of[b]}
         if not more and only.nelms in (a.nelms, b.nelms):  # one of them is the whole storage
             return True
         first, second = self._elements(a), self._elements(b)
@@ -128,15 +117,14 @@ class _Regions:
 
     def _elements(self, t: Tensor) -> np.ndarray:
         """A number for each element of a tensor: the same number for the same element of storage."""
-        while t.producer is not None and t.producer.bases and t.producer.kind.put is None:
-            (t,) = t.producer.bases  # the result of an in-place op is its operand
+        t = t.origin
         if t not in self._numbers:
             op = t.producer
-            if op is None or self._storages[t] == (t,):
+            if op is None or self._made_of[t] == (t,):
                 numbers = np.arange(self._next, self._next + t.nelms, dtype=np.int32).reshape(t.shape)
                 self._next += t.nelms
             else:  # a view only moves elements, so what it does to values it does to their numbers
-                numbers = np.asarray(op.evaluate(op.kind.lowering, [self._elements(base) for base in op.bases]))
+                numbers = np.asarray(op.apply([self._elements(base) for base in op.bases]))
             self._numbers[t] = numbers
         return self._numbers[t]
 

@@ -252,8 +252,9 @@ class Graph:
         for t in op.inputs:
             t.used_by(op)
         outputs = tuple(self.new_tensor(name, spec) for spec, name in zip(specs, names, strict=True))
+        overwritten = op.inputs[min(op.modified)] if op.kind.aliased else None
         for t in outputs:
-            t.made_by(op)
+            t.made_by(op, overwritten)
         self.ops.append(op)
         for graph in op.called_graphs:
             graph.call_sites.append(op)

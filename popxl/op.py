@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from popxl.context import get_current_context, user_frame
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, PopxlInternalError
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Location, Tensor
@@ -437,8 +437,17 @@ class Op:
         """Names of the inputs, as the kind's function calls them."""
         return self.operands or self.kind.operand_names(len(self.inputs))
 
-    def evaluate(self, function: Callable[..., Any], values: Sequence[Any], *more: Any) -> Any:
-        """Call a function of the kind (`lowering`, `put`) on values in place of the inputs."""
+    def apply(self, values: Sequence[Any]) -> Any:
+        """What the kind's function makes of values in place of the inputs."""
+        return self._call(self.kind.lowering, values)
+
+    def put(self, bases: Sequence[Any], view: Any) -> Any:
+        """For a view op: its bases, with the view written into them."""
+        if self.kind.put is None:
+            raise PopxlInternalError(f"{self!r} is no view.")
+        return self._call(self.kind.put, bases, view)
+
+    def _call(self, function: Callable[..., Any], values: Sequence[Any], *more: Any) -> Any:
         if self.operands is None:
             return function(*values, *more, **self.attributes)
         return function(*more, **dict(zip(self.operands, values, strict=True)), **self.attributes)

@@ -51,6 +51,7 @@ class Tensor:
     __slots__ = (
         "__weakref__",
         "_bound",
+        "_origin",
         "_producer",
         "_used_at",
         "by_ref",
@@ -71,6 +72,7 @@ class Tensor:
     graph_ref: weakref.ref[Graph]
     _producer: weakref.ref[Op] | None
     _bound: weakref.ref[Tensor] | None
+    _origin: Tensor | None
     _used_at: Location
 
     # NumPy arrays leave `array <op> tensor` to the reflected operators; tensors cannot be iterated over or unpacked.
@@ -104,6 +106,7 @@ class Tensor:
         t.by_ref = False
         t._producer = None
         t._bound = None
+        t._origin = None
         t._used_at = (None, None)
         return t
 
@@ -131,6 +134,11 @@ class Tensor:
     def producer(self) -> Op | None:
         """The op that makes the tensor; `None` for variables, constants and graph inputs."""
         return None if self._producer is None else self._producer()
+
+    @property
+    def origin(self) -> Tensor:
+        """The tensor that this one is an alias of, if an in-place op made it; else the tensor itself."""
+        return self if self._origin is None else self._origin
 
     @property
     def location(self) -> Location:
@@ -164,9 +172,10 @@ class Tensor:
             raise UndefinedValue(f"The tile set of {self!r} is not known: no op makes or uses it.")
         return "io" if io_tiles else "compute"
 
-    def made_by(self, op: Op) -> None:
-        """Note the op that makes the tensor."""
+    def made_by(self, op: Op, alias_of: Tensor | None = None) -> None:
+        """Note the op that makes the tensor, and the operand whose storage it overwrites and hands on."""
         self._producer = weakref.ref(op)
+        self._origin = None if alias_of is None else alias_of.origin
 
     def used_by(self, op: Op) -> None:
         """Note that an op reads the tensor: the tensor may take its place from it."""

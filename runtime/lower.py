@@ -58,35 +58,34 @@ class Environment:
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the view that it is."""
-        t, op = _behind(t)
-        if op is None:
-            if t not in self.values:
-                if not isinstance(t, Constant):
-                    raise PopxlError(
-                        f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to."
-                    )
-                self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
-            return self.values[t]
-        return op.evaluate(op.kind.lowering, [self.read(base) for base in op.bases])
+        t = t.origin
+        view = _view(t)
+        if view is not None:
+            return view.apply([self.read(base) for base in view.inputs])
+        if t not in self.values:
+            if not isinstance(t, Constant):
+                raise PopxlError(
+                    f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to."
+                )
+            self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
+        return self.values[t]
 
     def write(self, t: Tensor, value: Array) -> None:
         """Change a tensor: its storage, or the part of its bases that it is a view of."""
-        t, op = _behind(t)
-        if op is None or op.kind.put is None:
+        t = t.origin
+        view = _view(t)
+        if view is None:
             self.values[t] = value
         else:
-            bases = op.evaluate(op.kind.put, [self.read(base) for base in op.bases], value)
-            for base, changed in zip(op.bases, bases, strict=True):
+            bases = view.put([self.read(base) for base in view.inputs], value)
+            for base, changed in zip(view.inputs, bases, strict=True):
                 self.write(base, changed)
 
 
-def _behind(t: Tensor) -> tuple[Tensor, Op | None]:
-    """The tensor that `t` is an alias of, past the results of in-place ops; and the op that makes it a view, if any."""
-    while (op := t.producer) is not None and op.outputs[0] is t and op.bases:
-        if op.kind.put is not None:
-            return t, op
-        t = op.bases[0]
-    return t, None
+def _view(t: Tensor) -> Op | None:
+    """The op that makes `t` a view of others, if it is one."""
+    op = t.producer
+    return op if op is not None and op.kind.put is not None else None
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Lowering:
             if op.kind in meanings:
                 meanings[op.kind](self, op, environment, channels)
             elif op.kind.put is None:  # a view is made when somebody looks through it
-                results = op.evaluate(op.kind.lowering, [environment.read(t) for t in op.inputs])
+                results = op.apply([environment.read(t) for t in op.inputs])
                 store_results(op, results, environment)
         return environment
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from popxl.aliasing import owners, written_tensors
+from popxl.aliasing import storages, written_tensors
 from popxl.dtypes import dtype
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device, to_host
@@ -48,7 +48,7 @@ class Program:
         self.transfers = ir.num_host_transfers
         self.inputs = tuple(s for s in streams_of(main) if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in streams_of(main) if isinstance(s, DeviceToHostStream))
-        used = {owner for op in main.ops for t in op.inputs for owner in owners(t)}
+        used = {s for made_of in storages(main).values() for s in made_of}
         written = written_tensors(main)
         self.variables = tuple(v for v in main.variables if v in used)
         self._changed = tuple(v for v in self.variables if v in written)

@@ -43,7 +43,8 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
     wrapper, carried = attributes["graph"], attributes["carried"]
     by_ref = [i for i, t in enumerate(wrapper.inputs[EXTRA_INPUTS:]) if t.by_ref]
     # Whether they are changed is seen in the user's graph: the wrapper's call of it counts as changing all of them.
-    return frozenset(i for i in by_ref if i < carried or i in written_inputs(wrapper.called_graphs[0]))
+    changed = written_inputs(wrapper.called_graphs[0]) if by_ref else frozenset()
+    return frozenset(i for i in by_ref if i < carried or i in changed)
 
 
 def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:

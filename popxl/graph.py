@@ -34,8 +34,9 @@ class Graph:
         ...     x = popxl.variable([1.0, 2.0], name="x")
         ...     y = x + 1
         >>> print(main)
-        main graph():
-            add_out: f32[2] = add(x, 1.0)
+        main graph:
+            x: f32[2]       = variable
+            add_out: f32[2] = Add(x, 1.0)
 
     Attributes:
         ops: the ops, in creation order, which is the order they run in.

@@ -83,27 +83,33 @@ def _called(graph: Graph, seen: set[Graph]) -> Iterator[Graph]:
 
 def _lines(graph: Graph) -> Iterator[str]:
     parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
-    yield f"{graph.name or 'main graph'}({parameters}):"
-    rows = [(f"{v.name}: {brief(v)}", "variable") for v in graph.variables]
-    rows += [(", ".join(f"{t.name}: {brief(t)}" for t in op.outputs), _expression(op)) for op in graph.ops]
-    width = max((len(left) for left, _ in rows if len(left) <= 44), default=0)
-    for left, right in rows:
-        yield f"    {left:{width}} = {right}" if left else f"    {right}"
+    yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
+    rows: list[tuple[tuple[Tensor, ...], str]] = [((v,), "variable") for v in graph.variables]
+    rows += [(op.outputs, _expression(op)) for op in graph.ops]
+    width = max((len(_typed(t)) for tensors, _ in rows for t in tensors), default=0)
+    for tensors, expression in rows:
+        *others, last = (_typed(t) for t in tensors) if tensors else ("",)
+        yield from (f"    {other}," for other in others)
+        yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
     if graph.outputs:
         yield f"    return {', '.join(t.name for t in graph.outputs)}"
     elif not rows:
         yield "    pass"
 
 
+def _typed(t: Tensor) -> str:
+    return f"{t.name}: {brief(t)}"
+
+
 def _expression(op: Op) -> str:
     operands = [f"{'&' if i in op.modified else ''}{_operand(t)}" for i, t in enumerate(op.inputs)]
-    if op.operands is not None:
-        operands = [f"{name}={text}" for name, text in zip(op.operands, operands, strict=True)]
+    named = zip(op.operand_names(), op.kind.operand_names(len(operands)), operands, strict=True)
+    shown = [text if name == in_place else f"{name}={text}" for name, in_place, text in named]
     plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.calls}
-    operands += [f"{name}={_plain(value)}" for name, value in plain.items()]
+    shown += [f"{name}={_plain(value)}" for name, value in plain.items()]
     called = "".join(f" {graph.name}" for graph in op.called_graphs)
     place = f"  @ ipu {op.ipu}" if op.ipu else ""
-    return f"{op.op_type}{called}({', '.join(operands)}){place}"
+    return f"{op.op_type}{called}({', '.join(shown)}){place}"
 
 
 def _operand(t: Tensor) -> str:

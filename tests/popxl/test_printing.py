@@ -154,6 +154,6 @@ def test_the_same_graph_always_prints_the_same(program):
 
 
 def test_small_graphs(ir):
-    assert str(ir.main_graph) == "main graph():\n    pass"
+    assert str(ir.main_graph) == "main graph:\n    pass"
     graph = ir.create_graph(lambda x: (x, x), popxl.TensorSpec((2,), F32))
     assert str(graph) == "test_small_graphs.<lambda>_subgraph(0)(x: f32[2]):\n    return x, x"

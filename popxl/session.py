@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import numbers
-from collections import UserDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from popxl.ambiguity import check_in_place_order
 from popxl.dot import write_checkpoint
-from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
-from popxl.utils import to_numpy
 from runtime.devices import Device, find_device
-from runtime.program import Program, fetched
+from runtime.host_arrays import HostArrays, Outputs
+from runtime.program import Program
 
 __all__ = ["Session", "StreamBufferMaps", "d2hStreamBufferMaps", "h2dStreamBufferMaps"]
 
 d2hStreamBufferMaps = Mapping[DeviceToHostStream, np.ndarray]
 h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
 StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
-
-
-class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
-    """What a run stored, by stream. An array is fetched from the device when it is first looked at."""
-
-    def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
-        self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
-
-    def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
-        array = self.data[stream]
-        if not isinstance(array, np.ndarray):
-            array = self.data[stream] = fetched(array, stream.dtype)
-        return array
 
 
 class Session:
@@ -80,10 +64,7 @@ class Session:
         self._is_attached = False
         self._was_attached_stack: list[bool] = []
         self._host_is_stale = False
-        self._input_streams = frozenset(self.program.inputs)
-        self._feeds = tuple(
-            (s, self.program.host_shape(s), s.dtype.as_jax(), s.dtype.as_numpy()) for s in self.program.inputs
-        )
+        self._host_arrays = HostArrays(self.program)
 
     @property
     def ir(self) -> Ir:
@@ -146,8 +127,9 @@ class Session:
             PopxlError: for an array of the wrong dtype, or a program that makes more transfers than there is room for.
         """
         self._check_attached("run")
-        fetches = self.program.run(self._arrays({} if inputs is None else inputs, downcast_inputs))
-        self._device_is_ahead()
+        fetches = self.program.run(self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs))
+        if not self._host_is_stale:
+            self._set_stale(True)
         return Outputs(dict(zip(self.program.outputs, fetches, strict=True)))
 
     def run_with_outputs(
@@ -168,19 +150,12 @@ class Session:
         """
         self._check_attached("run_with_outputs")
         arrays = {} if outputs is None else outputs
-        self._check_streams("output", self.program.outputs, arrays)
-        for s in self.program.outputs:
-            self._check_output(s, arrays[s])
-        results = self.run(inputs, downcast_inputs)
-        for s in self.program.outputs:
-            # Room that the program does not use is left as it was, and so is what an array has beyond that room.
-            room, used = (self.program.transfers, *s.shape), self.program.counts[s]
-            array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
-            np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
+        self._host_arrays.check_outputs(arrays)
+        self._host_arrays.fill(arrays, self.run(inputs, downcast_inputs))
 
     def create_host_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
         """A new array for each stream that the program stores to, for `run_with_outputs`."""
-        return {s: np.empty(self.program.host_shape(s), s.dtype.as_numpy()) for s in self.program.outputs}
+        return self._host_arrays.new_outputs()
 
     def expected_inputs(self) -> set[HostToDeviceStream]:
         """The streams that the program loads from: the keys that `run` expects."""
@@ -199,94 +174,10 @@ class Session:
     def _extra_input_dims(self) -> tuple[int, ...]:
         return self.program.leading_dimensions
 
-    def _arrays(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
-        """The feeds in the order of the program; every one is checked before anything runs."""
-        if inputs.keys() != self._input_streams:
-            self._check_streams("input", self.program.inputs, inputs)
-        arrays = []
-        for stream, shape, dtype, host_dtype in self._feeds:
-            array = inputs[stream]
-            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
-                array = self._as_feed(stream, array, shape, dtype, host_dtype, downcast)
-            else:  # the program may read it after `run` has returned, when the caller uses the array for the next batch
-                array = array.copy()
-            arrays.append(array)
-        return tuple(arrays)
-
-    def _as_feed(
-        self,
-        stream: HostToDeviceStream,
-        value: Any,
-        shape: tuple[int, ...],
-        dtype: Any,
-        host_dtype: Any,
-        downcast: bool,
-    ) -> Any:
-        """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
-        array: Any
-        if isinstance(value, jax.Array):
-            array = value
-        else:
-            array = to_numpy(value, downcast=downcast)
-        array = self._fitted(stream, array, shape)
-        if array.dtype == dtype:
-            return array
-        if array.dtype == np.int64 and dtype == np.int32:
-            return array.astype(np.int32)
-        if array.dtype == host_dtype or (host_dtype.names and array.dtype == np.uint8):
-            return np.ascontiguousarray(array).view(dtype)  # float8, as its bytes
-        raise PopxlError(
-            f"Session.run: the array for {stream} has the dtype {array.dtype}; expected {host_dtype}. Nothing is "
-            f"converted: pass `array.astype(np.{host_dtype})`."
-        )
-
-    def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
-        """An array in the shape of its feed, where that is meant: longer ones are cut, single elements reshaped."""
-        if array.shape == shape:
-            return array
-        transfers = self.program.transfers
-        if transfers > 1:
-            if not array.shape or array.shape[0] < transfers:
-                raise ValueError(
-                    f"Session.run: the array for {stream} has the shape {array.shape}; its first dimension has to hold "
-                    f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
-                )
-            array = array[:transfers]
-        one_number_each = len(array.squeeze().shape) <= (1 if transfers > 1 else 0)
-        if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
-            raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
-        return array.reshape(shape)
-
-    def _check_output(self, stream: Stream, array: np.ndarray) -> None:
-        shape = self.program.host_shape(stream)
-        if self._fitted(stream, array, shape).dtype != stream.dtype.as_numpy():
-            raise PopxlError(
-                f"Session.run_with_outputs: the array for {stream} has the dtype {array.dtype}; expected "
-                f"{stream.dtype.as_numpy()}."
-            )
-
-    def _check_streams(self, what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:
-        """`ValueError` that names every missing and unexpected stream at once."""
-        missing = [str(s) for s in expected if s not in given]
-        wanted = set(expected)
-        extra = [str(s) for s in given if not isinstance(s, Stream) or s not in wanted]
-        if missing or extra:
-            problems = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unexpected: {', '.join(extra)}"] * bool(
-                extra
-            )
-            raise ValueError(
-                f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
-                f"Expected are {', '.join(map(str, wanted)) or 'none'}."
-            )
-
     def _validate_run_inputs(self, inputs: Mapping[HostToDeviceStream, Any]) -> None:
-        self._arrays(inputs, True)
+        self._host_arrays.feeds(inputs, downcast=True)
 
     # Variables ------------------------------------------------------------------------------------------------------
-
-    def _device_is_ahead(self) -> None:
-        if not self._host_is_stale:
-            self._set_stale(True)
 
     def _set_stale(self, stale: bool) -> None:
         self._host_is_stale = stale

@@ -40,8 +40,7 @@ def find_device(description: str | Device, ir: Ir) -> Device:
     if ir.replication_factor > 1:
         raise NotImplementedError(
             f"Session: {ir!r} has {ir.replication_factor} replicas; replicated programs cannot be run yet. "
-            "Build the Ir "
-            "with replication=1."
+            "Build the Ir with replication=1."
         )
     if isinstance(description, Device):
         return description

@@ -149,9 +149,8 @@ class Program:
     def _state(self) -> tuple[Array, ...]:
         if self._changing is None:
             raise PopxlError(
-                "Session: the values of the variables on the device were lost when a run failed. Upload the "
-                "host copies "
-                "again with `session.weights_from_host()`."
+                "Session: the values of the variables on the device were lost when a run failed. Upload the host "
+                "copies again with `session.weights_from_host()`."
             )
         return self._changing
 
@@ -165,12 +164,4 @@ class Program:
                 )
 
 
-def fetched(array: Array, dtype: dtype) -> np.ndarray:
-    """A NumPy array, owned by the caller, with what is on the device."""
-    host = to_host(np.asarray(array), dtype)
-    return host if host.flags.writeable else host.copy()
-
-
 _WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})
-
-__all__ = ["Program", "fetched"]

@@ -1,0 +1,141 @@
+"""What the host hands to a program and gets back: arrays for its streams, checked and in the form that it expects."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from popxl.errors import PopxlError
+from popxl.fp8_utils import to_host
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.utils import to_numpy
+from runtime.program import Program
+
+
+class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
+    """What a run stored, by stream. An array is fetched from the device when it is first looked at."""
+
+    def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
+        array = self.data[stream]
+        if not isinstance(array, np.ndarray):
+            host = to_host(np.asarray(array), stream.dtype)
+            array = self.data[stream] = host if host.flags.writeable else host.copy()
+        return array
+
+
+class HostArrays:
+    """The arrays of the streams of one program.
+
+    Args:
+        program: the program, which says what it expects.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._inputs = frozenset(program.inputs)
+        self._expected = tuple((s, program.host_shape(s), s.dtype.as_jax()) for s in program.inputs)
+
+    # In -------------------------------------------------------------------------------------------------------------
+
+    def feeds(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
+        """The arrays to run with, in the order of the program. All are checked before any is used.
+
+        Raises:
+            ValueError: for a missing or unexpected stream, or an array of the wrong shape.
+            PopxlError: for an array of the wrong dtype.
+        """
+        if inputs.keys() != self._inputs:
+            _check_streams("input", self._program.inputs, inputs)
+        arrays = []
+        for stream, shape, dtype in self._expected:
+            array = inputs[stream]
+            if type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
+                # The program may read it after `run` has returned, when the caller fills it with the next batch.
+                arrays.append(array.copy())
+            else:
+                arrays.append(self._converted(stream, array, shape, dtype, downcast))
+        return tuple(arrays)
+
+    def _converted(
+        self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
+    ) -> Any:
+        """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
+        array: Any
+        if isinstance(value, jax.Array):
+            array = jax.device_put(value, self._program.device.jax_device)
+        else:
+            array = to_numpy(value, downcast=downcast)
+        array = self._fitted(stream, array, shape)
+        host_dtype = stream.dtype.as_numpy()
+        if array.dtype == dtype:
+            return array
+        if array.dtype == np.int64 and dtype == np.int32:
+            return array.astype(np.int32)
+        if array.dtype == host_dtype or (host_dtype.names and array.dtype == np.uint8):
+            return np.ascontiguousarray(array).view(dtype)  # float8, as its bytes
+        raise PopxlError(
+            f"Session.run: the array for {stream} has the dtype {array.dtype}; expected {host_dtype}. Nothing is "
+            f"converted: pass `array.astype(np.{host_dtype})`."
+        )
+
+    def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
+        """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped."""
+        if array.shape == shape:
+            return array
+        transfers = self._program.transfers
+        if transfers > 1:
+            if not array.shape or array.shape[0] < transfers:
+                raise ValueError(
+                    f"Session.run: the array for {stream} has the shape {array.shape}; its first dimension has to hold "
+                    f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
+                )
+            array = array[:transfers]
+        one_number_each = len(array.squeeze().shape) <= (1 if transfers > 1 else 0)
+        if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
+            raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
+        return array.reshape(shape)
+
+    # Out ------------------------------------------------------------------------------------------------------------
+
+    def new_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
+        """An array, with undefined contents, for each output stream."""
+        return {s: np.empty(self._program.host_shape(s), s.dtype.as_numpy()) for s in self._program.outputs}
+
+    def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
+        """Check arrays that a run is to fill; errors as for `feeds`."""
+        _check_streams("output", self._program.outputs, arrays)
+        for s in self._program.outputs:
+            fitted = self._fitted(s, arrays[s], self._program.host_shape(s))
+            if fitted.dtype != s.dtype.as_numpy():
+                raise PopxlError(
+                    f"Session.run_with_outputs: the array for {s} has the dtype {fitted.dtype}; expected "
+                    f"{s.dtype.as_numpy()}."
+                )
+
+    def fill(
+        self, arrays: Mapping[DeviceToHostStream, np.ndarray], results: Mapping[DeviceToHostStream, np.ndarray]
+    ) -> None:
+        """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
+        for s in self._program.outputs:
+            room, used = (self._program.transfers, *s.shape), self._program.counts[s]
+            array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
+            np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
+
+
+def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:
+    """`ValueError` that names every missing and unexpected stream at once."""
+    wanted = set(expected)
+    missing = [str(s) for s in wanted if s not in given]
+    unexpected = [str(s) for s in given if not isinstance(s, Stream) or s not in wanted]
+    problems = [
+        f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+    ]
+    if problems:
+        raise ValueError(
+            f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
+            f"Expected are {', '.join(map(str, wanted)) or 'none'}."
+        )

@@ -16,7 +16,7 @@ __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "
 class Stream:
     """A channel of tensors of one shape and dtype. Make streams with `popxl.h2d_stream` and `popxl.d2h_stream`.
 
-    Two streams are equal if they are the same channel.
+    Two streams are equal if they are the same object: there is one for each channel.
     """
 
     __slots__ = ("tensor",)
@@ -53,12 +53,6 @@ class Stream:
     def tensor_id(self) -> str:
         """Name of the stream: the id of the tensor that stands for it in the main graph."""
         return self.tensor.id
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.tensor is other.tensor
-
-    def __hash__(self) -> int:
-        return hash(self.tensor)
 
     def __str__(self) -> str:
         return f"{type(self).__name__} {self.tensor!r}"

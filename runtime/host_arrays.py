@@ -19,6 +19,9 @@ from runtime.program import Program
 class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
     """What a run stored, by stream. An array is fetched from the device when it is first looked at."""
 
+    def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
+        self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
+
     def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
         array = self.data[stream]
         if not isinstance(array, np.ndarray):

@@ -55,6 +55,7 @@ class Program:
         self._read = tuple(v for v in self.variables if v not in written)
         self._prints = prints(main)
         self.counts = transfers_of(main)
+        self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
         self._wide = any(t.dtype in _WIDE for graph in ir.graphs for t in graph.tensors)
         self._lowering = Lowering(main, keep_calls)
         self._main = main
@@ -131,7 +132,8 @@ class Program:
     def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run the program once. Returns the arrays of the output streams, still on the device."""
         state = self._state()
-        self._check_transfers()
+        if self._excess:
+            raise self._too_many_transfers()
         try:
             if self._wide:
                 with self._precision():
@@ -154,14 +156,12 @@ class Program:
             )
         return self._changing
 
-    def _check_transfers(self) -> None:
-        for stream, count in self.counts.items():
-            if count > self.transfers:
-                raise PopxlError(
-                    f"Session.run: the program makes {count} transfers of {stream} in one run, and "
-                    f"`ir.num_host_transfers` is {self.transfers}. Set it to at least {count} before the "
-                    "session is made."
-                )
+    def _too_many_transfers(self) -> PopxlError:
+        stream, count = max(self._excess.items(), key=lambda item: item[1])
+        return PopxlError(
+            f"Session.run: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` is "
+            f"{self.transfers}. Set it to at least {count} before the session is made."
+        )
 
 
 _WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})

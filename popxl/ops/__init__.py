@@ -13,7 +13,6 @@ from popxl.ops.elementwise import (
     clip,
     cos,
     div,
-    equal,
     exp,
     exp_,
     floor,  # noqa: F401
@@ -22,17 +21,10 @@ from popxl.ops.elementwise import (
     gelu_,
     geluerf,
     geluerf_,
-    greater,
     increment_mod,
     increment_mod_,
-    isfinite,
-    isinf,
-    isnan,
     log,
     log2,  # noqa: F401
-    logical_and,
-    logical_not,
-    logical_or,
     maximum,
     mul,
     negate,
@@ -46,10 +38,20 @@ from popxl.ops.elementwise import (
     swish,
     swish_,
     tanh,
-    where,
 )
 from popxl.ops.host import host_load, host_store, init, print_tensor
 from popxl.ops.index import gather, getitem  # noqa: F401
+from popxl.ops.logic import (
+    equal,
+    greater,
+    isfinite,
+    isinf,
+    isnan,
+    logical_and,
+    logical_not,
+    logical_or,
+    where,
+)
 from popxl.ops.matmul import matmul
 from popxl.ops.nn import nll_loss, nll_loss_with_softmax_grad, softmax
 from popxl.ops.reduce import (

@@ -1,4 +1,4 @@
-"""Ops that act on each element alone: arithmetic, functions, comparisons, logic.
+"""Ops that act on each element alone: arithmetic and functions. Questions and choices are in `popxl.ops.logic`.
 
 Each is one declaration: the name, the JAX function, a sentence, and the gradient where it is not simply JAX's. A
 gradient rule is written with ops, and its parameters say what it reads: `g`, the incoming gradient; an operand by
@@ -19,10 +19,9 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
-from popxl.op import REFUSED, OpKind
-from popxl.ops.convert import cast_if_needed, identity
+from popxl.op import OpKind
 from popxl.ops.families import Unary, binary, inplace, unary
-from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, predicate, same_dtype
+from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor, TensorLike
 
@@ -65,8 +64,6 @@ geluerf = unary(
     kind="GeluErf",
     see="torch.nn.functional.gelu",
 )
-isinf = unary("isinf", jnp.isinf, "Whether t is +∞ or -∞.", None, kind="IsInf", shape=predicate, see="numpy.isinf")
-isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNaN", shape=predicate, see="numpy.isnan")
 log = unary("log", jnp.log, "Natural logarithm.", lambda g, t: g / t, see="numpy.log")
 negate: Unary = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", see="numpy.negative")
 relu = unary(
@@ -134,7 +131,6 @@ fmod = binary(
     {"lhs": lambda g: g},
     see="numpy.fmod",
 )
-equal = binary("equal", jnp.equal, "Whether lhs = rhs, elementwise.", REFUSED, shape=predicate, see="numpy.equal")
 
 add_ = inplace(add, "add_", "add_lhs_inplace_out")
 
@@ -146,7 +142,6 @@ _clip = OpKind(
     shape=like_first,
     gradient={"t": lambda g, out, min, max: clip_grad(g, out, min=min, max=max)},
 )
-_greater = OpKind("Greater", lambda input, other: input > other, shape=predicate, gradient=REFUSED)
 _increment_mod = OpKind(
     "IncrementMod",
     lambda t, *, increment, modulus: jnp.fmod(t + _number(increment, t), _number(modulus, t)),
@@ -154,9 +149,6 @@ _increment_mod = OpKind(
     gradient=None,
 )
 _increment_mod_ = _increment_mod.inplace("IncrementModInplace", "increment_mod_inplace_out")
-_and = OpKind("And", lambda lhs, rhs: lhs & rhs, shape=predicate, gradient=REFUSED)
-_or = OpKind("Or", lambda lhs, rhs: lhs | rhs, shape=predicate, gradient=REFUSED)
-_not = OpKind("Not", lambda t: ~t, shape=predicate, gradient=REFUSED)
 _max = OpKind(
     "Max",
     lambda *ts: functools.reduce(jnp.maximum, ts),
@@ -174,15 +166,6 @@ _pow = OpKind(
     },
 )
 _sum = OpKind("Sum", lambda *ts: sum(ts), shape=broadcast, gradient={"ts": lambda g: g})
-_where = OpKind(
-    "Where",
-    lambda condition, lhs, rhs: jnp.where(condition, lhs, rhs),
-    shape=lambda condition, lhs, rhs: _selection(condition, lhs, rhs),
-    gradient={
-        "lhs": lambda g, condition: where(condition, g, constant(0, g.dtype)),
-        "rhs": lambda g, condition: where(condition, constant(0, g.dtype), g),
-    },
-)
 
 
 def _bounds(t: Any, *bounds: float) -> list[float]:
@@ -196,11 +179,6 @@ def _bounds(t: Any, *bounds: float) -> list[float]:
 def _number(number: float, t: Any) -> Any:
     """A plain number in the dtype of an array. Integers lose their fraction, and wrap around if they do not fit."""
     return np.asarray(number).astype(t.dtype)
-
-
-def _selection(condition: Any, lhs: Any, rhs: Any) -> TensorSpec:
-    same_dtype(lhs, rhs)
-    return TensorSpec(broadcast_shapes(condition.shape, lhs.shape, rhs.shape), lhs.dtype, meta_shape_of(lhs, rhs))
 
 
 def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
@@ -223,23 +201,6 @@ def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
 
 
 clamp = clip
-
-
-def greater(input: Tensor, other: Tensor) -> Tensor:
-    """Whether input > other, elementwise; false wherever one of them is NaN.
-
-    Args:
-        input, other: tensors whose shapes broadcast.
-
-    Returns:
-        A bool tensor of the broadcast shape.
-
-    See also: `numpy.greater`.
-
-    Example:
-        >>> mask = ops.greater(x, y)
-    """
-    return _greater(input, other)
 
 
 def increment_mod(t: Tensor, increment: float, modulus: float) -> Tensor:
@@ -267,25 +228,6 @@ def increment_mod_(t: Tensor, increment: float, modulus: float) -> Tensor:
     return _increment_mod_(t, increment=increment, modulus=modulus)
 
 
-def isfinite(t: Tensor) -> Tensor:
-    """Whether t is neither infinite nor NaN.
-
-    Made of other ops, as in PopXL: not (isnan or isinf), renamed.
-
-    Args:
-        t: tensor of any shape.
-
-    Returns:
-        A bool tensor of the same shape.
-
-    See also: `numpy.isfinite`.
-
-    Example:
-        >>> ok = ops.isfinite(loss)
-    """
-    return identity(logical_not(logical_or(isnan(t), isinf(t))), "isfinite_out")
-
-
 def log2(t: Tensor) -> Tensor:
     """Logarithm to base 2, made of other ops: log(t) / log(2), each rounded to the dtype of `t`.
 
@@ -301,60 +243,6 @@ def log2(t: Tensor) -> Tensor:
         >>> y = ops.log2(x)
     """
     return div(log(t), log(constant(2, t.dtype)))
-
-
-def logical_and(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Whether both are true, elementwise. Operands that are not bool are converted: anything but 0 is true.
-
-    Args:
-        lhs, rhs: tensors whose shapes broadcast.
-
-    Returns:
-        A bool tensor of the broadcast shape.
-
-    See also: `numpy.logical_and`.
-
-    Example:
-        >>> both = ops.logical_and(a, b)
-    """
-    _and.check(lhs, rhs)
-    return _and(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
-
-
-def logical_or(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Whether one or both are true, elementwise. Operands that are not bool are converted: anything but 0 is true.
-
-    Args:
-        lhs, rhs: tensors whose shapes broadcast.
-
-    Returns:
-        A bool tensor of the broadcast shape.
-
-    See also: `numpy.logical_or`.
-
-    Example:
-        >>> either = ops.logical_or(a, b)
-    """
-    _or.check(lhs, rhs)
-    return _or(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
-
-
-def logical_not(t: Tensor) -> Tensor:
-    """Whether t is false. A tensor that is not bool is converted: anything but 0 is true.
-
-    Args:
-        t: tensor of any shape.
-
-    Returns:
-        A bool tensor of the same shape.
-
-    See also: `numpy.logical_not`.
-
-    Example:
-        >>> neither = ops.logical_not(either)
-    """
-    _not.check(t)
-    return _not(cast_if_needed(t, dtypes.bool))
 
 
 def maximum(*ts: Tensor) -> Tensor:
@@ -426,25 +314,3 @@ def add_n(*ts: Tensor) -> Tensor:
     if not ts:
         raise ValueError("add_n: at least one tensor is needed; none was given.")
     return _sum(*ts)
-
-
-def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
-    """`lhs` where the condition is true, else `rhs`, elementwise.
-
-    Args:
-        condition: bool tensor, or one that is converted: anything but 0 is true. No gradient flows to it.
-        lhs, rhs: tensors of one dtype. The three shapes broadcast.
-
-    Returns:
-        A new tensor of the broadcast shape.
-
-    Raises:
-        PopxlError: if the shapes do not broadcast or the dtypes differ.
-
-    See also: `numpy.where`.
-
-    Example:
-        >>> y = ops.where(mask, x, zero)
-    """
-    _where.check(condition, lhs, rhs)
-    return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)

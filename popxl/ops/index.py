@@ -13,7 +13,7 @@ from popxl import dtypes
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.elementwise import where
+from popxl.ops.logic import where
 from popxl.ops.shape import slice, squeeze, subsample
 from popxl.shapes import one_axis
 from popxl.spec import TensorSpec

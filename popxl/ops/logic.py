@@ -1,0 +1,137 @@
+"""Questions about each element, and choices by the answer: comparisons, logic, `where`.
+
+No gradient flows through an answer. `where` passes it to what was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from popxl import dtypes
+from popxl.create import constant
+from popxl.op import REFUSED, OpKind
+from popxl.ops.convert import cast_if_needed, identity
+from popxl.ops.families import Binary, binary, public, unary
+from popxl.shapes import broadcast_shapes, meta_shape_of, predicate, same_dtype
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+isinf = unary("isinf", jnp.isinf, "Whether t is +∞ or -∞.", None, kind="IsInf", shape=predicate, see="numpy.isinf")
+isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNaN", shape=predicate, see="numpy.isnan")
+equal = binary("equal", jnp.equal, "Whether lhs = rhs, elementwise.", REFUSED, shape=predicate, see="numpy.equal")
+
+
+def _logical(name: str, kind: str, lowering: Callable[[Any, Any], Any], meaning: str) -> Binary:
+    """Declare an op of two truth values."""
+    declaration = OpKind(kind, lowering, shape=predicate, gradient=REFUSED)
+
+    def op(lhs: Tensor, rhs: Tensor) -> Tensor:
+        declaration.check(lhs, rhs)
+        return declaration(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
+
+    doc = (
+        f"{meaning} Operands that are not bool are converted: anything but 0 is true.\n\nArgs:\n    lhs, rhs: tensors "
+        "whose shapes broadcast.\n\nReturns:\n    A bool tensor of the broadcast shape.\n\nSee also: "
+        f"`numpy.{name}`.\n\nExample:\n    >>> c = ops.{name}(a, b)"
+    )
+    return public(op, declaration, name, doc)
+
+
+logical_and = _logical("logical_and", "And", lambda lhs, rhs: lhs & rhs, "Whether both are true, elementwise.")
+logical_or = _logical("logical_or", "Or", lambda lhs, rhs: lhs | rhs, "Whether one or both are true, elementwise.")
+
+_not = OpKind("Not", lambda t: ~t, shape=predicate, gradient=REFUSED)
+_greater = OpKind("Greater", lambda input, other: input > other, shape=predicate, gradient=REFUSED)
+_where = OpKind(
+    "Where",
+    lambda condition, lhs, rhs: jnp.where(condition, lhs, rhs),
+    shape=lambda condition, lhs, rhs: _selection(condition, lhs, rhs),
+    gradient={
+        "lhs": lambda g, condition: where(condition, g, constant(0, g.dtype)),
+        "rhs": lambda g, condition: where(condition, constant(0, g.dtype), g),
+    },
+)
+
+
+def _selection(condition: Any, lhs: Any, rhs: Any) -> TensorSpec:
+    same_dtype(lhs, rhs)
+    return TensorSpec(broadcast_shapes(condition.shape, lhs.shape, rhs.shape), lhs.dtype, meta_shape_of(lhs, rhs))
+
+
+def greater(input: Tensor, other: Tensor) -> Tensor:
+    """Whether input > other, elementwise; false wherever one of them is NaN.
+
+    Args:
+        input, other: tensors whose shapes broadcast.
+
+    Returns:
+        A bool tensor of the broadcast shape.
+
+    See also: `numpy.greater`.
+
+    Example:
+        >>> mask = ops.greater(x, y)
+    """
+    return _greater(input, other)
+
+
+def isfinite(t: Tensor) -> Tensor:
+    """Whether t is neither infinite nor NaN.
+
+    Made of other ops, as in PopXL: not (isnan or isinf), renamed.
+
+    Args:
+        t: tensor of any shape.
+
+    Returns:
+        A bool tensor of the same shape.
+
+    See also: `numpy.isfinite`.
+
+    Example:
+        >>> ok = ops.isfinite(loss)
+    """
+    return identity(logical_not(logical_or(isnan(t), isinf(t))), "isfinite_out")
+
+
+def logical_not(t: Tensor) -> Tensor:
+    """Whether t is false. A tensor that is not bool is converted: anything but 0 is true.
+
+    Args:
+        t: tensor of any shape.
+
+    Returns:
+        A bool tensor of the same shape.
+
+    See also: `numpy.logical_not`.
+
+    Example:
+        >>> neither = ops.logical_not(either)
+    """
+    _not.check(t)
+    return _not(cast_if_needed(t, dtypes.bool))
+
+
+def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """`lhs` where the condition is true, else `rhs`, elementwise.
+
+    Args:
+        condition: bool tensor, or one that is converted: anything but 0 is true. No gradient flows to it.
+        lhs, rhs: tensors of one dtype. The three shapes broadcast.
+
+    Returns:
+        A new tensor of the broadcast shape.
+
+    Raises:
+        PopxlError: if the shapes do not broadcast or the dtypes differ.
+
+    See also: `numpy.where`.
+
+    Example:
+        >>> y = ops.where(mask, x, zero)
+    """
+    _where.check(condition, lhs, rhs)
+    return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from popxl.context import get_current_context
+from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.printing import algebra, schedule
 from popxl.spec import TensorSpec
@@ -183,6 +184,11 @@ class Graph:
 
     def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[Tensor] = Tensor, scoped: bool = True) -> Any:
         """A tensor of this graph that nothing makes yet. Its id is the wished name, made unique."""
+        if not isinstance(spec.dtype, dtype_):
+            raise TypeError(
+                f"The dtype of {name or 'a tensor'!r} must be a popxl dtype such as popxl.float32; got {spec.dtype!r} "
+                f"({type(spec.dtype).__name__}). `popxl.dtype.as_dtype(...)` makes one of it."
+            )
         wish = f"{get_current_context().scope_prefix}{name or 't'}" if scoped else name or "t"
         id = self._prefix + wish
         if id in self._tensors:
@@ -231,28 +237,24 @@ class Graph:
             for op in self.call_sites:
                 op.gain_output(t)
 
+    def forget(self, t: Tensor) -> None:
+        """Take back a tensor that nothing uses."""
+        del self._tensors[t.id]
+
     def trim_outputs(self, count: int) -> None:
-        """Take back the outputs after the first `count`, here and at every call of the graph. Nothing may use them."""
-        added = len(self._outputs) - count
+        """Take back the outputs after the first `count`. Nothing may use them."""
         del self._outputs[count:]
-        for op in self.call_sites:
-            if op.kind.mirrors is not None and added:
-                for t in op.outputs[-added:]:
-                    del op.graph._tensors[t.id]
-                op.outputs = op.outputs[:-added]
 
     def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
         """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
-        context = get_current_context()
-        if context.sequence.mode is not None:
-            key = (self.id, op.execution_context)
-            op.after = context.sequence.predecessors(key)
+        sequence = get_current_context().sequence
+        key = (self, op.execution_context) if sequence.mode is not None else None
+        op.after = sequence.predecessors(key)
+        outputs = self._new_tensors(specs, names)
         op.id = self.ir.next_op_id()
-        if context.sequence.mode is not None:
-            context.sequence.remember(key, op.id)
+        sequence.remember(key, op.id)
         for t in op.inputs:
             t.used_by(op)
-        outputs = tuple(self.new_tensor(name, spec) for spec, name in zip(specs, names, strict=True))
         overwritten = op.inputs[min(op.modified)] if op.kind.aliased else None
         for t in outputs:
             t.made_by(op, overwritten)
@@ -260,6 +262,18 @@ class Graph:
         for graph in op.called_graphs:
             graph.call_sites.append(op)
         return outputs
+
+    def _new_tensors(self, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
+        """Several new tensors; none, if a name cannot be given."""
+        made: list[Tensor] = []
+        try:
+            for spec, name in zip(specs, names, strict=True):
+                made.append(self.new_tensor(name, spec))
+        except BaseException:
+            for t in made:
+                self.forget(t)
+            raise
+        return tuple(made)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Ir:
         self.options = SessionOptions()
         self._num_host_transfers = 1
         self.frozen = False
+        self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
         self._op_ids = itertools.count(100)
         self._subgraph_numbers = itertools.count()
         self._suffixes = itertools.count()
@@ -154,13 +155,16 @@ class Ir:
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
         """If the block fails, take back the graphs that it made and the outputs that it gave to others."""
-        before = [(graph, len(graph.outputs)) for graph in self.graphs]
+        graphs = [(graph, len(graph.outputs)) for graph in self.graphs]
+        calls = [(op, len(op.outputs)) for graph in self.graphs for op in graph.ops if op.kind.mirrors is not None]
         try:
             yield
         except BaseException:
-            for graph, count in before:
+            for graph, count in graphs:
                 graph.trim_outputs(count)
-            for graph in self.graphs[len(before) :]:
+            for op, count in calls:
+                op.trim_outputs(count)
+            for graph in self.graphs[len(graphs) :]:
                 self.remove_graph(graph)
             raise
 

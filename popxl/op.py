@@ -16,7 +16,8 @@ import inspect
 import linecache
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,7 @@ class OpKind:
         calls: names of attributes that hold graphs which the op runs.
         mirrors: makes the op gain a result for each output that its graph gains later. The function gives the spec of
             the result for that of the output, and the op's attributes.
+        returns: which outputs of the graph that the op runs matter, if these tensors of the op's own graph do.
         colocated: all operands have to be on one device and tile set.
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
@@ -136,6 +138,7 @@ class OpKind:
         effect: bool = False,
         calls: tuple[str, ...] = (),
         mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
+        returns: Callable[[Op, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, matter: (),
         colocated: bool = True,
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
@@ -151,6 +154,7 @@ class OpKind:
         self.effect = effect
         self.calls = calls
         self.mirrors = mirrors
+        self.returns = returns
         self.colocated = colocated
         self.place = place
         self._renamed = operands
@@ -253,13 +257,12 @@ class OpKind:
                 return self.shape(*operands, **attributes)
             return abstract_evaluation(self.lowering, [t.spec for t in inputs], names, attributes | plain)
         except (PopxlError, ValueError, TypeError) as problem:
-            shown = ", ".join(
-                f"`{name}` is {brief(t)}"
-                for name, t in zip(names or self.operand_names(len(inputs)), inputs, strict=True)
-            )
+            named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
+            # An op that runs a graph names the input in question itself.
+            shown = "" if self.calls else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
             source = SourceLocation.of(user_frame())
             where = f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
-            raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from problem
+            raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from None
 
 
 def _snake(name: str) -> str:
@@ -432,6 +435,12 @@ class Op:
         t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
         t.made_by(self)
         self.outputs += (t,)
+
+    def trim_outputs(self, count: int) -> None:
+        """Take back the results after the first `count`. Nothing may use them."""
+        for t in self.outputs[count:]:
+            self.graph.forget(t)
+        self.outputs = self.outputs[:count]
 
     def operand_names(self) -> tuple[str, ...]:
         """Names of the inputs, as the kind's function calls them."""

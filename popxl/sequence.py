@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Mode = bool | None
 
@@ -19,7 +19,11 @@ class _Memory:
     """Ids of ops: `before` precede every new op, `members` are unordered among themselves."""
 
     before: tuple[int, ...] = ()
-    members: tuple[int, ...] = ()
+    members: list[int] = field(default_factory=list)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (*self.before, *self.members)
 
 
 class Sequencer:
@@ -38,7 +42,7 @@ class Sequencer:
             self._memories.clear()
         elif mode is False and before is True:
             for key, memory in self._memories.items():  # a block nested in a chain follows whole blocks before it
-                self._memories[key] = _Memory(memory.before + memory.members)
+                self._memories[key] = _Memory(memory.all)
         self.mode = None if mode == "pass" else mode  # type: ignore[assignment]  # checked by the first op
         self._depth += 1
         try:
@@ -58,7 +62,7 @@ class Sequencer:
         memory = self._memories.get(key)
         if memory is None:
             return ()
-        return memory.before + memory.members if self.mode else memory.before
+        return memory.all if self.mode else memory.before
 
     def remember(self, key: Hashable, op_id: int) -> None:
         """Take note of a new op."""
@@ -68,4 +72,4 @@ class Sequencer:
         if self.mode:
             self._memories[key] = _Memory(before=(op_id,))
         else:
-            memory.members += (op_id,)
+            memory.members.append(op_id)

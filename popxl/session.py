@@ -63,8 +63,12 @@ class Session:
         ir.frozen = True
         self._is_attached = False
         self._was_attached_stack: list[bool] = []
-        self._host_is_stale = False
+        self._has_run = False
+        self._known_host_data = ir.host_data_version
         self._host_arrays = HostArrays(self.program)
+
+    def __repr__(self) -> str:
+        return f"Session[{self._ir!r} on {self._device}]"
 
     @property
     def ir(self) -> Ir:
@@ -80,7 +84,7 @@ class Session:
 
     def __enter__(self) -> Self:
         if not self._is_attached:
-            self.program.upload()
+            self._upload()
             self._is_attached = True
             self._was_attached_stack.append(False)
         else:
@@ -128,8 +132,10 @@ class Session:
         """
         self._check_attached("run")
         fetches = self.program.run(self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs))
-        if not self._host_is_stale:
-            self._set_stale(True)
+        if not self._has_run:
+            self._has_run = True
+            for v in self._variables:
+                v._in_sync = False
         return Outputs(dict(zip(self.program.outputs, fetches, strict=True)))
 
     def run_with_outputs(
@@ -179,18 +185,27 @@ class Session:
 
     # Variables ------------------------------------------------------------------------------------------------------
 
-    def _set_stale(self, stale: bool) -> None:
-        self._host_is_stale = stale
-        for v in self._variables:
-            v._in_sync = not stale
+    @property
+    def _host_is_stale(self) -> bool:
+        """Whether the host copies are not what this session last put there: it has run, or somebody else wrote them."""
+        return self._has_run or self._known_host_data != self._ir.host_data_version
+
+    def _host_data_changed(self) -> None:
+        """Note that this session has just written host copies, which all sessions of the Ir share."""
+        self._ir.host_data_version += 1
+        self._known_host_data = self._ir.host_data_version
 
     def _has_read_only_data(self) -> bool:
         return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
 
+    def _upload(self) -> None:
+        self.program.upload()
+        self._known_host_data = self._ir.host_data_version
+
     def weights_from_host(self) -> None:
         """Copy the host values of all variables to the device. `ValueError` if the session is not attached."""
         self._check_attached("weights_from_host")
-        self.program.upload()
+        self._upload()
 
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached."""
@@ -200,8 +215,10 @@ class Session:
             )
         self._check_attached("weights_to_host")
         self.program.download()
-        self._set_stale(False)
+        self._has_run = False
+        self._host_data_changed()
         for v in self._variables:
+            v._in_sync = True
             if isinstance(v.data, np.memmap):
                 v.data.flush()
 
@@ -212,11 +229,14 @@ class Session:
 
         Raises:
             TypeError: for any other tensor.
+            ValueError: for a tensor of another Ir.
         """
         return self.get_tensors_data([tensor])[tensor]
 
     def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
         """As `get_tensor_data`, for several tensors, with one transfer at most."""
+        if isinstance(tensors, Tensor):
+            raise TypeError(f"Session.get_tensors_data: expected a list of tensors; got {tensors!r}.")
         wanted = list(tensors)
         for t in wanted:
             if not isinstance(t, Variable | Constant):
@@ -224,6 +244,7 @@ class Session:
                     f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
                     "stream (`ops.host_store`)."
                 )
+            self._check_own("get_tensors_data", t)
             if isinstance(t, Variable) and (t.dtype.is_complex or t.dtype.name in ("int8", "uint8")):
                 raise ValueError(
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
@@ -243,7 +264,7 @@ class Session:
 
         Raises:
             TypeError: if `tensor` is no variable, or for another dtype.
-            ValueError: for another shape.
+            ValueError: for another shape, or a variable of another Ir.
         """
         self.write_variables_data({tensor: data})
 
@@ -252,8 +273,17 @@ class Session:
         checked = {t: self._new_data(t, data) for t, data in tensors.items()}
         for t, data in checked.items():
             np.copyto(t.data, data)
+        self._host_data_changed()
         if self._is_attached:
             self.weights_from_host()
+
+    def _check_own(self, what: str, t: Tensor) -> None:
+        """`ValueError` for a tensor of another program, whose names may be the same."""
+        if t.ir is not self._ir:
+            raise ValueError(
+                f"Session.{what}: {t!r} is of {t.ir!r}, another program than this session's, {self._ir!r}. Pass this "
+                "program's tensor (`NamedTensors.to_mapping` pairs tensors by their names)."
+            )
 
     def _new_data(self, t: Tensor, data: Any) -> np.ndarray:
         if not isinstance(t, Variable):
@@ -262,11 +292,17 @@ class Session:
             raise NotImplementedError(
                 f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
             )
+        self._check_own("write_variable_data", t)
         wanted = t.dtype.as_numpy()
         if isinstance(data, numbers.Number):
             if wanted.names:
                 raise TypeError(f"Session.write_variable_data: {t!r} is a float8; expected an array of dtype {wanted}.")
             data = np.asarray(data, wanted)
+        if not hasattr(data, "dtype"):
+            raise AttributeError(
+                f"Session.write_variable_data: the data for {t!r} is {data!r} ({type(data).__name__}); expected an "
+                f"array: `np.asarray(data, np.{wanted})`."
+            )
         if data.dtype != wanted:
             raise TypeError(
                 f"Session.write_variable_data: the data for {t!r} has the dtype {data.dtype}; expected {wanted}."

@@ -6,12 +6,41 @@ A rule takes tensors (anything with `shape`, `dtype` and `meta_shape`) and the o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 from popxl import dtypes
 from popxl.errors import PopxlError
 from popxl.spec import TensorSpec
+
+
+def integer(value: Any, what: str, expected: str = "be an integer") -> int:
+    """An argument that has to be an integer, NumPy's among them. `what` names it in the message."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} must {expected}; got {value!r} ({type(value).__name__}).") from None
+
+
+def integers(values: Any, what: str, gaps: bool = False) -> tuple[Any, ...]:
+    """An argument that has to be a sequence of integers; with `gaps`, some of them may be `None`."""
+    try:
+        entries = tuple(values)
+    except TypeError:
+        raise TypeError(f"{what} must be a sequence of integers; got {values!r} ({type(values).__name__}).") from None
+    return tuple(entry if gaps and entry is None else integer(entry, what, "hold integers") for entry in entries)
+
+
+def integer_or_integers(value: Any, what: str, gaps: bool = False) -> int | tuple[Any, ...]:
+    """An argument that has to be an integer or a sequence of them."""
+    if isinstance(value, int):
+        return value
+    try:
+        entries = tuple(value)
+    except TypeError:
+        return integer(value, what, "be an integer or a sequence of integers")
+    return integers(entries, what, gaps)
 
 
 def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
@@ -83,7 +112,8 @@ def reduction_axes(axis: int | Iterable[int] | None, rank: int) -> tuple[int, ..
     """The axes that a reduction reduces, ascending, each once; all of them for `None`."""
     if axis is None:
         return tuple(range(rank))
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axis = integer_or_integers(axis, "`axis`")
+    axes = (axis,) if isinstance(axis, int) else axis
     for a in axes:
         if not -rank <= a < rank:
             raise PopxlError(f"axis {a} does not exist in a tensor of rank {rank}; expected {-rank} to {rank - 1}.")

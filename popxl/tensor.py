@@ -382,6 +382,7 @@ class Variable(Tensor, tensor_type="Variable"):
 
     @property
     def in_sync_with_ipu(self) -> bool:
+        """Whether the host copy is known to be what the device holds: a run may change a variable."""
         return self._in_sync
 
     @property
@@ -417,6 +418,7 @@ class Constant(Tensor, tensor_type="Constant"):
 
     @property
     def in_sync_with_ipu(self) -> bool:
+        """True: nothing changes a constant."""
         return True
 
     def copy_to_ipu(self, dst: int, src: int) -> Tensor:  # type: ignore[override]  # PopXL names these otherwise

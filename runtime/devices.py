@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
+from popxl.aliasing import reachable
 from popxl.ir import Ir
 
 
@@ -60,5 +61,5 @@ def find_device(description: str | Device, ir: Ir) -> Device:
 
 def devices_needed(ir: Ir) -> int:
     """Number of devices that the program is placed on: a power of two."""
-    highest = max((op.ipu or 0 for graph in ir.graphs for op in graph.ops), default=0)
+    highest = max((op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops), default=0)
     return 1 << ((highest + 1) * ir.instance_replication_factor - 1).bit_length()

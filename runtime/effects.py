@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.aliasing import reachable
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
@@ -92,30 +94,33 @@ class Stepping:
 
 def streams_of(graph: Graph) -> tuple[Stream, ...]:
     """The streams that running a graph uses, calls included, in the order of their ids."""
-    return tuple(sorted(_streams_of(graph), key=lambda stream: stream.tensor_id))
-
-
-def _streams_of(graph: Graph) -> set[Stream]:
-    own = {op.attributes["stream"] for op in graph.ops if op.kind in (host_load_kind, host_store_kind)}
-    return own.union(*map(_streams_of, graph.called_graphs))
+    used = {op.attributes["stream"] for g in reachable(graph) for op in g.ops if op.kind in _TRANSFERS}
+    return tuple(sorted(used, key=lambda stream: stream.tensor_id))
 
 
 def transfers_of(graph: Graph) -> dict[Stream, int]:
     """How many transfers of each stream one run of a graph makes."""
-    counts: dict[Stream, int] = {}
-    for op in graph.ops:
-        if op.kind in (host_load_kind, host_store_kind):
-            counts[op.attributes["stream"]] = counts.get(op.attributes["stream"], 0) + 1
-        for callee in op.called_graphs:
-            for stream, count in transfers_of(callee).items():
-                turns = op.attributes.get("repeat_count", 1)
-                counts[stream] = counts.get(stream, 0) + count * turns
-    return counts
+
+    @cache
+    def of(graph: Graph) -> dict[Stream, int]:
+        counts: dict[Stream, int] = {}
+        for op in graph.ops:
+            if op.kind in _TRANSFERS:
+                counts[op.attributes["stream"]] = counts.get(op.attributes["stream"], 0) + 1
+            for callee in op.called_graphs:
+                for stream, count in of(callee).items():
+                    counts[stream] = counts.get(stream, 0) + count * op.attributes.get("repeat_count", 1)
+        return counts
+
+    return of(graph)
 
 
 def prints(graph: Graph) -> bool:
     """Whether running a graph prints, calls included."""
-    return any(op.kind is print_tensor_kind for op in graph.ops) or any(map(prints, graph.called_graphs))
+    return any(op.kind is print_tensor_kind for g in reachable(graph) for op in g.ops)
+
+
+_TRANSFERS = (host_load_kind, host_store_kind)
 
 
 def host_load(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:

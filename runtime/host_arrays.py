@@ -22,6 +22,9 @@ class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
     def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
         self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
 
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
     def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
         array = self.data[stream]
         if not isinstance(array, np.ndarray):
@@ -51,6 +54,9 @@ class HostArrays:
             ValueError: for a missing or unexpected stream, or an array of the wrong shape.
             PopxlError: for an array of the wrong dtype.
         """
+        self._program.check_transfers()
+        if not isinstance(inputs, Mapping):
+            raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
         if inputs.keys() != self._inputs:
             _check_streams("input", self._program.inputs, inputs)
         arrays = []

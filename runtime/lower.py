@@ -57,11 +57,34 @@ class Environment:
         self.values = dict(values)
 
     def read(self, t: Tensor) -> Array:
-        """The current value of a tensor: of its storage, or seen through the view that it is."""
-        t = t.origin
-        view = _view(t)
-        if view is not None:
-            return view.apply([self.read(base) for base in view.inputs])
+        """The current value of a tensor: of its storage, or seen through the views that lie between."""
+        storage, views = _seen_through(t)
+        value = self._storage(storage)
+        for view in views:
+            value = view.apply([value])
+        return value
+
+    def write(self, t: Tensor, value: Array) -> None:
+        """Change a tensor: its storage, or the part of it that the views between show."""
+        storage, views = _seen_through(t)
+        bases = [self._storage(storage)] if views else []
+        for view in views[:-1]:
+            bases.append(view.apply([bases[-1]]))
+        for view, base in zip(reversed(views), reversed(bases), strict=True):
+            (value,) = view.put([base], value)
+        joined = _view(storage)
+        if joined is None:
+            self.values[storage] = value
+        else:
+            parts = joined.put([self.read(base) for base in joined.inputs], value)
+            for base, changed in zip(joined.inputs, parts, strict=True):
+                self.write(base, changed)
+
+    def _storage(self, t: Tensor) -> Array:
+        """The value of a tensor that is no view of a single other."""
+        joined = _view(t)
+        if joined is not None:
+            return joined.apply([self.read(base) for base in joined.inputs])
         if t not in self.values:
             if not isinstance(t, Constant):
                 raise PopxlError(
@@ -70,16 +93,15 @@ class Environment:
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
         return self.values[t]
 
-    def write(self, t: Tensor, value: Array) -> None:
-        """Change a tensor: its storage, or the part of its bases that it is a view of."""
-        t = t.origin
-        view = _view(t)
-        if view is None:
-            self.values[t] = value
-        else:
-            bases = view.put([self.read(base) for base in view.inputs], value)
-            for base, changed in zip(view.inputs, bases, strict=True):
-                self.write(base, changed)
+
+def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
+    """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end the chain."""
+    views = []
+    t = t.origin
+    while (view := _view(t)) is not None and len(view.inputs) == 1:
+        views.append(view)
+        t = view.inputs[0].origin
+    return t, views[::-1]
 
 
 def _view(t: Tensor) -> Op | None:
@@ -115,7 +137,14 @@ class Lowering:
             if op.kind in meanings:
                 meanings[op.kind](self, op, environment, channels)
             elif op.kind.put is None:  # a view is made when somebody looks through it
-                results = op.apply([environment.read(t) for t in op.inputs])
+                operands = [environment.read(t) for t in op.inputs]
+                try:
+                    results = op.apply(operands)
+                except Exception as problem:
+                    text = f"`{op.source.text}` " if op.source.text else ""
+                    raise PopxlError(
+                        f"Session: {op!r} in {graph.title}, at {text}({op.source}), cannot be run: {problem}"
+                    ) from problem
                 store_results(op, results, environment)
         return environment
 

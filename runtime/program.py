@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from popxl.aliasing import storages, written_tensors
+from popxl.aliasing import reachable, storages, written_tensors
 from popxl.dtypes import dtype
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device, to_host
@@ -56,12 +56,13 @@ class Program:
         self._prints = prints(main)
         self.counts = transfers_of(main)
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
-        self._wide = any(t.dtype in _WIDE for graph in ir.graphs for t in graph.tensors)
+        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
+        self._wide = any(t.dtype in _WIDE for t in tensors)
         self._lowering = Lowering(main, keep_calls)
         self._main = main
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
-        for t in main.tensors:
+        for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
         with self._precision():
@@ -117,8 +118,9 @@ class Program:
             self._constant = tuple(self._put(v) for v in self._read)
 
     def _put(self, v: Variable) -> Array:
-        # Donated buffers are overwritten, so the device must never share memory with the host copy.
-        return jax.device_put(to_device(v.data, v.dtype), self.device.jax_device, may_alias=False)
+        # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
+        # one of its own. Host copies change, and donated memory is overwritten.
+        return jax.device_put(to_device(np.array(v.data), v.dtype), self.device.jax_device)
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""
@@ -132,8 +134,6 @@ class Program:
     def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run the program once. Returns the arrays of the output streams, still on the device."""
         state = self._state()
-        if self._excess:
-            raise self._too_many_transfers()
         try:
             if self._wide:
                 with self._precision():
@@ -156,12 +156,14 @@ class Program:
             )
         return self._changing
 
-    def _too_many_transfers(self) -> PopxlError:
-        stream, count = max(self._excess.items(), key=lambda item: item[1])
-        return PopxlError(
-            f"Session.run: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` is "
-            f"{self.transfers}. Set it to at least {count} before the session is made."
-        )
+    def check_transfers(self) -> None:
+        """`PopxlError` if one run makes more transfers of a stream than there is room for."""
+        if self._excess:
+            stream, count = max(self._excess.items(), key=lambda item: item[1])
+            raise PopxlError(
+                f"Session.run: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
+                f"was {self.transfers} when the session was made. Set it to at least {count} before that."
+            )
 
 
 _WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})

@@ -90,12 +90,18 @@ class CallSiteInfo:
         Raises:
             ValueError: if it is neither.
         """
+        parents = self.parents()
+        if graph_tensor not in parents:
+            raise ValueError(f"{graph_tensor!r} is neither an input nor an output of {self.called_graph.title}.")
+        return parents[graph_tensor]
+
+    def parents(self) -> dict[Tensor, Tensor]:
+        """The tensors of the caller, by the inputs and outputs of the graph; see `graph_to_parent`."""
         graph = self.called_graph
-        if graph_tensor in graph.inputs:
-            return self.parent_input(graph.inputs.index(graph_tensor))
-        if graph_tensor in graph.outputs:
-            return self.parent_output(self.graph_to_parent_output_index(graph.outputs.index(graph_tensor)))
-        raise ValueError(f"{graph_tensor!r} is neither an input nor an output of {graph.title}.")
+        found: dict[Tensor, Tensor] = {}
+        for t, result in zip(graph.outputs[self._first_output :], self.op.outputs, strict=False):
+            found.setdefault(t, result)
+        return found | dict(zip(graph.inputs[self._first_input :], self.op.inputs, strict=False))
 
     def parent_to_graph(self, parent_tensor: Tensor) -> Tensor:
         """The input of the graph that a tensor of the caller is bound to; the first, if there are several.
@@ -171,27 +177,45 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     """The gradient of a call is a call of the gradient graph."""
     site = CallSiteInfo(forward.op)
     graph = site.called_graph
-    calls = [op for op in forward.graph.ops if op.kind is call_kind and op.called_graphs == (graph,)]
-    used = [t for k, t in enumerate(graph.outputs) if any(op.outputs[k] in forward.leads for op in calls)]
-    info = forward.differentiate(graph, used)
+    info = forward.differentiate(graph)
     if info is None:
         return {}
+    _check_usable(info, graph)
     arrived: dict[Tensor, list[Tensor]] = {}  # one tensor may be several outputs
     for t, g in zip(graph.outputs, gs, strict=False):
         if g is not None:
             arrived.setdefault(t, []).append(g)
     seeds = {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
+    parents = site.parents()
     inputs = [
-        forward.read(site.graph_to_parent(expected.fwd_tensor))
+        forward.read(parents[expected.fwd_tensor])
         if expected.is_activation
         else seed_or_zeros(seeds.pop(expected.fwd_tensor, None), expected.fwd_tensor)
         for expected in info.expected_inputs
     ]
+    if seeds:
+        raise PopxlError(
+            f"autodiff: a gradient reaches the outputs {', '.join(t.name for t in seeds)} of {graph.title}, and its "
+            f"gradient graph {info.graph.id} does not take them. Name them in its `grads_provided`."
+        )
     results = call(info.graph, *inputs)
     return {
         graph.inputs.index(expected.fwd_tensor): result
         for expected, result in zip(info.expected_outputs, results, strict=True)
     }
+
+
+def _check_usable(info: Any, graph: Graph) -> None:
+    """`PopxlError` if a gradient graph speaks of tensors that a caller of the forward graph does not have."""
+    outside = {*graph.inputs, *graph.outputs}
+    beyond = [e.fwd_tensor for e in info.expected_inputs if e.fwd_tensor not in outside]
+    beyond += [t for t in info.outputs if t not in graph.inputs]
+    if beyond:
+        raise PopxlError(
+            f"autodiff: the gradient graph {info.graph.id} cannot be used where {graph.title} is called: "
+            f"{', '.join(map(repr, beyond))} would have to be inputs or outputs of {graph.title}, and gradients are of "
+            "inputs."
+        )
 
 
 def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
@@ -208,6 +232,9 @@ call_kind = OpKind(
     gradient=_call_gradient,
     calls=("graph",),
     mirrors=lambda spec, attributes: spec,
+    returns=lambda op, matter: [
+        t for t, result in zip(op.called_graphs[0].outputs, op.outputs, strict=False) if result in matter
+    ],
     colocated=False,
 )
 

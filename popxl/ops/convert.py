@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from popxl import dtypes
 from popxl.context import get_current_context
@@ -18,11 +19,15 @@ from popxl.tensor import Location, Tensor
 def _convert(t: Any, *, data_type: dtype_) -> Any:
     if data_type is dtypes.bool:
         return t != 0
+    target = data_type.as_jax()
     if data_type.is_int and jnp.issubdtype(t.dtype, jnp.floating):
-        limits = jnp.iinfo(data_type.as_jax())
+        limits = jnp.iinfo(target)
         wide = t.astype(jnp.promote_types(t.dtype, jnp.float32))  # the limits are beyond float16
-        return jnp.clip(jnp.trunc(wide), limits.min, limits.max).astype(data_type.as_jax())
-    return t.astype(data_type.as_jax())
+        # As a float the largest integer may be rounded up, out of range: what reaches it is not converted, but chosen.
+        lowest, largest = (np.asarray(limit, wide.dtype) for limit in (limits.min, limits.max))
+        whole = jnp.clip(jnp.trunc(wide), lowest, largest).astype(target)
+        return jnp.where(wide >= largest, np.asarray(limits.max, target), whole)
+    return t.astype(target)
 
 
 _cast: OpKind = OpKind(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,9 +137,17 @@ add_ = inplace(add, "add_", "add_lhs_inplace_out")
 
 # Other operands -----------------------------------------------------------------------------------------------------
 
+
+def _clipped(t: Any, *, min: float, max: float) -> Any:
+    if jnp.issubdtype(t.dtype, jnp.integer):
+        bounds = [None if math.isinf(bound) else np.asarray(bound, t.dtype) for bound in (min, max)]
+        return jnp.clip(t, *bounds)
+    return jnp.clip(t, min, max)
+
+
 _clip = OpKind(
     "Clip",
-    lambda t, *, min, max: jnp.clip(t, min, max),
+    _clipped,
     shape=like_first,
     gradient={"t": lambda g, out, min, max: clip_grad(g, out, min=min, max=max)},
 )
@@ -168,12 +177,29 @@ _pow = OpKind(
 _sum = OpKind("Sum", lambda *ts: sum(ts), shape=broadcast, gradient={"ts": lambda g: g})
 
 
-def _bounds(t: Any, *bounds: float) -> list[float]:
-    """Bounds as float32; for float16 no larger than its largest number, if anything is bounded at all."""
+def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
+    """Bounds as float32; for float16 no larger than its largest number, if anything is bounded at all.
+
+    For integers they are the outermost integers of the range, exactly.
+    """
+    if isinstance(t, Tensor) and t.dtype.is_int:
+        return _whole(min, t, math.ceil), _whole(max, t, math.floor)
+    bounds = (min, max)
     half = isinstance(t, Tensor) and t.dtype is dtypes.float16 and not all(map(math.isinf, bounds))
     largest = 65504 if half else math.inf
     with np.errstate(over="ignore"):
-        return [float(np.float32(np.clip(bound, -largest, largest))) for bound in bounds]
+        lowest, highest = (float(np.float32(np.clip(bound, -largest, largest))) for bound in bounds)
+    return lowest, highest
+
+
+def _whole(bound: float, t: Tensor, rounded: Callable[[float], int]) -> float:
+    """A bound of integers: the next integer inside, no further out than the dtype reaches; infinite ones stay."""
+    if math.isinf(bound):
+        return float(bound)
+    limits = np.iinfo(t.dtype.as_numpy())
+    number = bound.item() if isinstance(bound, np.generic) else bound
+    whole = rounded(number)
+    return int(limits.min) if whole < limits.min else int(limits.max) if whole > limits.max else whole
 
 
 def _number(number: float, t: Any) -> Any:
@@ -186,7 +212,7 @@ def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
 
     Args:
         t: tensor of any shape.
-        min, max: plain numbers.
+        min, max: plain numbers. Integers are limited to the integers of the range, exactly.
 
     Returns:
         A new tensor of the same shape and dtype. NaN stays NaN.

@@ -11,7 +11,15 @@ from typing import Any, Protocol, TypeVar, cast
 import jax.numpy as jnp
 
 from popxl.op import OpKind
-from popxl.shapes import broadcast, broadcast_to_first, like_first, predicate, reduced_shape, reduction_axes
+from popxl.shapes import (
+    broadcast,
+    broadcast_to_first,
+    integer_or_integers,
+    like_first,
+    predicate,
+    reduced_shape,
+    reduction_axes,
+)
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -174,7 +182,7 @@ def reduction(
     declaration = OpKind(kind or f"Reduce{camel(name)}", reduce, shape=shape, result=f"{name}_out", **declared)
 
     def op(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
-        axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
+        axes = axis if axis is None else integer_or_integers(axis, f"{name}: `axis`")
         return declaration(t, axis=axes, keepdims=keepdims)
 
     doc = (

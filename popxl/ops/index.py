@@ -15,7 +15,7 @@ from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.logic import where
 from popxl.ops.shape import slice, squeeze, subsample
-from popxl.shapes import one_axis
+from popxl.shapes import integer, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 from popxl.utils import to_numpy
@@ -26,12 +26,17 @@ def _gathered(t: Any, indices: Any, *, axis: int, **hints: Any) -> TensorSpec:
     return TensorSpec(t.shape[:at] + indices.shape + t.shape[at + 1 :], t.dtype)
 
 
+def _inside(indices: Any, size: int) -> Any:
+    """Which indices are in range. Only then may 64 bits be narrowed, which wraps; 8 bits may not hold the size."""
+    wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+    return (wide >= 0) & (wide < size)
+
+
 def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, **hints: Any) -> Any:
     axis %= t.ndim
-    indices = indices.astype(jnp.int32)
-    inside = (indices >= 0) & (indices < t.shape[axis])
+    inside = _inside(indices, t.shape[axis])
     # JAX counts negative indices from the back; these are out of range here, as large ones are.
-    taken = jnp.take(t, jnp.where(inside, indices, 0), axis=axis, mode="clip")
+    taken = jnp.take(t, jnp.where(inside, indices.astype(jnp.int32), 0), axis=axis, mode="clip")
     if zero_OOR:
         rows = inside.reshape((1,) * axis + inside.shape + (1,) * (t.ndim - axis - 1))
         taken = jnp.where(rows, taken, jnp.zeros((), t.dtype))
@@ -40,9 +45,8 @@ def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, **hints: Any) ->
 
 def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], **hints: Any) -> Any:
     axis %= len(shape)
-    indices = indices.astype(jnp.int32)
     # Out of range contributes nothing: such indices are moved beyond the end, where "drop" drops them.
-    index = jnp.where((indices >= 0) & (indices < shape[axis]), indices, shape[axis])
+    index = jnp.where(_inside(indices, shape[axis]), indices.astype(jnp.int32), shape[axis])
     return jnp.zeros(shape, g.dtype).at[(builtins.slice(None),) * axis + (index,)].add(g, mode="drop")
 
 
@@ -88,7 +92,7 @@ def gather(
     Example:
         >>> rows = ops.gather(table, ids)
     """
-    return _gather_kind(t, indices, axis=axis, zero_OOR=bool(zero_OOR))
+    return _gather_kind(t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=bool(zero_OOR))
 
 
 def getitem(t: Tensor, key: Any) -> Tensor:

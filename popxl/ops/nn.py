@@ -12,7 +12,7 @@ from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import widened
-from popxl.shapes import like_first, one_axis
+from popxl.shapes import integer, like_first, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -73,7 +73,7 @@ def softmax(t: Tensor, axis: int) -> Tensor:
     Example:
         >>> probs = ops.softmax(logits, axis=-1)
     """
-    return _softmax(t, axis=axis)
+    return _softmax(t, axis=integer(axis, "softmax: `axis`"))
 
 
 # Negative log likelihood --------------------------------------------------------------------------------------------
@@ -89,10 +89,15 @@ def _terms(probs: Any, labels: Any, ignore_index: int | None) -> tuple[Any, Any,
     return rows, hot, counts.astype(probs.dtype), jnp.maximum(counts.sum(), 1)
 
 
+def _wide(array: Any) -> Any:
+    """The dtype that sums are made in: float32, or float64 where that is what there is."""
+    return jnp.promote_types(array.dtype, jnp.float32)
+
+
 def _reduced(losses: Any, labels: Any, count: Any, reduction: str, dtype: Any) -> Any:
     if reduction == "none":
         return losses.reshape(labels.shape)
-    total = losses.astype(jnp.float32).sum()
+    total = losses.astype(_wide(losses)).sum()
     return (total / count if reduction == "mean" else total).astype(dtype)
 
 
@@ -111,8 +116,9 @@ def _nll_lowering(probs: Any, labels: Any, *, ignore_index: int | None, reductio
 def _nll_backward(g: Any, probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
     rows, hot, counts, count = _terms(probs, labels, ignore_index)
     slope = jnp.where(hot, -1.0 if log_prob else -1 / jnp.maximum(rows, _smallest(probs.dtype, 1e-10)), 0)
-    scale = g.astype(jnp.float32).reshape(-1, 1) / (count if reduction == "mean" else 1)
-    return (slope.astype(jnp.float32) * counts[:, None] * scale).reshape(probs.shape).astype(probs.dtype)
+    wide = _wide(probs)
+    scale = g.astype(wide).reshape(-1, 1) / (count if reduction == "mean" else 1)
+    return (slope.astype(wide) * counts[:, None] * scale).reshape(probs.shape).astype(probs.dtype)
 
 
 def _loss_spec(probs: Any, labels: Any, *, reduction: str, **how: Any) -> TensorSpec:
@@ -147,8 +153,9 @@ def _fused_lowering(
     rows, hot, counts, count = _terms(probs, labels, ignore_index)
     picked = jnp.where(hot, rows, 0).sum(axis=1)
     loss = _reduced(-jnp.log(picked + jnp.asarray(1e-7, probs.dtype)) * counts, labels, count, reduction, probs.dtype)
-    scale = loss_grad.astype(jnp.float32).reshape(-1, 1) / (count if reduction == "mean" else 1)
-    dx = (rows - hot.astype(probs.dtype)).astype(jnp.float32) * counts[:, None] * scale
+    wide = _wide(probs)
+    scale = loss_grad.astype(wide).reshape(-1, 1) / (count if reduction == "mean" else 1)
+    dx = (rows - hot.astype(probs.dtype)).astype(wide) * counts[:, None] * scale
     return loss, dx.reshape(probs.shape).astype(probs.dtype)
 
 
@@ -232,7 +239,8 @@ def nll_loss_with_softmax_grad(
     """
     _check_reduction("nll_loss_with_softmax_grad", reduction)
     if not isinstance(loss_grad, Tensor):
-        loss_grad = constant(loss_grad, dtypes.float32)
+        double = isinstance(probs, Tensor) and probs.dtype is dtypes.float64
+        loss_grad = constant(loss_grad, dtypes.float64 if double else dtypes.float32)
     return _fused(probs, labels, loss_grad, ignore_index=ignore_index, reduction=reduction)
 
 

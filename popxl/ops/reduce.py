@@ -17,7 +17,7 @@ from popxl.op import OpKind
 from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.shape import reshape
-from popxl.shapes import reduced_shape, reduction_axes
+from popxl.shapes import integer_or_integers, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -145,7 +145,9 @@ def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = 
     Example:
         >>> y = ops.median(x, axis=-1)
     """
-    return _median_kind(t, axis=axis if axis is None or isinstance(axis, int) else tuple(axis), keepdims=keepdims)[0]
+    return _median_kind(
+        t, axis=axis if axis is None else integer_or_integers(axis, "median: `axis`"), keepdims=keepdims
+    )[0]
 
 
 def lamb_square(t: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,6 +58,11 @@ def _stacked(spec: TensorSpec, attributes: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec((attributes["repeat_count"], *spec.shape), spec.dtype)
 
 
+def _carried(op: Op) -> tuple[Tensor, ...]:
+    """The outputs of the wrapper that become inputs of the next turn."""
+    return op.called_graphs[0].outputs[EXTRA_OUTPUTS : EXTRA_OUTPUTS + op.attributes["carried"]]
+
+
 def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """The gradient of a loop is a loop, over the turns in reverse, of the gradient of the wrapper.
 
@@ -65,11 +71,11 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     """
     op = forward.op
     wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
-    own_inputs, results = wrapper.inputs[EXTRA_INPUTS:], wrapper.outputs[EXTRA_OUTPUTS : EXTRA_OUTPUTS + carried]
+    own_inputs, results = wrapper.inputs[EXTRA_INPUTS:], _carried(op)
     flowing = [k for k, t in enumerate(results) if t.dtype.is_floating_point]
     if count == 0:  # the results are the carried inputs themselves
         return {k: g for k in flowing if (g := gs[k]) is not None}
-    info = forward.differentiate(wrapper, [results[k] for k in flowing])
+    info = forward.differentiate(wrapper)
     if info is None:
         return {}
     same = [t for t in info.outputs if t in own_inputs[carried:]]
@@ -133,6 +139,10 @@ loop_kind: OpKind = OpKind(
     gradient=_loop_gradient,
     calls=("graph",),
     mirrors=_stacked,
+    # Each carried value can come to depend on every other, from turn to turn.
+    returns=lambda op, matter: (
+        [] if matter.isdisjoint(op.outputs) else [t for t in _carried(op) if t.dtype.is_floating_point]
+    ),
     colocated=False,
 )
 
@@ -186,6 +196,7 @@ def repeat_with_info(
         >>> info.called_graph.called_graphs == (graph,)
         True
     """
+    repeat_count = operator.index(repeat_count)
     if repeat_count < 0:
         raise ValueError(f"Repeat count must be >= 0; it is {repeat_count} for the graph {graph.name}.")
     if len(graph.outputs) > len(graph.inputs):
@@ -202,7 +213,7 @@ def repeat_with_info(
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
     context = get_current_context()
     ir = context.graph.ir
-    with context.set(scope_prefix=""):
+    with context.set(scope_prefix=""), ir.undone_on_failure():
         wrapper = ir.create_empty_graph(f"{graph.id}__loop_wrapper")
         with wrapper:
             wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
@@ -211,18 +222,9 @@ def repeat_with_info(
             results = call_op(graph, tuple(own), numbered(graph, ir)).outputs
             for t in (go_on, *results):
                 wrapper.add_output(t)
-        try:
-            op = call_op(
-                wrapper,
-                bound,
-                numbered(graph, ir),
-                loop_kind,
-                repeat_count=int(repeat_count),
-                carried=len(graph.outputs),
-            )
-        except Exception:
-            ir.remove_graph(wrapper)
-            raise
+        op = call_op(
+            wrapper, bound, numbered(graph, ir), loop_kind, repeat_count=repeat_count, carried=len(graph.outputs)
+        )
     op.name = context.scope_prefix + op.name  # the results take no name scope, the op does
     return RepeatSiteInfo(op)
 

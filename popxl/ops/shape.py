@@ -18,7 +18,7 @@ from jax import lax
 
 from popxl.errors import PopxlError
 from popxl.op import OpKind, not_a_tensor
-from popxl.shapes import one_axis
+from popxl.shapes import integer, integer_or_integers, integers, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -38,7 +38,7 @@ def _reshaped(t: Any, *, shape: tuple[int, ...]) -> TensorSpec:
 
 def _wanted(shape: Iterable[int]) -> tuple[int, ...]:
     """The shape as a tuple, after the checks that need no tensor."""
-    sizes = tuple(map(int, shape))
+    sizes = integers(shape, "reshape: `shape`")
     if any(size == 0 or size < -1 for size in sizes):
         raise ValueError(f"Invalid shape value in reshape: {shape}; sizes are positive, or -1 for the one to infer.")
     if sizes.count(-1) > 1:
@@ -137,12 +137,13 @@ def squeeze(t: Tensor, axes: Iterable[int] | None = None) -> Tensor:
     if axes is None:
         drop = [d for d, size in enumerate(t.shape) if size == 1]
     else:
+        axes = integers(axes, "squeeze: `axes`")
         drop = [axis + t.rank if axis < 0 else axis for axis in axes]
         if len(set(drop)) < len(drop):
-            raise ValueError(f"squeeze: `axes` names a dimension twice: {tuple(axes)} of {t!r}.")
+            raise ValueError(f"squeeze: `axes` names a dimension twice: {axes} of {t!r}.")
         for axis in drop:
             if not 0 <= axis < t.rank or t.shape[axis] != 1:
-                raise ValueError(f"squeeze: {t!r} has no dimension {axis} of size 1; `axes` is {tuple(axes)}.")
+                raise ValueError(f"squeeze: {t!r} has no dimension {axis} of size 1; `axes` is {axes}.")
     return _reshape(t, shape=tuple(size for d, size in enumerate(t.shape) if d not in drop))
 
 
@@ -208,7 +209,8 @@ def transpose_(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:
 def _permutation(t: Tensor, permutation: Iterable[int] | None) -> tuple[int, ...]:
     if not isinstance(t, Tensor):
         raise not_a_tensor("transpose", "t", t)
-    order = tuple(map(int, permutation or ())) or tuple(reversed(range(t.rank)))
+    given = () if permutation is None else integers(permutation, "transpose: `permutation`")
+    order = given or tuple(reversed(range(t.rank)))
     beyond = tuple(d for d in order if d >= t.rank)
     if beyond:
         raise ValueError(
@@ -304,7 +306,11 @@ def slice_(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = 
 def process_args(start: Bounds, stop: Bounds, step: Bounds, axis: Bounds) -> dict[str, Any]:
     """The arguments of `slice` as tuples of one length."""
     given = {"start": start, "stop": stop, "step": step, "axis": axis}
-    listed = {name: (v,) if isinstance(v, int) else tuple(v) for name, v in given.items() if v is not None}
+    listed: dict[str, tuple[Any, ...]] = {}
+    for name, bounds in given.items():
+        if bounds is not None:
+            entries = integer_or_integers(bounds, f"slice: `{name}`", gaps=name != "axis")
+            listed[name] = (entries,) if isinstance(entries, int) else entries
     lengths = {name: len(v) for name, v in listed.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"slice: the arguments have different lengths: {lengths}.")
@@ -361,7 +367,8 @@ def subsample(t: Tensor, strides: int | Iterable[int]) -> Tensor:
     Example:
         >>> y = ops.subsample(x, [2, 3])                     # x[::2, ::3]
     """
-    return _subsample(t, strides=(strides,) if isinstance(strides, int) else tuple(map(int, strides)))
+    each = integer_or_integers(strides, "subsample: `strides`")
+    return _subsample(t, strides=(each,) if isinstance(each, int) else each)
 
 
 # Split and concat ---------------------------------------------------------------------------------------------------
@@ -423,7 +430,7 @@ def concat(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
     Example:
         >>> y = ops.concat([a, b], axis=1)
     """
-    return _concat(*_alike("concat", ts), axis=axis)
+    return _concat(*_alike("concat", ts), axis=integer(axis, "concat: `axis`"))
 
 
 def concat_(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
@@ -432,7 +439,7 @@ def concat_(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
     Example:
         >>> ops.exp_(ops.concat_([a, b]))                    # overwrites a and b
     """
-    return _concat_(*_alike("concat_", ts), axis=axis)
+    return _concat_(*_alike("concat_", ts), axis=integer(axis, "concat_: `axis`"))
 
 
 def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
@@ -484,12 +491,13 @@ def split(t: Tensor, splits: int | Iterable[int], axis: int = 0) -> list[Tensor]
     Example:
         >>> q, k, v = ops.split(qkv, 3, axis=-1)
     """
-    if isinstance(splits, int):
+    axis, lengths = integer(axis, "split: `axis`"), integer_or_integers(splits, "split: `splits`")
+    if isinstance(lengths, int):
         if isinstance(t, Tensor) and t.shape:
             size = t.shape[one_axis(axis, t.rank)]
-            if splits < 1 or size % splits:
-                raise ValueError(f"split: dimension {axis} of {t!r} cannot be cut into {splits} equal parts.")
-            splits = (size // splits,) * splits
+            if lengths < 1 or size % lengths:
+                raise ValueError(f"split: dimension {axis} of {t!r} cannot be cut into {lengths} equal parts.")
+            lengths = (size // lengths,) * lengths
         else:
-            splits = (splits,)
-    return list(_split(t, lengths=tuple(map(int, splits)), axis=axis))
+            lengths = (lengths,)
+    return list(_split(t, lengths=lengths, axis=axis))

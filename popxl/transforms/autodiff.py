@@ -29,7 +29,7 @@ from popxl.transforms.grad_graph_info import (
     GradGraphInfo,
     make_grad_graph_info,
 )
-from popxl.transforms.op_gradient import Forward, gradients
+from popxl.transforms.op_gradient import Forward, gradients, passes
 
 __all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "autodiff", "make_grad_graph_info"]
 
@@ -81,9 +81,10 @@ def autodiff(
                 if not isinstance(t, Tensor) or t.graph_ref is not graph.ref:
                     raise PopxlError(f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}.")
         _refuse_modifying_ops(graph, infos)
-        _bring_calls_up_to_date(graph)
         with graph.ir.undone_on_failure():
-            _Differentiation(graph, provided, required, infos, complete=True).run()
+            _bring_calls_up_to_date(graph)
+            needed = _needed_by_callers(graph, provided, infos)
+            _Differentiation(graph, provided, required, infos, needed, complete=True).run()
     return infos if return_all_grad_graphs else infos[graph]
 
 
@@ -96,16 +97,42 @@ def _bring_calls_up_to_date(graph: Graph) -> None:
                     op.gain_output(t)
 
 
-def _refuse_modifying_ops(graph: Graph, infos: Mapping[Graph, GradGraphInfo]) -> None:
-    for op in graph.ops:
-        if op.modified:
-            raise PopxlError(
-                f"The graph {graph.id} contains a modifying op: {op.name} ({op.source}). Autodiff cannot be used on "
-                "graphs with inplace modifying ops."
-            )
-        for callee in op.called_graphs:
-            if callee not in infos:
-                _refuse_modifying_ops(callee, infos)
+def _callers_first(root: Graph, infos: Mapping[Graph, GradGraphInfo]) -> list[Graph]:
+    """The graphs to differentiate: `root` and what it calls, but for graphs whose gradient is known."""
+    finished: dict[Graph, None] = {}
+    waiting: list[tuple[Graph, bool]] = [(root, False)]
+    while waiting:
+        graph, visited = waiting.pop()
+        if visited:
+            finished[graph] = None
+        elif graph not in finished:
+            waiting.append((graph, True))
+            waiting += [(c, False) for c in graph.called_graphs if c not in finished and c not in infos]
+    return list(reversed(finished))
+
+
+def _refuse_modifying_ops(root: Graph, infos: Mapping[Graph, GradGraphInfo]) -> None:
+    for graph in _callers_first(root, infos):
+        for op in graph.ops:
+            if op.modified:
+                raise PopxlError(
+                    f"The graph {graph.id} contains a modifying op: {op.name} ({op.source}). Autodiff cannot be used "
+                    "on graphs with inplace modifying ops."
+                )
+
+
+def _needed_by_callers(
+    root: Graph, provided: list[Tensor], infos: Mapping[Graph, GradGraphInfo]
+) -> dict[Graph, list[Tensor]]:
+    """For each graph to differentiate, the outputs whose gradients some call of it will provide."""
+    needed: dict[Graph, list[Tensor]] = {root: provided}
+    for graph in _callers_first(root, infos):
+        leads = _leading_to(graph, needed.get(graph, ()))
+        for op in graph.ops:
+            for callee in op.called_graphs:
+                known = needed.setdefault(callee, [])
+                known += [t for t in op.kind.returns(op, leads) if t not in known]
+    return needed
 
 
 class _Differentiation:
@@ -115,6 +142,7 @@ class _Differentiation:
         graph: the forward graph.
         provided, required: its tensors whose gradients are given and wanted.
         infos: the gradient graphs that are known; this one is added.
+        needed: for the graphs that it calls, the outputs whose gradients some call will provide.
         complete: whether each required gradient must exist. Otherwise those that do not are left out.
     """
 
@@ -124,14 +152,15 @@ class _Differentiation:
         provided: list[Tensor],
         required: list[Tensor],
         infos: dict[Graph, GradGraphInfo],
+        needed: dict[Graph, list[Tensor]],
         complete: bool,
     ) -> None:
         self.forward_graph = graph
         self.provided = provided
         self.required = required
         self.infos = infos
+        self.needed = needed
         self.complete = complete
-        self.leads = _leading_to(graph, provided)
         self.follows = _following(graph, required)
         self.contributions: dict[Tensor, list[Tensor]] = {}
         self.gradients: dict[Tensor, Tensor] = {}
@@ -199,9 +228,9 @@ class _Differentiation:
         return info
 
     def _forward(self, op: Op) -> Forward:
-        return Forward(op, self.forward_graph, self.leads, self.follows, self.read, self._differentiate_callee)
+        return Forward(op, self.follows, self.read, self._differentiate_callee)
 
-    def _differentiate_callee(self, callee: Graph, provided: list[Tensor]) -> GradGraphInfo | None:
+    def _differentiate_callee(self, callee: Graph) -> GradGraphInfo | None:
         """The gradient graph of a graph that is called, for as many inputs as have a gradient; made once."""
         if callee not in self.infos:
             if not callee.differentiable:
@@ -209,7 +238,8 @@ class _Differentiation:
                     f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
                     "autodiff. Pass its gradient graph in `called_graphs_grad_info`."
                 )
-            return _Differentiation(callee, provided, list(callee.inputs), self.infos, complete=False).run()
+            provided, required = self.needed[callee], list(callee.inputs)
+            return _Differentiation(callee, provided, required, self.infos, self.needed, complete=False).run()
         return self.infos[callee]
 
     # What rules ask for ---------------------------------------------------------------------------------------------
@@ -245,8 +275,8 @@ def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     """The tensors that some provided tensor depends on."""
     leads = set(provided)
     for op in reversed(graph.ops):
-        if op.kind.gradient is not None and not leads.isdisjoint(op.outputs):
-            leads.update(op.inputs)
+        if not leads.isdisjoint(op.outputs):
+            leads.update(t for i, t in enumerate(op.inputs) if passes(op, i))
     return leads
 
 
@@ -254,7 +284,7 @@ def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:
     """The tensors that depend on some required tensor."""
     follows = set(required)
     for op in graph.ops:
-        if op.kind.gradient is not None and not follows.isdisjoint(op.inputs):
+        if any(t in follows and passes(op, i) for i, t in enumerate(op.inputs)):
             follows.update(op.outputs)
     return follows
 

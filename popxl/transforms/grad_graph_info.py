@@ -114,8 +114,9 @@ class GradGraphInfo:
                 f"inputs_dict: expected a call of {self.forward_graph.title}, got {fwd_call_info!r}. A repeat calls a "
                 "wrapper graph; take the activations inside of it."
             )
+        parents = fwd_call_info.parents()
         return {
-            t: fwd_call_info.graph_to_parent(expected.fwd_tensor)
+            t: parents[expected.fwd_tensor]
             for t, expected in zip(self.graph.inputs, self._expected_inputs, strict=False)
             if expected.is_activation
         }
@@ -138,7 +139,11 @@ class GradGraphInfo:
             ValueError: if a gradient is of a tensor that is neither input nor output of the forward graph.
         """
         gradients = self.fwd_graph_ins_to_grad_parent_outs(grad_call_info)
-        return {fwd_call_info.graph_to_parent(t): gradient for t, gradient in gradients.items()}
+        parents = fwd_call_info.parents()
+        for t in gradients:
+            if t not in parents:
+                raise ValueError(f"{t!r} is neither an input nor an output of {self.forward_graph.title}.")
+        return {parents[t]: gradient for t, gradient in gradients.items()}
 
     def __repr__(self) -> str:
         lines = [f"  graph={self.graph.id}"]

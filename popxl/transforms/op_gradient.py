@@ -37,24 +37,29 @@ class Forward:
 
     Attributes:
         op: the forward op.
-        graph: the graph that is differentiated.
-        leads: its tensors that some provided tensor depends on.
-        follows: its tensors that depend on some required tensor.
-        read: gives a tensor of it, in the gradient graph.
-        differentiate: gives the gradient graph of a graph that the op runs, for the outputs whose gradients will be
-            provided, or `None` if no gradient flows through it.
+        follows: the tensors of its graph that depend on some required tensor.
+        read: gives a tensor of its graph, in the gradient graph.
+        differentiate: gives the gradient graph of a graph that the op runs, or `None` if no gradient flows through it.
     """
 
     op: Op
-    graph: Graph
-    leads: AbstractSet[Tensor]
     follows: AbstractSet[Tensor]
     read: Callable[[Tensor], Tensor]
-    differentiate: Callable[[Graph, list[Tensor]], GradGraphInfo | None]
+    differentiate: Callable[[Graph], GradGraphInfo | None]
 
     def wants(self, i: int) -> bool:
         """Whether the gradient of input `i` leads anywhere."""
         return self.op.inputs[i] in self.follows
+
+
+def passes(op: Op, i: int) -> bool:
+    """Whether a gradient can flow through an op to its input `i`."""
+    rule = op.kind.gradient
+    if rule is VJP:
+        return op.inputs[i].dtype.is_floating_point
+    if isinstance(rule, Mapping):
+        return op.operand_names()[i].partition("[")[0] in rule
+    return rule is not None and rule is not REFUSED
 
 
 def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:

@@ -754,3 +754,77 @@ def test_a_graph_called_twice(ir, run):
         m1 = d.fwd_parent_ins_to_grad_parent_outs(s1, b1)
         dw = m1[w] + m2[w]
     assert run(ir, y, m1[x], dw) == [12, 4, 12]
+
+
+# One callee, several callers ------------------------------------------------------------------------------------------
+
+
+def test_callers_that_use_different_outputs_share_one_gradient_graph(ir, run):
+    both = graph_of(ir, lambda x: (x * 2.0, x * 3.0))
+    first = graph_of(ir, lambda x: ops.call(both, x)[0] * 1.0)
+    second = graph_of(ir, lambda x: ops.call(both, x)[1] * 1.0)
+    graph = graph_of(ir, lambda x: ops.call(first, x)[0] + ops.call(second, x)[0])
+    assert gradients(ir, run, graph, [1.0], [1.0]) == [5]
+
+
+def test_a_loop_and_a_call_share_one_gradient_graph(ir, run):
+    swap = graph_of(ir, lambda x, y: (x * 2.0, y * 3.0))
+    graph = graph_of(ir, lambda x, y: ops.repeat(swap, 2, x, y)[0] + ops.call(swap, x, y)[1])
+    assert gradients(ir, run, graph, [1.0, 1.0], [1.0]) == [4, 3]
+
+
+def test_a_gradient_graph_that_lacks_a_seed_is_refused(ir):
+    both = graph_of(ir, lambda x: (x * 2.0, x * 3.0))
+    first = graph_of(ir, lambda x: ops.call(both, x)[0] * 1.0)
+    second = graph_of(ir, lambda x: ops.call(both, x)[1] + x)
+    infos = autodiff(first, return_all_grad_graphs=True)
+    before = state(ir)
+    with pytest.raises(PopxlError, match="a gradient reaches the outputs mul_out__t1 of graph"):
+        autodiff(second, called_graphs_grad_info={both: infos[both]})
+    assert state(ir) == before
+
+
+def test_a_gradient_graph_of_something_inside_is_refused(ir):
+    inner = graph_of(ir, lambda x: ops.sin(x * 2.0))
+    info = autodiff(inner, grads_required=[inner.ops[0].outputs[0]])
+    outer = graph_of(ir, lambda x: ops.call(inner, x)[0])
+    with pytest.raises(PopxlError, match="cannot be used where graph .* is called"):
+        autodiff(outer, called_graphs_grad_info={inner: info})
+
+
+def test_an_answer_that_only_selects_needs_no_gradient(ir, run):
+    """`equal` refuses gradients, and none reaches it: what it says is used as a condition only."""
+    ask = graph_of(ir, lambda x: (x * 2.0, ops.equal(x, x)))
+
+    def chosen(x):
+        y, same = ops.call(ask, x)
+        return ops.where(same, y, x)
+
+    assert gradients(ir, run, graph_of(ir, chosen), [3.0], [1.0]) == [2]
+
+
+def test_a_failure_takes_back_results_that_calls_gained(ir):
+    graph = graph_of(ir, lambda x, y: x * 2.0)
+    with ir.main_graph:
+        site = ops.call_with_info(graph, popxl.constant(1.0), popxl.constant(1.0))
+    with graph:
+        popxl.graph_output(graph.inputs[0] + 1.0)
+    before = state(ir)
+    with pytest.raises(PopxlError, match="Unable to provide required gradient"):
+        autodiff(graph)
+    assert (len(site.outputs), state(ir)) == (1, before)
+
+
+def test_a_failure_inside_a_sequence_leaves_no_constraint(ir, run):
+    with ir.main_graph, popxl.in_sequence():
+        graph = graph_of(ir, lambda x, y: ops.sin(x) + ops.detach(y))
+        with pytest.raises(PopxlError, match="Unable to provide"):
+            autodiff(graph)
+        info = autodiff(graph, grads_required=graph.inputs[:1])
+        acc, one = popxl.variable(0.0), popxl.constant(1.0)
+        with info.graph:
+            inside = popxl.graph_input((), F32, "acc", by_ref=True)
+            ops.var_updates.accumulate_(inside, info.graph.outputs[0])
+        site = ops.call_with_info(graph, one, one)
+        ops.call(info.graph, one, inputs_dict={**info.inputs_dict(site), inside: acc})
+        assert run(ir, acc * 1.0) == [pytest.approx(np.cos(1.0))]

@@ -378,7 +378,10 @@ def test_torch_tensors(program):
     torch = pytest.importorskip("torch")
     with popxl.Session(program.ir) as session:
         for x in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], requires_grad=True)):
-            session.run({program.x: x, program.k: torch.tensor(3)})
+            v = float(session.get_tensor_data(program.v))
+            outputs = session.run({program.x: x, program.k: torch.tensor(3)})
+            assert outputs[program.y].tolist() == [3 + v, 6 + v]
+            assert outputs[program.twice] == 6
 
 
 @pytest.mark.parametrize("k", [3, np.int32(3), np.int64(3), np.array(3), [3], np.array([[3]], np.int32), jnp.array(3)])
@@ -762,3 +765,72 @@ def test_many_runs_do_not_grow(counter):
             if i == 100:
                 before = sys.getallocatedblocks()
         assert sys.getallocatedblocks() - before < 1000  # one object for each run would show
+
+
+# Several programs -----------------------------------------------------------------------------------------------------
+
+
+def test_sessions_of_one_ir_read_their_own_numbers():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(0.0)
+        x += 1
+    a, b = popxl.Session(ir), popxl.Session(ir)
+    with a, b:
+        a.run()
+        a.run()
+        assert a.get_tensor_data(x) == 2
+        b.run()
+        assert b.get_tensor_data(x) == 1
+        assert a.get_tensor_data(x) == 2
+
+
+def test_variables_of_another_program_are_refused(program):
+    other = Program()
+    session = popxl.Session(program.ir)
+    for use in (lambda: session.get_tensor_data(other.v), lambda: session.write_variable_data(other.v, 5.0)):
+        with pytest.raises(ValueError, match=r"is of Ir\[id=\d+\], another program than this session's"):
+            use()
+    assert other.v.data == 10 and program.works(session)
+
+
+def test_too_many_transfers_are_told_before_shapes():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.h2d_stream((2,), F32, "x")
+        graph = ir.create_graph(lambda: ops.host_load(x) and None)
+        ops.repeat(graph, 4)
+    with popxl.Session(ir) as session, pytest.raises(PopxlError, match="makes 4 transfers of .* Set it to at least 4"):
+        session.run({x: np.zeros((4, 2), np.float32)})
+
+
+def test_graphs_that_nothing_calls_do_not_count():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        with popxl.ipu(1):
+            ir.create_graph(lambda x: x * 2, popxl.TensorSpec((), popxl.float64))
+        v = popxl.variable(1.0)
+        v += 1
+        popxl.variable(1j)
+    with popxl.Session(ir, "cpu") as session:
+        session.run()
+        assert session.get_tensor_data(v) == 2
+
+
+def test_what_cannot_be_run_names_the_op():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        -popxl.constant(True)
+    with pytest.raises(PopxlError, match=r"Op\[Neg\.100\] in the main graph, at `-popxl.constant\(True\)`"):
+        popxl.Session(ir)
+
+
+def test_outputs_print_as_numpy_arrays(program):
+    with popxl.Session(program.ir) as session:
+        assert "array([13., 16.], dtype=float32)" in repr(session.run(program.feeds()))
+    assert repr(session).startswith(f"Session[{program.ir!r} on cpu (")
+
+
+def test_inputs_have_to_be_a_mapping(program):
+    with popxl.Session(program.ir) as session, pytest.raises(TypeError, match="maps streams to arrays"):
+        session.run([1.0, 2.0])

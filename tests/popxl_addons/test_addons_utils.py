@@ -109,8 +109,10 @@ def test_timer_tells_wandb(monkeypatch):
 
 
 def test_null_context():
-    with null_context():
-        pass
+    with null_context() as value:
+        assert value is None
+    with pytest.raises(KeyError, match="passed on"), null_context():
+        raise KeyError("passed on")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def test_load_normalises_by_the_training_part(mnist: Path) -> None:
 def test_plain_goes_before_packed(mnist: Path) -> None:
     (mnist / FILES[2]).write_bytes(idx(images(3)))
     (mnist / f"{FILES[2]}.gz").write_bytes(b"never read")
-    read_mnist(mnist)
+    train, test = read_mnist(mnist)
+    assert (len(train.images), len(test.images)) == (7, 3)
+    np.testing.assert_array_equal(test.images, images(3).astype(np.float32) / 255)
 
 
 def test_missing_files_are_named_at_once(mnist: Path) -> None:

@@ -466,7 +466,12 @@ ELEMENTWISE = [
         [*over(FLOATS, (2, 3), min=-0.7, max=1), *over(FLOATS, (2, 3), min=0), *over(FLOATS, (2, 3), max=0.5),
          sample(SPECIALS, min=-1, max=1), sample(SPECIALS, torch=False), sample(f16(np.inf, -np.inf, 1)),
          sample(f16(np.inf, -np.inf, 1), min=0, expect=f16(65504, 0, 1)),
-         sample(f16(np.inf, -np.inf, 1), min=-1e6, max=1e6, expect=f16(65504, -65504, 1))],
+         sample(f16(np.inf, -np.inf, 1), min=-1e6, max=1e6, expect=f16(65504, -65504, 1)),
+         sample(i32(16777217, -5), min=0, max=2**31 - 1), sample(i32(16777217, -16777219), min=-16777217),
+         sample(i32(-3, 1, 5), min=-1.5, max=2.5, expect=i32(-1, 1, 2)), sample(i32(-3, 5), expect=i32(-3, 5)),
+         sample(i32(-3, 2**31 - 1), min=-1e12, max=np.float32(1e12), expect=i32(-3, 2**31 - 1)),
+         sample(np.array([-100, 100], np.int8), min=np.int64(-300), max=50, expect=np.array([-100, 50], np.int8)),
+         sample(u32(1, 2**32 - 1), min=-1, max=2**32 - 2, expect=u32(1, 2**32 - 2))],
         "Clip", "clip_out", aliases=("clamp",), differentiable=(0,), torch=torch_function("clip"),
         rules=[rule(f32(-2, -1, 0, 1, 2), min=-1, max=1, g=f32(1, 2, 3, 4, 5), gives=(f32(0, 0, 3, 0, 0),)),
                rule(f32(-2, 0.1, 3), min=0.1, g=f32(1, 2, 3), gives=(f32(0, 0, 3),)),
@@ -526,10 +531,10 @@ ELEMENTWISE = [
 CONVERT = [
     Row("cast", converted,
         [sample(f32(2.7, -2.7, 0.5, 300, -5, 1e10, -1e10, 0), data_type=to) for to in
-         (popxl.int32, popxl.uint8, popxl.int8, popxl.int16, popxl.uint16, popxl.bool, popxl.float32)]
+         (popxl.int32, popxl.uint8, popxl.int8, popxl.int16, popxl.uint16, popxl.uint32, popxl.bool, popxl.float32)]
         + [sample(f32(2.7, 1 / 3, 65519, 2049, 6e-8), data_type=popxl.float16, dtype="float16")]
         + [sample(f16(2.7, -2.7, 300, np.inf), data_type=to, dtype="float32")
-           for to in (popxl.uint8, popxl.bool, popxl.float32)]
+           for to in (popxl.uint8, popxl.uint32, popxl.bool, popxl.float32)]
         + [sample(i32(300, -1, 0, 2**31 - 1), data_type=to, dtype="float32")
            for to in (popxl.uint8, popxl.int8, popxl.uint32, popxl.bool, popxl.float32)]
         + [sample(i32(300, -1), data_type=popxl.float16, dtype="float16")]
@@ -587,7 +592,9 @@ SHAPE = [
              bad(ValueError, r"Invalid shape value in reshape.*\[-2, 3\]", X, [-2, 3]),
              bad(ValueError, r"Reshape shape can contain at most one '-1' value.*\(-1, -1\)", X, (-1, -1)),
              bad(PopxlError, r"a tensor of 6 elements cannot have the shape \(2, 4\)", X, (2, 4)),
-             bad(PopxlError, r"cannot have the shape \(4, -1\)", X, (4, -1))]),
+             bad(PopxlError, r"cannot have the shape \(4, -1\)", X, (4, -1)),
+             bad(TypeError, r"^reshape: `shape` must be a sequence of integers; got 6 \(int\)", X, 6),
+             bad(TypeError, r"^reshape: `shape` must hold integers; got 2\.0 \(float\)", X, (2.0, 3))]),
     Row("flatten", lambda t: t.reshape(-1), over(ANY, (2, 3)) + over("float32", ()), "Reshape", "{0}_reshaped",
         differentiable=(0,), keeps=0, tolerance=0, torch=torch_function("ravel"),
         inplace=Inplace("flatten_", "ReshapeInplace", "{0}_reshaped", view=True)),

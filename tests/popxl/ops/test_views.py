@@ -265,3 +265,16 @@ def test_a_key_of_another_graph_or_of_floats() -> None:
 def test_there_is_no_item_assignment() -> None:
     with popxl.Ir().main_graph, pytest.raises(TypeError):
         popxl.variable(Y)[0] = 1
+
+
+def test_long_chains_of_views():
+    """Neither deep recursion nor work that grows with the square of the length."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        v = view = popxl.variable(np.arange(6.0).reshape(2, 3), popxl.float32)
+        for _ in range(1500):
+            view = ops.transpose_(view)
+        ops.add_(view, popxl.constant(1.0))
+    with popxl.Session(ir) as session:
+        session.run()
+        np.testing.assert_array_equal(session.get_tensor_data(v), np.arange(6.0).reshape(2, 3) + 1)

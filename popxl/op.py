@@ -19,10 +19,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from popxl.context import get_current_context, user_frame
 from popxl.errors import PopxlError, PopxlInternalError
+from popxl.graph import Graph
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Location, Tensor
@@ -30,12 +31,12 @@ from popxl.tracing import abstract_evaluation
 
 if TYPE_CHECKING:
     from popxl.context import Context
-    from popxl.graph import Graph
     from popxl.tensorlocation import ExecutionContext
 
 __all__ = ["REFUSED", "VJP", "Op", "OpKind", "SourceLocation"]
 
 Specs = TensorSpec | Sequence[TensorSpec]
+T = TypeVar("T")
 
 
 class _Mark:
@@ -157,6 +158,7 @@ class OpKind:
         self.returns = returns
         self.colocated = colocated
         self.place = place
+        self._memory: dict[tuple[Any, ...], Any] = {}
         self._renamed = operands
         parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
         self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
@@ -170,6 +172,34 @@ class OpKind:
         """The same op, overwriting its first operand and returning an alias of it."""
         settings = {"shape": like_first, "operands": self._renamed, "modifies": self._operands[:1]} | changes
         return OpKind(name, self.lowering, result=result, **settings)
+
+    def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
+        """The lowering as a function of arrays only: those of the named operands (by default, of the first ones).
+
+        The same object for the same arguments, so that what JAX traced is found again.
+        """
+
+        def function(*arrays: Any) -> Any:
+            if names is None:
+                return self.lowering(*arrays, **attributes)
+            return self.lowering(**dict(zip(names, arrays, strict=True)), **attributes)
+
+        return self.remembered(("on_arrays", names, tuple(attributes.items())), lambda: function)
+
+    def remembered(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` made for this key before. It is kept with the declaration, and gone with it.
+
+        Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
+        than any Ir.
+        """
+        if _holds_graph(key):
+            return make()
+        try:
+            if key not in self._memory:
+                self._memory[key] = make()
+            return self._memory[key]
+        except TypeError:  # from the hash
+            return make()
 
     def modified(self, attributes: Mapping[str, Any]) -> frozenset[int]:
         """Positions of the operands that an op with these attributes overwrites."""
@@ -255,7 +285,7 @@ class OpKind:
         try:
             if self.shape is not None:
                 return self.shape(*operands, **attributes)
-            return abstract_evaluation(self.lowering, [t.spec for t in inputs], names, attributes | plain)
+            return abstract_evaluation(self.on_arrays(names, attributes | plain), [t.spec for t in inputs])
         except (PopxlError, ValueError, TypeError) as problem:
             named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
             # An op that runs a graph names the input in question itself.
@@ -263,6 +293,13 @@ class OpKind:
             source = SourceLocation.of(user_frame())
             where = f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
             raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from None
+
+
+def _holds_graph(value: Any) -> bool:
+    """Whether a value, or one inside of it, is a graph or a tensor."""
+    if isinstance(value, tuple | list | frozenset):
+        return any(map(_holds_graph, value))
+    return isinstance(value, Tensor | Graph)
 
 
 def _snake(name: str) -> str:
@@ -449,6 +486,10 @@ class Op:
     def apply(self, values: Sequence[Any]) -> Any:
         """What the kind's function makes of values in place of the inputs."""
         return self._call(self.kind.lowering, values)
+
+    def on_arrays(self) -> Callable[..., Any]:
+        """The op as a function of the arrays of its inputs."""
+        return self.kind.on_arrays(self.operands, self.attributes)
 
     def put(self, bases: Sequence[Any], view: Any) -> Any:
         """For a view op: its bases, with the view written into them."""

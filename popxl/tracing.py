@@ -5,9 +5,8 @@ The one file of the language that asks JAX anything. Tracing is abstract: no dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -19,21 +18,19 @@ from popxl.spec import TensorSpec
 
 
 def abstract_evaluation(
-    function: Callable[..., Any],
-    specs: Sequence[TensorSpec],
-    names: tuple[str, ...] | None,
-    attributes: Mapping[str, Any],
+    function: Callable[..., Any], specs: Sequence[TensorSpec]
 ) -> TensorSpec | tuple[TensorSpec, ...]:
     """Specs of the results of a JAX function of arrays with these specs.
+
+    JAX remembers what it traced for a function object.
 
     Raises:
         PopxlError: if JAX refuses the operands; its own words are kept.
     """
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
-    bound = _bind(function, names, tuple(attributes.items()))
     try:
         with _precision(specs):
-            result = jax.eval_shape(bound, *arrays)
+            result = jax.eval_shape(function, *arrays)
     except (TypeError, ValueError) as problem:
         raise PopxlError(f"JAX refuses these operands: {problem}.") from problem
     if isinstance(result, tuple | list):
@@ -53,19 +50,3 @@ def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tu
 def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:
     """JAX takes 64-bit numbers for 32-bit ones unless it is told otherwise."""
     return jax.enable_x64(True) if any(spec.dtype.itemsize == 8 for spec in specs) else nullcontext()
-
-
-def _bind(function: Callable[..., Any], names: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> Any:
-    try:
-        return _bound(function, names, attributes)
-    except TypeError:  # an attribute that cannot be hashed: bind anew, at the price of tracing each time
-        return _bound.__wrapped__(function, names, attributes)
-
-
-@lru_cache(maxsize=4096)
-def _bound(function: Callable[..., Any], names: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> Any:
-    """`function` of arrays only. The same object for the same arguments, so that JAX remembers what it traced."""
-    plain = dict(attributes)
-    if names is None:
-        return lambda *arrays: function(*arrays, **plain)
-    return lambda *arrays: function(**dict(zip(names, arrays, strict=True)), **plain)

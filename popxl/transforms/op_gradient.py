@@ -155,52 +155,24 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
 
 
 def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
-    """The gradient op of an op, and the positions of the forward inputs that it reads."""
-    try:
-        key = (op.kind, op.operands, tuple(op.attributes.items()))
-        hash(key)
-    except TypeError:
-        return _vjp.__wrapped__(
-            _Function(op.kind, op.operands, tuple(op.attributes.items())), *_specs(op), wanted, given
-        )
-    return _vjp(_Function(*key), *_specs(op), wanted, given)
+    """The gradient op of an op, and the positions of the forward inputs that it reads.
+
+    Remembered, so that a program has one gradient op for each op that it uses.
+    """
+    inputs, outputs = tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
+    key = ("vjp", op.operands, tuple(op.attributes.items()), inputs, outputs, wanted, given)
+    return op.kind.remembered(key, lambda: _vjp(op.kind, op.on_arrays(), inputs, outputs, wanted, given))
 
 
-def _specs(op: Op) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    return tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
-
-
-class _Function:
-    """The function of an op, of arrays only. Equal for ops that compute the same."""
-
-    def __init__(self, kind: OpKind, operands: tuple[str, ...] | None, attributes: tuple[tuple[str, Any], ...]) -> None:
-        self.key = (kind, operands, attributes)
-        self.name = kind.name
-
-    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        kind, operands, attributes = self.key
-        if operands is None:
-            result = kind.lowering(*arrays, **dict(attributes))
-        else:
-            result = kind.lowering(**dict(zip(operands, arrays, strict=True)), **dict(attributes))
-        return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=4096)
 def _vjp(
-    function: _Function,
+    kind: OpKind,
+    function: Callable[..., Any],
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
     wanted: tuple[int, ...],
     given: tuple[int, ...],
 ) -> tuple[OpKind, tuple[int, ...]]:
-    """See `_gradient_kind`. Cached, so that a program has one gradient op for each op that it uses."""
+    """See `_gradient_kind`."""
 
     def pullback(*operands: Any) -> tuple[Any, ...]:
         """Of all inputs, and the given gradients."""
@@ -209,7 +181,8 @@ def _vjp(
         def of_wanted(*values: Any) -> tuple[Any, ...]:
             for i, value in zip(wanted, values, strict=True):
                 primals[i] = value
-            results = function(*primals)
+            result = function(*primals)
+            results = result if isinstance(result, tuple | list) else (result,)
             return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in given)
 
         _, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
@@ -227,5 +200,5 @@ def _vjp(
         return results if len(wanted) > 1 else results[0]
 
     specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
-    kind = OpKind(f"{function.name}Grad", lowering, shape=lambda *operands: specs if len(wanted) > 1 else specs[0])
-    return kind, read
+    shape = specs if len(wanted) > 1 else specs[0]
+    return OpKind(f"{kind.name}Grad", lowering, shape=lambda *operands: shape), read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -330,3 +332,18 @@ def test_wide_numbers() -> None:
     assert y.dtype == dx.dtype == np.float64
     np.testing.assert_allclose(y, x**3, rtol=1e-14)
     np.testing.assert_allclose(dx, 3 * x**2, rtol=1e-14)
+
+
+def test_a_declaration_keeps_no_program_alive() -> None:
+    """What is remembered of an op is gone with its declaration, and never holds a graph."""
+    looks_at = popxl.OpKind("LooksAt", lambda t, *, graphs: t * 2.0)
+
+    def program() -> weakref.ref[popxl.Ir]:
+        ir = popxl.Ir()
+        graph = ir.create_graph(lambda x: looks_at(x, graphs=(ir.main_graph,)), popxl.TensorSpec((3,), popxl.float32))
+        popxl.transforms.autodiff(graph)
+        return weakref.ref(ir)
+
+    gone = program()
+    gc.collect()
+    assert gone() is None

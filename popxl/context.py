@@ -48,14 +48,20 @@ _hooks: dict[int, tuple[Fn, Graph | None]] = {}
 
 
 class Context(threading.local):
-    """The build settings of this thread. Obtain it from `get_current_context`."""
+    """The build settings of this thread. Obtain it from `get_current_context`.
+
+    Attributes:
+        ipu_id: the IPU that new ops are placed on; `None` for none.
+        io_tile_set: whether they are placed on the I/O tiles of it.
+    """
+
+    ipu_id: int | None = 0
+    io_tile_set: bool = False
 
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
         self._name_scopes: list[str] = []
         self.scope_prefix = ""
-        self.ipu_id: int | None = 0
-        self.io_tile_set = False
         self.execution_context = ExecutionContext.Normal
         self.sequence = Sequencer()
         self.frame_offset = 0

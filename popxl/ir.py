@@ -156,7 +156,7 @@ class Ir:
     def undone_on_failure(self) -> Iterator[None]:
         """If the block fails, take back the graphs that it made and the outputs that it gave to others."""
         graphs = [(graph, len(graph.outputs)) for graph in self.graphs]
-        calls = [(op, len(op.outputs)) for graph in self.graphs for op in graph.ops if op.kind.mirrors is not None]
+        calls = [(op, len(op.outputs)) for graph in self.graphs for op in graph.call_sites]
         try:
             yield
         except BaseException:

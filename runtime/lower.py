@@ -11,6 +11,7 @@ What a graph touches besides its inputs (the streams, so far) goes in and comes 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from popxl.aliasing import written_inputs
+from popxl.aliasing import reachable, written_inputs
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
@@ -140,6 +141,8 @@ class Lowering:
                 operands = [environment.read(t) for t in op.inputs]
                 try:
                     results = op.apply(operands)
+                except PopxlError:  # says what it has to say
+                    raise
                 except Exception as problem:
                     text = f"`{op.source.text}` " if op.source.text else ""
                     raise PopxlError(
@@ -178,17 +181,9 @@ class Lowering:
         return jax.jit(function)
 
 
-def _call_sites(main: Graph) -> dict[Graph, int]:
+def _call_sites(main: Graph) -> Counter[Graph]:
     """How many ops of the program run each graph."""
-    counts: dict[Graph, int] = {}
-    waiting = [main]
-    while waiting:
-        for op in waiting.pop().ops:
-            for graph in op.called_graphs:
-                if graph not in counts:
-                    waiting.append(graph)
-                counts[graph] = counts.get(graph, 0) + 1
-    return counts
+    return Counter(callee for graph in reachable(main) for op in graph.ops for callee in op.called_graphs)
 
 
 def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:

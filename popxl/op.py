@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from popxl.context import Context
     from popxl.tensorlocation import ExecutionContext
 
-__all__ = ["REFUSED", "VJP", "Op", "OpKind", "SourceLocation"]
+__all__ = ["REFUSED", "VJP", "Op", "OpKind", "Requirement", "SourceLocation"]
 
 Specs = TensorSpec | Sequence[TensorSpec]
 T = TypeVar("T")
@@ -54,6 +54,24 @@ VJP = _Mark("VJP")
 
 REFUSED = _Mark("REFUSED")
 """Gradient of an op that cannot be asked for: autodiff raises when one reaches the op."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What the numbers in an operand have to be, where only a running program can know.
+
+    The check is made on the device, whenever the op runs. `session.run` raises an `ApplicationRuntimeError` for the
+    first that fails; what the op computes then is not defined.
+
+    Attributes:
+        holds: JAX function of the operand's array: whether all is well, one bool or several.
+        message: what has to hold, as the end of "`operand` ...": `"has to be in [-32, 32)"`.
+        option: the session option that switches the check, if one does.
+    """
+
+    holds: Callable[[Any], Any]
+    message: str
+    option: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,12 +127,13 @@ class OpKind:
             true that is also the result of the op, which shares the operand's storage, otherwise the new contents
             follow the results. An op that runs graphs gives a function of its attributes instead, which returns the
             positions of the overwritten operands.
+        requires: by operand name, what its numbers have to be when the op runs.
         effect: the op does more than compute its results (it talks to the host, say) and is never dropped.
         calls: names of attributes that hold graphs which the op runs.
         mirrors: makes the op gain a result for each output that its graph gains later. The function gives the spec of
             the result for that of the output, and the op's attributes.
         returns: which outputs of the graph that the op runs matter, if these tensors of the op's own graph do.
-        colocated: all operands have to be on one device and tile set.
+        colocated: all operands have to be on one device and tile set; or the names of those that have to be.
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
         operands: names of the operands, where those of `lowering`'s parameters would not do.
@@ -136,11 +155,12 @@ class OpKind:
         put: Callable[..., Any] | None = None,
         modifies: Sequence[str] | Callable[[Mapping[str, Any]], frozenset[int]] = (),
         aliased: bool = True,
+        requires: Mapping[str, Requirement] | None = None,
         effect: bool = False,
         calls: tuple[str, ...] = (),
         mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
         returns: Callable[[Op, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, matter: (),
-        colocated: bool = True,
+        colocated: bool | tuple[str, ...] = True,
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
     ) -> None:
@@ -152,6 +172,7 @@ class OpKind:
         self.put = put
         self.modifies = modifies
         self.aliased = bool(modifies) and aliased
+        self.requires = requires or {}
         self.effect = effect
         self.calls = calls
         self.mirrors = mirrors
@@ -163,7 +184,6 @@ class OpKind:
         parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
         self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
         self._parameters = parameters
-        self._modified = frozenset() if callable(modifies) else frozenset(map(self._operands.index, modifies))
 
     def __repr__(self) -> str:
         return f"OpKind[{self.name}]"
@@ -201,9 +221,14 @@ class OpKind:
         except TypeError:  # from the hash
             return make()
 
-    def modified(self, attributes: Mapping[str, Any]) -> frozenset[int]:
-        """Positions of the operands that an op with these attributes overwrites."""
-        return self.modifies(attributes) if callable(self.modifies) else self._modified
+    def modified(self, attributes: Mapping[str, Any], names: Sequence[str] | None = None) -> frozenset[int]:
+        """Positions of the inputs that an op overwrites: one with these attributes, and inputs of these names."""
+        if callable(self.modifies):
+            return self.modifies(attributes)
+        if not self.modifies:
+            return frozenset()
+        names = self._operands if names is None else names
+        return frozenset(names.index(name) for name in self.modifies if name in names)
 
     # Recording ------------------------------------------------------------------------------------------------------
 
@@ -245,7 +270,7 @@ class OpKind:
             names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
             plain = {name: operand for name, operand in named.items() if name not in names}
         if len(inputs) > 1 and self.colocated:
-            check_colocated(names or self.operand_names(len(inputs)), inputs)
+            check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
         return inputs, names, attributes | plain, specs
 
@@ -423,7 +448,7 @@ class Op:
         self.outputs: tuple[Tensor, ...] = ()
         self.operands = operands
         self.attributes = attributes
-        self.modified = kind.modified(attributes)
+        self.modified = kind.modified(attributes, operands)
         self.ipu = context.ipu_id
         self.io_tiles = context.io_tile_set
         here = (context.ipu_id, context.io_tile_set)
@@ -540,13 +565,13 @@ def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueErr
     return ValueError(f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. {remedy}")
 
 
-def check_colocated(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """`ValueError` if two tensors are known to be on different IPUs or tile sets."""
+def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: bool | tuple[str, ...] = True) -> None:
+    """`ValueError` if two tensors, of all or of those named in `which`, are on different IPUs or tile sets."""
     for part, what in ((0, "IPUs"), (1, "tile sets")):
         first: tuple[str, Any] | None = None
         for name, t in zip(names, tensors, strict=True):
             place = t.location[part]
-            if place is None:
+            if place is None or (isinstance(which, tuple) and name not in which):
                 continue
             if first is None:
                 first = (name, place)

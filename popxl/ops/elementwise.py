@@ -4,7 +4,7 @@ Each is one declaration: the name, the JAX function, a sentence, and the gradien
 gradient rule is written with ops, and its parameters say what it reads: `g`, the incoming gradient; an operand by
 its name; `out`, the result. Gradients of operands that were broadcast are summed back by autodiff.
 
-A new function of one tensor is one more line here, and one row in `tests/popxl/ops/rows.py`.
+A new function of one tensor is one more line here, and one row in `tests/popxl/ops/rows`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every op, by the table in `rows.py`: what it declares, what it computes, its gradient, and what it refuses."""
+"""Every op, by the table in `rows`: what it declares, what it computes, its gradient, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from popxl import ops
 from popxl.errors import PopxlError
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate, store
-from tests.popxl.ops.rows import ROWS, Fed, Rule, Sample, function_of, values
+from tests.popxl.ops.rows import ROWS
+from tests.popxl.ops.rows.schema import Fed, Rule, Sample, function_of, values
 
 Array = np.ndarray
 rows = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -29,7 +30,7 @@ def test_every_op_has_a_row() -> None:
         if inspect.isfunction(f) and not name.startswith("_")
     }
     named = {n for row in ROWS for n in (row.name, *row.aliases, *([row.inplace.name] if row.inplace else []))}
-    assert public - named - {"getitem"} == set(), "ops without a row in tests/popxl/ops/rows.py"
+    assert public - named - {"getitem"} == set(), "ops without a row in tests/popxl/ops/rows"
     assert named - public == set(), "rows of ops that do not exist"
 
 

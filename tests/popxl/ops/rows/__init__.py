@@ -1,0 +1,20 @@
+"""The table of ops: for each, samples, what it means in NumPy, and what it refuses.
+
+`test_rows.py` makes the tests of them. A new op is one more row, in the file of its family; an op without a row makes
+the suite fail. What an op means is said with NumPy and `math` alone, never with code of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.popxl.ops.rows.convert import CONVERT
+from tests.popxl.ops.rows.elementwise import ELEMENTWISE
+from tests.popxl.ops.rows.graphs import GRAPHS
+from tests.popxl.ops.rows.nn import NN
+from tests.popxl.ops.rows.reduce import REDUCE
+from tests.popxl.ops.rows.schema import Row
+from tests.popxl.ops.rows.shape import SHAPE
+from tests.popxl.ops.rows.var_updates import VAR_UPDATES
+
+ROWS: Sequence[Row] = [*ELEMENTWISE, *CONVERT, *REDUCE, *SHAPE, *NN, *VAR_UPDATES, *GRAPHS]

@@ -1,0 +1,141 @@
+"""Rows of the matrix product, softmax and the losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+import popxl
+from tests.popxl.ops.rows.schema import (
+    FLOATS,
+    INTS,
+    Array,
+    PopxlError,
+    Row,
+    X,
+    bad,
+    f16,
+    f32,
+    i32,
+    over,
+    rule,
+    sample,
+    scalar,
+    torch_function,
+    values,
+)
+
+
+def softmax(t: Array, axis: int) -> Array:
+    """Over `axis` and everything after it."""
+    over_all = tuple(range(axis % t.ndim, t.ndim))
+    e = np.exp(t - t.max(axis=over_all, keepdims=True))
+    return e / e.sum(axis=over_all, keepdims=True)
+
+
+def picked(probs: Array, labels: Array) -> Array:
+    inside = (labels >= 0) & (labels < probs.shape[-1])
+    chosen = np.take_along_axis(probs, np.where(inside, labels, 0).astype(int)[..., None], -1)[..., 0]
+    return np.where(inside, chosen, 0)
+
+
+def counted(losses: Array, labels: Array, ignore_index: int | None, reduction: str) -> Array:
+    counts = np.ones(labels.shape, bool) if ignore_index is None else labels.astype(int) != ignore_index
+    losses = losses * counts
+    if reduction == "none":
+        return losses
+    return losses.sum() / max(counts.sum(), 1) if reduction == "mean" else losses.sum()
+
+
+def nll(
+    probs: Array, labels: Array, ignore_index: int | None = None, reduction: str = "mean", log_prob: bool = False
+) -> Array:
+    p = picked(probs, labels)
+    return counted(-p if log_prob else -np.log(np.maximum(p, 1e-7)), labels, ignore_index, reduction)
+
+
+def fused(
+    probs: Array, labels: Array, loss_grad: Any = 1.0, ignore_index: int | None = None, reduction: str = "mean"
+) -> tuple[Array, Array]:
+    counts = np.ones(labels.shape) if ignore_index is None else (labels.astype(int) != ignore_index).astype(float)
+    hot = labels[..., None] == np.arange(probs.shape[-1])
+    scale = counts / (max(counts.sum(), 1) if reduction == "mean" else 1)
+    loss = counted(-np.log(picked(probs, labels) + 1e-7), labels, ignore_index, reduction)
+    return loss, (probs - hot) * (np.asarray(loss_grad) * scale)[..., None]
+
+
+def flat_cross_entropy(probs: Any, labels: Any, ignore_index: int | None = None, reduction: str = "mean") -> Any:
+    """The loss of torch, which has the classes on axis 1 and takes logarithms."""
+    import torch
+
+    flat = torch.nn.functional.nll_loss(
+        probs.log().reshape(-1, probs.shape[-1]),
+        labels.reshape(-1).long(),
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        reduction=reduction,
+    )
+    return flat.reshape(labels.shape) if reduction == "none" else flat
+
+
+PROBS = softmax(values("float32", (2, 3, 4)), -1)
+
+
+LABELS = i32([3, 0, 2], [1, 1, 2])
+
+
+NN = [
+    Row("matmul", lambda lhs, rhs, **hints: np.matmul(lhs, rhs),
+        [*over("float32 float16 int32", (2, 3), (3, 4)), *over("float32", (3,), (3,)),
+         *over("float32", (3,), (2, 3, 4)),
+         *over("float32", (2, 3, 4), (4,)), *over("float32", (3,), (3, 4)), *over("float32", (2, 1, 2, 3), (4, 3, 2)),
+         sample(values("float16", (2, 3)), values("float16", (3, 4)), output_type=popxl.float32, dtype="float32"),
+         sample(X, values("float32", (3, 4)), output_type=popxl.float16, partials_type=popxl.float16, dtype="float16"),
+         sample(X, values("float32", (3, 4)), available_memory_proportion=0.1, partials_type=popxl.float32)],
+        "MatMul", "matmul_out", differentiable=(0, 1), keeps=2, torch=torch_function("matmul"),
+        bad=[bad(PopxlError, r"inner dimensions differ; expected `rhs` to have 3 rows, and it has 2.*"
+                 r"`lhs` is f32\[2, 3\], `rhs` is f32\[2, 3\]", X, X),
+             bad(PopxlError, "scalar", X, scalar(1, "float32")), bad(PopxlError, "scalar", scalar(1, "float32"), X),
+             bad(PopxlError, "different dtypes", X, INTS.reshape(3, 2)),
+             bad(PopxlError, "do not broadcast", values("float32", (2, 2, 3)), values("float32", (4, 3, 2))),
+             bad(TypeError, "`output_type` must be a popxl dtype", X, X.T.copy(), output_type=np.float16),
+             bad(ValueError, "expected popxl.float16 or popxl.float32", X, X.T.copy(), partials_type=popxl.int32)]),
+    Row("softmax", softmax,
+        [*over(FLOATS, (2, 3), axis=-1), *over(FLOATS, (2, 3, 4), axis=1), *over("float32", (2, 3), axis=0),
+         *over("float32", (3,), axis=0), sample(f32(1000, 0, 1000), axis=0), sample(f16(60000, 0, 60000), axis=0)],
+        "Softmax", "softmax_out", differentiable=(0,),
+        bad=[bad(PopxlError, "axis 2 does not exist", X, 2), bad(PopxlError, "axis -3 does not exist", X, -3)]),
+    Row("nll_loss", nll,
+        [*(sample(PROBS, LABELS, reduction=r, ignore_index=ignored)
+           for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),
+         sample(PROBS.astype(np.float16), LABELS.astype(np.uint32)),
+         sample(PROBS, LABELS.astype(np.uint32), ignore_index=-100),
+         sample(PROBS.astype(np.float16), LABELS.astype(np.int8), reduction="none"),
+         sample(np.log(PROBS), LABELS, log_prob=True), sample(PROBS, i32([9, -1, 2], [1, 1, 2]), torch=False),
+         sample(PROBS, LABELS * 0 + 1, ignore_index=1, torch=False), sample(PROBS[0, 0], scalar(2, "int32")),
+         sample(values("float32", (2, 300), low=0.1), np.array([200, 44], np.uint8), reduction="none"),
+         sample(f16([0, 1]), i32(0), expect=np.float16(-math.log(6.104e-5))),
+         sample(f32([0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]), i32(0, 1, 2), expect=np.float32(0.475705)),
+         sample(f32([0, 1]), i32(0), expect=np.float32(16.1181))],
+        "Nll", "loss", differentiable=(0,), tolerance=4e-6,
+        torch=lambda probs, labels, log_prob=False,
+        **how: flat_cross_entropy(probs.exp() if log_prob else probs, labels, **how),
+        rules=[rule(f32([1e-9, 1], [0, 1]), i32(0, 0), g=np.float32(1), reduction="sum",
+                    gives=(f32([-1e9, 0], [-1e10, 0]), None)),
+               rule(f16([1e-5, 1]), i32(0), g=np.float16(1), gives=(f16([-1 / 6.104e-5, 0]), None)),
+               rule(f32([0.5, 0.5]), i32(7), g=np.float32(1), gives=(f32([0, 0]), None))],
+        bad=[bad(ValueError, "`reduction` is 'max'; expected 'mean', 'sum' or 'none'", PROBS, LABELS, reduction="max"),
+             bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2)),
+             bad(PopxlError, "one dimension", scalar(1, "float32"), scalar(1, "int32")),
+             bad(PopxlError, "labels are integers; these are float32", PROBS, LABELS.astype(np.float32))]),
+    Row("nll_loss_with_softmax_grad", fused,
+        [*(sample(PROBS, LABELS, loss_grad=3, reduction=r, ignore_index=ignored)
+           for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),
+         sample(PROBS, LABELS, values("float32", (2, 3)), reduction="none"), sample(PROBS, LABELS.astype(np.uint32)),
+         sample(PROBS.astype(np.float16), LABELS, scalar(64, "float32")), sample(PROBS, i32([9, -1, 2], [1, 1, 2])),
+         sample(PROBS, LABELS * 0 + 1, ignore_index=1)],
+        "NlllWithSoftmaxGradDirect", "loss dx", adds=3, numbers=(2,), tolerance=4e-6,
+        bad=[bad(ValueError, "`reduction` is 'max'", PROBS, LABELS, reduction="max"),
+             bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2))]),
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a running program shares with the host: streams and printing.
+"""What a running program shares with the host: streams, printing, and which check failed.
 
 Effects are values. A stream is an array with room for all its transfers of one run, and the number of the next one;
 a graph that uses a stream takes both and gives both back. A number is known while tracing, as long as no loop or kept
@@ -27,10 +27,21 @@ Array = Any
 Position = int | Array
 
 
+class Failure:
+    """The channel of checks. Its array holds the id of the first op that failed one, and the number of the check."""
+
+    tensor_id = ""
+    start = np.zeros(2, np.int32)  # no op has the id 0
+
+
+FAILURE = Failure()
+Channel = Stream | Failure
+
+
 class Channels:
     """The streams that a graph can use: for each, the array of its transfers and the number of the next one."""
 
-    def __init__(self, channels: dict[Stream, tuple[Array, Position]]) -> None:
+    def __init__(self, channels: dict[Channel, tuple[Array, Position]]) -> None:
         self._channels = channels
 
     def load(self, stream: Stream) -> Array:
@@ -50,26 +61,32 @@ class Channels:
             transfers = lax.dynamic_update_index_in_dim(transfers, value, position, 0)
         self._channels[stream] = (transfers, position + 1)
 
-    def transfers(self, stream: Stream) -> Array:
+    def transfers(self, stream: Channel) -> Array:
         """All elements of a stream."""
         return self._channels[stream][0]
 
-    def take(self, streams: Sequence[Stream]) -> tuple[tuple[Array, Position], ...]:
+    def check(self, op: Op, number: int, holds: Array) -> None:
+        """Note that an op fails a check, if it does and is the first."""
+        first, position = self._channels[FAILURE]
+        this = jnp.asarray([op.id, number], jnp.int32)
+        self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
+
+    def take(self, streams: Sequence[Channel]) -> tuple[tuple[Array, Position], ...]:
         """The state of some streams, to hand to a graph that uses them."""
         return tuple(self._channels[stream] for stream in streams)
 
-    def put_back(self, streams: Sequence[Stream], states: Sequence[tuple[Array, Position]]) -> None:
+    def put_back(self, streams: Sequence[Channel], states: Sequence[tuple[Array, Position]]) -> None:
         """The state in which a graph left some streams."""
         self._channels.update(zip(streams, states, strict=True))
 
-    def positions(self, streams: Sequence[Stream]) -> dict[int, Any]:
+    def positions(self, streams: Sequence[Channel]) -> dict[int, Any]:
         """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array."""
         return {
             i: (position if isinstance(stream, HostToDeviceStream) else (transfers, position))
             for i, (stream, (transfers, position)) in enumerate(zip(streams, self.take(streams), strict=True))
         }
 
-    def stepping(self, streams: Sequence[Stream]) -> Stepping:
+    def stepping(self, streams: Sequence[Channel]) -> Stepping:
         """The streams as a loop uses them."""
         return Stepping(self, streams)
 
@@ -77,7 +94,7 @@ class Channels:
 class Stepping:
     """Streams in a loop: what is loaded from stays outside, what changes is carried."""
 
-    def __init__(self, channels: Channels, streams: Sequence[Stream]) -> None:
+    def __init__(self, channels: Channels, streams: Sequence[Channel]) -> None:
         self._streams = streams
         self._arrays = [transfers for transfers, _ in channels.take(streams)]
         self.start = jax.tree.map(jnp.asarray, channels.positions(streams))
@@ -92,10 +109,13 @@ class Stepping:
         )
 
 
-def streams_of(graph: Graph) -> tuple[Stream, ...]:
-    """The streams that running a graph uses, calls included, in the order of their ids."""
-    used = {op.attributes["stream"] for g in reachable(graph) for op in g.ops if op.kind in _TRANSFERS}
-    return tuple(sorted(used, key=lambda stream: stream.tensor_id))
+def channels_of(graph: Graph) -> tuple[Channel, ...]:
+    """The streams that running a graph uses, and the failure if it checks anything; calls included, in a fixed order."""
+    ops = [op for g in reachable(graph) for op in g.ops]
+    used: set[Channel] = {op.attributes["stream"] for op in ops if op.kind in _TRANSFERS}
+    if any(op.kind.requires for op in ops):
+        used.add(FAILURE)
+    return tuple(sorted(used, key=lambda channel: channel.tensor_id))
 
 
 def transfers_of(graph: Graph) -> dict[Stream, int]:

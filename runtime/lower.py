@@ -5,7 +5,7 @@ its results back. The environment keeps one value for each *storage*: a view is 
 to it, so in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
 
 A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
-What a graph touches besides its inputs (the streams, so far) goes in and comes out as values; see `runtime.effects`.
+What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see `runtime.effects`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
+from popxl.options import SessionOptions
 from popxl.tensor import Constant, Tensor
 from runtime import effects
-from runtime.effects import Channels, streams_of
+from runtime.effects import Channels, channels_of
 
 Array = Any
 Meaning = Callable[["Lowering", Op, "Environment", Channels], None]
@@ -124,10 +125,12 @@ class Lowering:
 
     Args:
         main: the graph that the program runs.
+        options: those of the Ir; they switch some of the checks that ops make of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
     """
 
-    def __init__(self, main: Graph, keep_calls: bool = True) -> None:
+    def __init__(self, main: Graph, options: SessionOptions, keep_calls: bool = True) -> None:
+        self._options = options
         self._kept = {graph for graph, sites in _call_sites(main).items() if keep_calls and sites > 1}
         self._function = cache(self._jitted)
 
@@ -140,6 +143,7 @@ class Lowering:
             elif op.kind.put is None:  # a view is made when somebody looks through it
                 operands = [environment.read(t) for t in op.inputs]
                 try:
+                    self._check(op, operands, channels)
                     results = op.apply(operands)
                 except PopxlError:  # says what it has to say
                     raise
@@ -151,11 +155,17 @@ class Lowering:
                 store_results(op, results, environment)
         return environment
 
+    def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
+        """Check what the op requires of its operands, as far as the options ask for it."""
+        for number, (name, required) in enumerate(op.kind.requires.items()):
+            if name in op.operand_names() and (not required.option or getattr(self._options, required.option)):
+                channels.check(op, number, required.holds(operands[op.operand_names().index(name)]))
+
     def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
         """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
         if graph not in self._kept:
             return self._run_inline(graph, inputs, channels)
-        streams = streams_of(graph)
+        streams = channels_of(graph)
         with set_xla_metadata(inlineable="false"):
             outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
         channels.put_back(streams, used)
@@ -170,7 +180,7 @@ class Lowering:
 
     def _jitted(self, graph: Graph) -> Callable[..., Any]:
         """The one function of a graph whose calls are kept."""
-        streams = streams_of(graph)
+        streams = channels_of(graph)
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
@@ -248,7 +258,7 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     graph, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
     inputs = [environment.read(t) for t in op.inputs]
     by_ref = sorted(op.modified)
-    streams = streams_of(graph)
+    streams = channels_of(graph)
     stepping = channels.stepping(streams)
 
     def turn(state: Any, i: Array) -> Any:

@@ -13,13 +13,13 @@ from jax.sharding import SingleDeviceSharding
 
 from popxl.aliasing import reachable, storages, written_tensors
 from popxl.dtypes import dtype
-from popxl.errors import PopxlError
+from popxl.errors import ApplicationRuntimeError, PopxlError
 from popxl.fp8_utils import to_device, to_host
 from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
 from runtime.devices import Device
-from runtime.effects import Channels, prints, streams_of, transfers_of
+from runtime.effects import FAILURE, Channels, channels_of, prints, transfers_of
 from runtime.lower import Lowering
 
 Array = Any
@@ -46,8 +46,10 @@ class Program:
         main = ir.main_graph
         self.device = device
         self.transfers = ir.num_host_transfers
-        self.inputs = tuple(s for s in streams_of(main) if isinstance(s, HostToDeviceStream))
-        self.outputs = tuple(s for s in streams_of(main) if isinstance(s, DeviceToHostStream))
+        channels = channels_of(main)
+        self.inputs = tuple(s for s in channels if isinstance(s, HostToDeviceStream))
+        self.outputs = tuple(s for s in channels if isinstance(s, DeviceToHostStream))
+        self._checks = FAILURE in channels
         used = {s for made_of in storages(main).values() for s in made_of}
         written = written_tensors(main)
         self.variables = tuple(v for v in main.variables if v in used)
@@ -58,7 +60,7 @@ class Program:
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
         tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
         self._wide = any(t.dtype in _WIDE for t in tensors)
-        self._lowering = Lowering(main, keep_calls)
+        self._lowering = Lowering(main, ir.options, keep_calls)
         self._main = main
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
@@ -76,12 +78,15 @@ class Program:
         values: dict[Tensor, Array] = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
         channels = Channels(
             {
+                FAILURE: (jnp.asarray(FAILURE.start), 0),
                 **{s: (feed.reshape(self.transfers, *s.shape), 0) for s, feed in zip(self.inputs, feeds, strict=True)},
                 **{s: (jnp.zeros((self.transfers, *s.shape), s.dtype.as_jax()), 0) for s in self.outputs},
             }
         )
         environment = self._lowering.run(self._main, values, channels)
         fetches = tuple(channels.transfers(s).reshape(self.host_shape(s)) for s in self.outputs)
+        if self._checks:
+            fetches += (channels.transfers(FAILURE),)
         return tuple(environment.values[v] for v in self._changed), fetches
 
     def _arguments(self) -> tuple[tuple[Any, ...], ...]:
@@ -132,7 +137,12 @@ class Program:
         self._changing, self._constant = None, ()
 
     def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Run the program once. Returns the arrays of the output streams, still on the device."""
+        """Run the program once. Returns the arrays of the output streams, still on the device.
+
+        Raises:
+            ApplicationRuntimeError: if an op was given numbers that it cannot take. The variables hold what the run
+                made of them.
+        """
         state = self._state()
         try:
             if self._wide:
@@ -146,7 +156,20 @@ class Program:
             raise
         if self._prints:
             jax.effects_barrier()
+        if self._checks:
+            *fetches, failure = fetches
+            self._raise_failure(*np.asarray(failure).tolist())
         return fetches
+
+    def _raise_failure(self, id: int, number: int) -> None:
+        """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
+        for op in (op for graph in reachable(self._main) for op in graph.ops if op.id == id):
+            name, required = list(op.kind.requires.items())[number]
+            text = f"`{op.source.text}` " if op.source.text else ""
+            raise ApplicationRuntimeError(
+                f"Session.run: in {op!r} of {op.graph.title}, at {text}({op.source}), `{name}` {required.message}, and "
+                "it is not."
+            )
 
     def _state(self) -> tuple[Array, ...]:
         if self._changing is None:

@@ -47,7 +47,9 @@ def repeated(t):
 
 
 @pytest.mark.parametrize(
-    ("build", "good", "bad"), [(rooted, 4.0, -4.0), (called, 4.0, -1.0), (repeated, 100.0, 2.0)], ids=lambda v: str(v)
+    ("build", "good", "bad"),
+    [(rooted, 4.0, -4.0), (called, 4.0, -1.0), (repeated, 100.0, 2.0)],
+    ids=["once", "called", "repeated"],
 )
 def test_run_raises(build, good, bad) -> None:
     """From `run` itself, with the op, the graph, the line and the requirement; the session works afterwards."""

@@ -245,23 +245,26 @@ class Graph:
         """Take back the outputs after the first `count`. Nothing may use them."""
         del self._outputs[count:]
 
-    def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
+    def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> None:
         """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
         sequence = get_current_context().sequence
         key = (self, op.execution_context) if sequence.mode is not None else None
         op.after = sequence.predecessors(key)
-        outputs = self._new_tensors(specs, names)
+        op.outputs = self._new_tensors(specs, names)
         op.id = self.ir.next_op_id()
         sequence.remember(key, op.id)
+        self.take_in(op)
+
+    def take_in(self, op: Op) -> None:
+        """Put an op that has its results after the ops of the graph, and let everybody it concerns know."""
         for t in op.inputs:
             t.used_by(op)
-        overwritten = op.inputs[min(op.modified)] if op.kind.aliased else None
-        for t in outputs:
+        overwritten = op.inputs[min(op.modified)] if op.kind.aliased and op.modified else None
+        for t in op.outputs:
             t.made_by(op, overwritten)
         self.ops.append(op)
         for graph in op.called_graphs:
             graph.call_sites.append(op)
-        return outputs
 
     def _new_tensors(self, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
         """Several new tensors; none, if a name cannot be given."""

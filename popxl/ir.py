@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from popxl import saving
 from popxl.binding import build_graph, graph_name
 from popxl.dot import write_checkpoint
 from popxl.graph import Graph
@@ -54,9 +56,7 @@ class Ir:
         self._num_host_transfers = 1
         self.frozen = False
         self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
-        self._op_ids = itertools.count(100)
-        self._subgraph_numbers = itertools.count()
-        self._suffixes = itertools.count()
+        self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.replication_factor = replication
 
@@ -127,7 +127,7 @@ class Ir:
             >>> graph = ir.create_graph(linear, x, w, bias=True)
             >>> (y,) = ops.call(graph, x, w)
         """
-        graph = self._add_graph(f"{graph_name(fn)}_subgraph({next(self._subgraph_numbers)})")
+        graph = self._add_graph(f"{graph_name(fn)}_subgraph({self._next('subgraph_numbers')})")
         try:
             build_graph(graph, fn, args, kwargs)
         except BaseException:
@@ -137,7 +137,7 @@ class Ir:
 
     def create_empty_graph(self, name: str | None = None) -> Graph:
         """A graph without inputs, ops and outputs. Enter it with `with` and fill it."""
-        return self._add_graph(f"{name or 'graph'}_subgraph({next(self._subgraph_numbers)})")
+        return self._add_graph(f"{name or 'graph'}_subgraph({self._next('subgraph_numbers')})")
 
     def create_gradient_graph(self, forward: Graph) -> Graph:
         """An empty graph named after the graph whose gradient it will compute."""
@@ -175,11 +175,16 @@ class Ir:
 
     def next_op_id(self) -> int:
         """A number for a new op."""
-        return next(self._op_ids)
+        return self._next("op_ids")
 
     def next_suffix(self) -> int:
         """A number for a name that is taken."""
-        return next(self._suffixes)
+        return self._next("suffixes")
+
+    def _next(self, counter: str) -> int:
+        number = self.counters[counter]
+        self.counters[counter] = number + 1
+        return number
 
     # Streams and replicas -------------------------------------------------------------------------------------------
 
@@ -202,6 +207,37 @@ class Ir:
     def replica_grouping_from_assignments(self, assignment: list[int]) -> ReplicaGrouping:
         """Groups given by the number of the group that each replica is in. See `ReplicaGrouping`."""
         return grouping_from_assignments(self, assignment)
+
+    # In a file ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program to a file: its graphs, and the numbers that its variables and constants have on the host.
+
+        Ops are written by name, so an op of your own has to be declared where the program is loaded. A file that is
+        there already is replaced once the new one is complete.
+
+        Raises:
+            PopxlError: if an op has an attribute that cannot be written, or shares its key with another op.
+
+        Example:
+            >>> ir.save("program.popxl")
+            >>> ir = popxl.Ir.load("program.popxl")
+            >>> with popxl.Session(ir) as session:
+            ...     session.run()
+        """
+        saving.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Ir:
+        """A program from a file that `save` has written. It prints, differentiates and runs as the one that was saved.
+
+        Raises:
+            ValueError: if the file is damaged, or of another kind.
+            PopxlError: if the program uses an op that nobody has declared.
+        """
+        ir = cls()
+        saving.load(path, ir)
+        return ir
 
     # Looking at it --------------------------------------------------------------------------------------------------
 

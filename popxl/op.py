@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -137,6 +138,8 @@ class OpKind:
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
         operands: names of the operands, where those of `lowering`'s parameters would not do.
+        key: what saved programs call the op, where several share a name. By default the name.
+        derivation: for an op that was made from another, how; saved programs keep that in place of a key.
 
     Example: any JAX function becomes an op, with its gradient, in one statement.
         >>> softplus = popxl.OpKind("Softplus", jax.nn.softplus)
@@ -163,8 +166,14 @@ class OpKind:
         colocated: bool | tuple[str, ...] = True,
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
+        key: str | None = None,
+        derivation: Any = None,
     ) -> None:
         self.name = name
+        self.key = key or name
+        self.derivation = derivation
+        if derivation is None:
+            _declared[self.key] = self
         self.lowering = lowering
         self.shape = shape
         self.gradient = gradient
@@ -187,6 +196,11 @@ class OpKind:
 
     def __repr__(self) -> str:
         return f"OpKind[{self.name}]"
+
+    @staticmethod
+    def named(key: str) -> OpKind | None:
+        """The op that was last declared under this key, if somebody still has it."""
+        return _declared.get(key)
 
     def inplace(self, name: str, result: str, **changes: Any) -> OpKind:
         """The same op, overwriting its first operand and returning an alias of it."""
@@ -248,7 +262,7 @@ class OpKind:
         inputs, names, attributes, specs = self._checked(operands, attributes, graph)
         op = Op(self, graph, inputs, names, attributes, context)
         several = (specs,) if isinstance(specs, TensorSpec) else specs
-        op.outputs = graph.append(op, several, op.result_names(len(several)) if results is None else results)
+        graph.append(op, several, op.result_names(len(several)) if results is None else results)
         context.op_created(op)
         return op.outputs[0] if several is not specs else (op.outputs or None)
 
@@ -318,6 +332,9 @@ class OpKind:
             source = SourceLocation.of(user_frame())
             where = f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
             raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from None
+
+
+_declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()
 
 
 def _holds_graph(value: Any) -> bool:
@@ -416,8 +433,8 @@ class Op:
 
     __slots__ = (
         "__weakref__",
-        "_frame",
         "_graph",
+        "_made_at",
         "after",
         "attributes",
         "execution_context",
@@ -455,9 +472,18 @@ class Op:
         self.location: Location = here if kind.place is None else kind.place(inputs, attributes, here)
         self.execution_context: ExecutionContext = context.execution_context
         self.name = context.scope_prefix + kind.name
-        self._frame = user_frame()
+        self._made_at: SourceLocation | tuple[Any, int] = user_frame()
         self.after: tuple[int, ...] = ()
         self.id = -1  # given by the graph that the op is appended to
+
+    @classmethod
+    def restore(cls, kind: OpKind, graph: Graph, source: SourceLocation, **state: Any) -> Op:
+        """An op that was saved, as it was. Only `popxl.saving` calls this."""
+        op = object.__new__(cls)
+        op.kind, op._graph, op._made_at = kind, graph.ref, source
+        for name, value in state.items():
+            setattr(op, name, value)
+        return op
 
     @property
     def graph(self) -> Graph:
@@ -475,7 +501,7 @@ class Op:
     @property
     def source(self) -> SourceLocation:
         """The user's line that created the op."""
-        return SourceLocation.of(self._frame)
+        return self._made_at if isinstance(self._made_at, SourceLocation) else SourceLocation.of(self._made_at)
 
     @property
     def called_graphs(self) -> tuple[Graph, ...]:

@@ -155,24 +155,45 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
 
 
 def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
-    """The gradient op of an op, and the positions of the forward inputs that it reads.
+    """The gradient op of an op, and the positions of the forward inputs that it reads."""
+    inputs, outputs = tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
+    return vjp_kind(Derivation(op.kind, op.operands, tuple(op.attributes.items()), inputs, outputs, wanted, given))
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """What determines the gradient op that JAX makes of an op.
+
+    Attributes:
+        kind, operands, attributes, inputs, outputs: of the op: its declaration, the names of its inputs if some
+            operand is a plain value, its attributes, and the specs of its inputs and outputs.
+        wanted: positions of the inputs to differentiate with respect to.
+        given: positions of the outputs whose gradients there are.
+    """
+
+    kind: OpKind
+    operands: tuple[str, ...] | None
+    attributes: tuple[tuple[str, Any], ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    wanted: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+def vjp_kind(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
+    """A gradient op, and the positions of the forward inputs that it reads.
 
     Remembered, so that a program has one gradient op for each op that it uses.
     """
-    inputs, outputs = tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
-    key = ("vjp", op.operands, tuple(op.attributes.items()), inputs, outputs, wanted, given)
-    return op.kind.remembered(key, lambda: _vjp(op.kind, op.on_arrays(), inputs, outputs, wanted, given))
+    of = made_of
+    key = ("vjp", of.operands, of.attributes, of.inputs, of.outputs, of.wanted, of.given)
+    return of.kind.remembered(key, lambda: _vjp(made_of))
 
 
-def _vjp(
-    kind: OpKind,
-    function: Callable[..., Any],
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-    wanted: tuple[int, ...],
-    given: tuple[int, ...],
-) -> tuple[OpKind, tuple[int, ...]]:
-    """See `_gradient_kind`."""
+def _vjp(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
+    """See `vjp_kind`."""
+    inputs, outputs, wanted, given = made_of.inputs, made_of.outputs, made_of.wanted, made_of.given
+    function = made_of.kind.on_arrays(made_of.operands, dict(made_of.attributes))
 
     def pullback(*operands: Any) -> tuple[Any, ...]:
         """Of all inputs, and the given gradients."""
@@ -201,4 +222,4 @@ def _vjp(
 
     specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
     shape = specs if len(wanted) > 1 else specs[0]
-    return OpKind(f"{kind.name}Grad", lowering, shape=lambda *operands: shape), read
+    return OpKind(f"{made_of.kind.name}Grad", lowering, shape=lambda *operands: shape, derivation=made_of), read

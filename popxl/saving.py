@@ -1,0 +1,377 @@
+"""An `Ir` in a file: the graphs as JSON, the numbers as NumPy arrays, both in one zip archive.
+
+Ops are saved by the keys of their declarations and found again by them, so a program that uses an op of your own is
+loaded where that op is declared. No code is in the file and none is run from it. Reached as `Ir.save` and `Ir.load`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from popxl.dtypes import dtype as dtype_
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.op import Op, OpKind, SourceLocation
+from popxl.options import SessionOptions
+from popxl.replica_grouping import ReplicaGrouping
+from popxl.spec import TensorSpec
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.tensor import Constant, Tensor, Variable
+from popxl.tensorlocation import ExecutionContext
+from popxl.transforms.op_gradient import Derivation, vjp_kind
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+__all__ = ["load", "save"]
+
+_PROGRAM = "program.json"
+
+
+class _Saved(BaseModel):
+    """A part of the file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class SavedTensor(_Saved):
+    """A tensor. `array` names its numbers."""
+
+    id: str
+    name: str
+    type: Literal["Tensor", "Variable", "Constant"]
+    spec: Any
+    by_ref: bool = False
+    bound: str | None = None
+    used_at: tuple[int | None, bool | None] = (None, None)
+    array: str | None = None
+    grouping: Any = None
+    retrieval_mode: str | None = None
+
+
+class SavedOp(_Saved):
+    """An op. Values of attributes are JSON, or an object that names their kind: see `_Writer.value`."""
+
+    id: int
+    kind: Any
+    name: str
+    inputs: list[str]
+    outputs: list[str]
+    operands: tuple[str, ...] | None
+    attributes: dict[str, Any]
+    modified: list[int]
+    ipu: int | None
+    io_tiles: bool
+    location: tuple[int | None, bool | None]
+    execution_context: str
+    after: tuple[int, ...]
+    source: tuple[str, int, str]
+
+
+class SavedGraph(_Saved):
+    """A graph."""
+
+    id: str
+    inputs: list[str]
+    outputs: list[str]
+    differentiable: bool
+    gradient_of: str | None
+    tensors: list[SavedTensor]
+    ops: list[SavedOp]
+
+
+class SavedProgram(_Saved):
+    """A whole Ir. The counters are the numbers that come next."""
+
+    format: Literal[1] = 1
+    options: SessionOptions
+    num_host_transfers: int
+    counters: dict[str, int]
+    graphs: list[SavedGraph]
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+def save(ir: Ir, path: str | os.PathLike[str]) -> None:
+    """See `Ir.save`."""
+    path = Path(path)
+    writer = _Writer()
+    program = writer.program(ir).model_dump_json(indent=1)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(_PROGRAM, program)
+            for name, array in writer.arrays.items():
+                with archive.open(name, "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+        os.replace(partial, path)  # whoever reads the file sees the old one or the new one
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+class _Writer:
+    """The parts of a file, and the arrays that they name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def program(self, ir: Ir) -> SavedProgram:
+        return SavedProgram(
+            options=ir.options,
+            num_host_transfers=ir.num_host_transfers,
+            counters=ir.counters,
+            graphs=[self.graph(graph) for graph in ir.graphs],
+        )
+
+    def graph(self, graph: Graph) -> SavedGraph:
+        return SavedGraph(
+            id=graph.id,
+            inputs=[t.id for t in graph.inputs],
+            outputs=[t.id for t in graph.outputs],
+            differentiable=graph.differentiable,
+            gradient_of=None if graph.gradient_of is None else graph.gradient_of.id,
+            tensors=[self.tensor(t) for t in graph.tensors],
+            ops=[self.op(op) for op in graph.ops],
+        )
+
+    def tensor(self, t: Tensor) -> SavedTensor:
+        bound = None if t._bound is None else t._bound()
+        saved = SavedTensor(
+            id=t.id,
+            name=t.name,
+            type=type(t).__name__,  # type: ignore[arg-type]
+            spec=self.value(t.spec, t.id),
+            by_ref=t.by_ref,
+            bound=None if bound is None else bound.id,
+            used_at=t._used_at,
+        )
+        if isinstance(t, Variable | Constant):
+            saved.array = self.array(t.data)
+        if isinstance(t, Variable):
+            saved.grouping, saved.retrieval_mode = self.value(t.replica_grouping, t.id), t.retrieval_mode
+        return saved
+
+    def array(self, array: np.ndarray) -> str:
+        name = f"arrays/{len(self.arrays)}.npy"
+        self.arrays[name] = array
+        return name
+
+    def op(self, op: Op) -> SavedOp:
+        return SavedOp(
+            id=op.id,
+            kind=self.kind(op.kind, op),
+            name=op.name,
+            inputs=[t.id for t in op.inputs],
+            outputs=[t.id for t in op.outputs],
+            operands=op.operands,
+            attributes={name: self.value(value, f"`{name}` of {op!r}") for name, value in op.attributes.items()},
+            modified=sorted(op.modified),
+            ipu=op.ipu,
+            io_tiles=op.io_tiles,
+            location=op.location,
+            execution_context=op.execution_context.name,
+            after=op.after,
+            source=(op.source.file, op.source.line, op.source.function),
+        )
+
+    def kind(self, kind: OpKind, op: Op) -> Any:
+        """The key of a declaration; for a gradient op that JAX made, what it was made of."""
+        of = kind.derivation
+        if of is None:
+            if OpKind.named(kind.key) is not kind:
+                raise PopxlError(
+                    f"Ir.save: {op!r} ({op.source}) cannot be saved, because another op has been declared under its "
+                    f"key {kind.key!r}. Keys are what ops are found by: give yours one of its own, "
+                    f"`OpKind(..., key=...)`."
+                )
+            return kind.key
+        return {
+            "vjp": self.kind(of.kind, op),
+            **{
+                name: self.value(getattr(of, name), f"`{name}` of {op!r}")
+                for name in ("operands", "attributes", "inputs", "outputs", "wanted", "given")
+            },
+        }
+
+    def value(self, value: Any, what: str) -> Any:
+        """A value as JSON. What JSON does not have is an object with one key, which names what it is."""
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, np.generic | np.ndarray):
+            return {"array": self.array(np.asarray(value))}
+        if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        if isinstance(value, float):
+            return {"float": repr(value)}
+        if isinstance(value, dtype_):
+            return {"dtype": value.name}
+        if isinstance(value, TensorSpec):
+            return {"spec": [value.shape, value.dtype.name, value.meta_shape]}
+        if isinstance(value, Graph):
+            return {"graph": value.id}
+        if isinstance(value, Stream):
+            return {"stream": [type(value).__name__, value.tensor_id]}
+        if isinstance(value, ReplicaGrouping):
+            return {"strided": [value.stride, value.group_size]} if value.is_const else {"assigned": value.assignment}
+        if isinstance(value, dict):
+            return {"dict": [[self.value(k, what), self.value(v, what)] for k, v in value.items()]}
+        for container in (tuple, list, frozenset):
+            if type(value) is container:
+                return {container.__name__: [self.value(v, what) for v in value]}
+        raise PopxlError(
+            f"Ir.save: {what} is {value!r} ({type(value).__name__}), which cannot be saved. Attributes of ops that are "
+            "saved are numbers, strings, arrays, dtypes, specs, graphs, streams, and tuples, lists and dicts of these."
+        )
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str], ir: Ir) -> None:
+    """Fill an empty Ir with the program in a file. See `Ir.load`."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            program = SavedProgram.model_validate_json(archive.read(_PROGRAM))
+            arrays = {}
+            for name in archive.namelist():
+                if name != _PROGRAM:
+                    with archive.open(name) as member:
+                        arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
+        _Reader(ir, program, arrays).read()
+    except (zipfile.BadZipFile, KeyError, ValidationError, ValueError) as problem:
+        raise ValueError(f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {problem}") from None
+
+
+class _Reader:
+    """Makes a saved program again: tensors and graphs first, then the ops, in the order they were created."""
+
+    def __init__(self, ir: Ir, program: SavedProgram, arrays: Mapping[str, np.ndarray]) -> None:
+        self._ir = ir
+        self._program = program
+        self._arrays = arrays
+        self._graphs: dict[str, Graph] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._streams: dict[str, Stream] = {}
+
+    def read(self) -> None:
+        ir, program = self._ir, self._program
+        ir.options = program.options
+        ir.num_host_transfers = program.num_host_transfers
+        ir.counters = {name: program.counters[name] for name in ir.counters}
+        ir.graphs = [Graph._make(ir, saved.id) for saved in program.graphs]
+        self._graphs = {graph.id: graph for graph in ir.graphs}
+        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
+            for tensor in saved.tensors:
+                self._add_tensor(graph, tensor)
+        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
+            graph._inputs = [self._tensors[id] for id in saved.inputs]
+            graph._outputs = [self._tensors[id] for id in saved.outputs]
+            graph.differentiable = saved.differentiable
+            graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
+            for tensor in saved.tensors:
+                if tensor.bound is not None:
+                    self._tensors[tensor.id].bound_to(self._tensors[tensor.bound])
+        ops = [(graph, op) for graph, saved in zip(ir.graphs, program.graphs, strict=True) for op in saved.ops]
+        for graph, op in sorted(ops, key=lambda item: item[1].id):
+            self._add_op(graph, op)
+
+    def _add_tensor(self, graph: Graph, saved: SavedTensor) -> None:
+        t = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self.value(saved.spec))
+        t.by_ref = saved.by_ref
+        t._used_at = saved.used_at
+        if isinstance(t, Variable | Constant):
+            t.data = self._arrays[saved.array or ""]
+        if isinstance(t, Constant):
+            t.data.flags.writeable = False
+        if isinstance(t, Variable):
+            t.replica_grouping = self.value(saved.grouping)
+            t.retrieval_mode = saved.retrieval_mode or "one_per_group"
+            t._in_sync = True
+        graph._tensors[t.id] = self._tensors[t.id] = t
+
+    def _add_op(self, graph: Graph, saved: SavedOp) -> None:
+        inputs, outputs = (tuple(self._tensors[id] for id in ids) for ids in (saved.inputs, saved.outputs))
+        op = Op.restore(
+            self.kind(saved.kind, len(inputs)),
+            graph,
+            SourceLocation(*saved.source),
+            id=saved.id,
+            name=saved.name,
+            inputs=inputs,
+            outputs=outputs,
+            operands=saved.operands,
+            attributes={name: self.value(value) for name, value in saved.attributes.items()},
+            modified=frozenset(saved.modified),
+            ipu=saved.ipu,
+            io_tiles=saved.io_tiles,
+            location=saved.location,
+            execution_context=ExecutionContext[saved.execution_context],
+            after=saved.after,
+        )
+        graph.take_in(op)
+
+    def kind(self, saved: Any, inputs: int) -> OpKind:
+        """The declaration under a key, or the gradient op made again as it was made."""
+        if isinstance(saved, dict):
+            of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
+            base = self.kind(saved["vjp"], len(of["inputs"]))
+            gradient, read = vjp_kind(Derivation(base, **of))
+            if len(read) + len(of["given"]) != inputs:
+                raise PopxlError(
+                    f"Ir.load: the gradient of {base.name} was saved with {inputs} operands and "
+                    f"has {len(read) + len(of['given'])} here; this version of JAX or of the op's declaration differs "
+                    "from the one that the program was saved with. Build the program again."
+                )
+            return gradient
+        kind = OpKind.named(saved)
+        if kind is None:
+            raise PopxlError(
+                f"Ir.load: the program uses an op with the key {saved!r}, and no op has been declared under it. "
+                "Declare it, or import the module that does, before the program is loaded."
+            )
+        return kind
+
+    def value(self, value: Any) -> Any:
+        """The value that `_Writer.value` wrote."""
+        if not isinstance(value, dict):
+            return value
+        ((what, content),) = value.items()
+        return self._made[what](self, content)
+
+    def _spec(self, content: Any) -> TensorSpec:
+        shape, name, meta_shape = content
+        return TensorSpec(tuple(shape), dtype_.from_name(name), tuple(meta_shape))
+
+    def _stream(self, content: Any) -> Stream:
+        type_, id = content
+        if id not in self._streams:
+            types = {kind.__name__: kind for kind in (HostToDeviceStream, DeviceToHostStream)}
+            self._streams[id] = object.__new__(types[type_])
+            self._streams[id].tensor = self._tensors[id]
+        return self._streams[id]
+
+    _made: Mapping[str, Callable[[_Reader, Any], Any]] = {
+        "array": lambda self, name: self._arrays[name],
+        "float": lambda self, text: float(text),
+        "dtype": lambda self, name: dtype_.from_name(name),
+        "spec": _spec,
+        "graph": lambda self, id: self._graphs[id],
+        "stream": _stream,
+        "strided": lambda self, pair: self._ir.replica_grouping(*pair),
+        "assigned": lambda self, assignment: self._ir.replica_grouping_from_assignments(assignment),
+        "dict": lambda self, items: {self.value(k): self.value(v) for k, v in items},
+        "tuple": lambda self, items: tuple(map(self.value, items)),
+        "list": lambda self, items: list(map(self.value, items)),
+        "frozenset": lambda self, items: frozenset(map(self.value, items)),
+    }

@@ -1,0 +1,254 @@
+"""Programs in files: what is loaded prints, differentiates and runs as what was saved."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.errors import PopxlError
+from popxl.op import OpKind
+from popxl.transforms import autodiff
+from tests.popxl.ops.rows import ROWS
+from tests.popxl.ops.test_rows import flat, tensors_for
+
+softplus = OpKind("SoftplusOfTheTests", jax.nn.softplus)
+
+
+def layer(x, w):
+    return softplus(x @ w)
+
+
+def trained() -> tuple[popxl.Ir, Any, Any]:
+    """A program with a called graph, its gradient, a loop, a stream each way and a variable that changes."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x_in, y_out = popxl.h2d_stream((2, 3), popxl.float32, "x"), popxl.d2h_stream((2, 3), popxl.float32, "y")
+        w = popxl.variable(np.eye(3, dtype=np.float32), name="w")
+        x = ops.host_load(x_in)
+        graph = ir.create_graph(layer, x, w)
+        site = ops.call_with_info(graph, x, w)
+        (y,) = site.outputs
+        info = autodiff(graph)
+        _, dw = ops.call(info.graph, y, inputs_dict=info.inputs_dict(site))
+        (twice,) = ops.repeat(ir.create_graph(lambda t: t * 2, dw), 3, dw)
+        ops.scaled_add_(w, twice, b=-0.01)
+        ops.host_store(y_out, y)
+    return ir, x_in, y_out
+
+
+def streams(ir: popxl.Ir) -> tuple[Any, Any]:
+    return next(iter(ir.get_all_h2d_streams())), next(iter(ir.get_all_d2h_streams()))
+
+
+def runs(ir: popxl.Ir, x_in: Any, y_out: Any, times: int = 3) -> list[np.ndarray]:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with popxl.Session(ir) as session:
+        found = [np.array(session.run({x_in: x})[y_out]) for _ in range(times)]
+    return [*found, *(v.data for v in ir.main_graph.variables)]
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    ir, x_in, y_out = trained()
+    ir.save(tmp_path / "program")
+    loaded = popxl.Ir.load(tmp_path / "program")
+    assert str(loaded) == str(ir)
+    for a, b in zip(ir.graphs, loaded.graphs, strict=True):
+        assert a.print_schedule() == b.print_schedule()
+        assert [op.source for op in a.ops] == [op.source for op in b.ops]
+        assert [t.location for t in a.tensors] == [t.location for t in b.tensors]
+        assert [repr(op) for op in a.call_sites] == [repr(op) for op in b.call_sites]
+    assert_same(runs(loaded, *streams(loaded)), runs(ir, x_in, y_out))
+
+
+def test_the_host_values_of_now_are_saved(tmp_path: Path) -> None:
+    """After training: what the session has brought back."""
+    ir, x_in, y_out = trained()
+    runs(ir, x_in, y_out)
+    ir.save(tmp_path / "program")
+    loaded = popxl.Ir.load(tmp_path / "program")
+    assert_same(runs(loaded, *streams(loaded)), runs(ir, x_in, y_out))
+
+
+def test_a_loaded_program_can_be_built_on(tmp_path: Path) -> None:
+    """Names and numbers go on where they were; the gradient graph, which JAX made in part, can be differentiated."""
+    ir, *_ = trained()
+    ir.save(tmp_path / "program")
+    texts = []
+    for program in (ir, popxl.Ir.load(tmp_path / "program")):
+        (gradient,) = (g for g in program.graphs if g.gradient_of is not None)
+        autodiff(gradient)
+        with program.main_graph:
+            (w,) = program.main_graph.variables
+            ops.add(w, w), ops.add(w, w)
+            program.create_graph(lambda t: t + 1, w)
+        texts.append(str(program))
+    assert texts[0] == texts[1]
+
+
+def test_every_op_can_be_saved(tmp_path: Path) -> None:
+    """Each is found again by its key, and its attributes are what they were."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        for row in ROWS:
+            for sample in row.samples:
+                (row.build or row.op)(*tensors_for(sample.operands), **sample.attributes)
+    ir.save(tmp_path / "program")
+    loaded = popxl.Ir.load(tmp_path / "program")
+    assert str(loaded) == str(ir)
+    for op, other in zip(ir.main_graph.ops, loaded.main_graph.ops, strict=True):
+        assert (op.kind, op.modified) == (other.kind, other.modified)
+        for name, value in op.attributes.items():
+            if not isinstance(value, popxl.Graph | popxl.streams.Stream):
+                np.testing.assert_equal(other.attributes[name], value)
+                assert type(other.attributes[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.differentiable and not row.steps and not row.build], ids=repr
+)
+def test_every_gradient_can_be_saved(row, tmp_path: Path) -> None:
+    ir = popxl.Ir()
+    sample = row.samples[0]
+    with ir.main_graph:
+        operands = tensors_for(sample.operands)
+        tensors = [t for t in flat(operands) if isinstance(t, popxl.Tensor)]
+
+        def build(*inside: Any) -> Any:
+            rest = iter(inside)
+            return row.op(*[place(v, rest) for v in operands], **sample.attributes)
+
+        graph = ir.create_graph(build, *tensors)
+        autodiff(graph, grads_required=[graph.inputs[i] for i in row.differentiable if i < len(graph.inputs)])
+    ir.save(tmp_path / "program")
+    assert str(popxl.Ir.load(tmp_path / "program")) == str(ir)
+
+
+def place(value: Any, rest: Any) -> Any:
+    if isinstance(value, list):
+        return [place(v, rest) for v in value]
+    return next(rest) if isinstance(value, popxl.Tensor) else value
+
+
+def test_an_op_of_a_user_in_another_process(tmp_path: Path) -> None:
+    """It is found by its name where it is declared, and named where it is not."""
+    ir, *_ = trained()
+    ir.save(tmp_path / "program")
+    load = f"import popxl, jax\nir = popxl.Ir.load({str(tmp_path / 'program')!r})\nprint(ir.main_graph)"
+    declared = load.replace("\n", "\nk = popxl.OpKind('SoftplusOfTheTests', jax.nn.softplus)\n", 1)
+    run = [sys.executable, "-W", "ignore", "-c"]
+    assert subprocess.run([*run, declared], capture_output=True, text=True, check=True).stdout == f"{ir.main_graph}\n"
+    refused = subprocess.run([*run, load], capture_output=True, text=True, check=False)
+    assert "no op has been declared under it. Declare it, or import the module that does" in refused.stderr
+
+
+def test_two_ops_of_one_key(tmp_path: Path) -> None:
+    """The last one declared is found by it; a key of its own tells the other apart."""
+    first = OpKind("Twice", jnp.sin)
+    second = OpKind("Twice", jnp.cos)
+    other = OpKind("Twice", jnp.tan, key="the other")
+
+    def saved(kind: OpKind) -> popxl.Ir:
+        ir = popxl.Ir()
+        with ir.main_graph:
+            kind(popxl.variable(1.0))
+        ir.save(tmp_path / "program")
+        return popxl.Ir.load(tmp_path / "program")
+
+    assert saved(second).main_graph.ops[0].kind is second
+    assert saved(other).main_graph.ops[0].kind is other
+    with pytest.raises(PopxlError, match=r"another op has been declared under its key 'Twice'.*OpKind\(..., key"):
+        saved(first)
+
+
+def test_the_keys_of_our_ops_are_their_own() -> None:
+    ours = {op.kind for op in all_ops()}
+    assert all(OpKind.named(kind.key) is kind for kind in ours)
+
+
+def all_ops() -> list[Any]:
+    ir = popxl.Ir()
+    with ir.main_graph as main:
+        for row in ROWS:
+            for form in (row.build or row.op, getattr(ops, row.inplace.name) if row.inplace else None):
+                if form is not None:
+                    form(*tensors_for(row.samples[0].operands), **row.samples[0].attributes)
+    return main.ops
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    """The op and the attribute are named; a file that is there stays."""
+    path = tmp_path / "program"
+    path.write_text("the old one")
+    kind = OpKind("WithFunction", lambda t, *, by: by(t))
+    ir = popxl.Ir()
+    with ir.main_graph:
+        kind(popxl.variable(1.0), by=jnp.sin)
+    with pytest.raises(PopxlError, match=r"`by` of Op\[WithFunction\.\d+\] is .* cannot be saved"):
+        ir.save(path)
+    assert path.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (print, ("code from the file was run",))
+
+
+@pytest.mark.parametrize("damage", ["no zip", "no program", "no json", "format", "dangling", "missing array", "pickle"])
+def test_damaged_files(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clear error for each, and nothing in a file is run."""
+    ir, *_ = trained()
+    path = tmp_path / "program"
+    ir.save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    program = json.loads(members["program.json"])
+    arrays = [name for name in members if name.startswith("arrays/")]
+    if damage == "no program":
+        del members["program.json"]
+    elif damage == "no json":
+        members["program.json"] = b"{"
+    elif damage == "format":
+        members["program.json"] = json.dumps(program | {"format": 99}).encode()
+    elif damage == "dangling":
+        program["graphs"][0]["ops"][1]["inputs"][0] = "nobody"
+        members["program.json"] = json.dumps(program).encode()
+    elif damage == "missing array":
+        del members[arrays[0]]
+    elif damage == "pickle":
+        array = np.array([Hostile()], object)
+        with (tmp_path / "array.npy").open("wb") as file:
+            np.lib.format.write_array(file, array, allow_pickle=True)
+        assert pickle.dumps(array)
+        members[arrays[0]] = (tmp_path / "array.npy").read_bytes()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    if damage == "no zip":
+        path.write_bytes(b"hello")
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=r"Ir.load: '.*program' does not hold a program that can be read"):
+        popxl.Ir.load(path)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        popxl.Ir.load(tmp_path / "nothing")

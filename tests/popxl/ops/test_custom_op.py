@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 
 import popxl
 from popxl import ops
@@ -347,3 +349,52 @@ def test_a_declaration_keeps_no_program_alive() -> None:
     gone = program()
     gc.collect()
     assert gone() is None
+
+
+# What JAX offers ----------------------------------------------------------------------------------------------------
+
+
+def soft_cap(x: Any, *, cap: float) -> Any:
+    """A Pallas kernel: compiled where there is an accelerator, interpreted elsewhere."""
+
+    def kernel(x: Any, y: Any) -> None:
+        y[...] = cap * jnp.tanh(x[...] / cap)
+
+    run = functools.partial(pallas.pallas_call, kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jax.lax.platform_dependent(x, cpu=run(interpret=True), default=run())
+
+
+def test_a_pallas_kernel() -> None:
+    """Called once, from several places, and in a loop; with a gradient of its own."""
+    kind = popxl.OpKind("SoftCap", soft_cap, gradient={"x": lambda g, out, cap: g * (1 - (out / cap) ** 2)})
+    expected = 2 * np.tanh(X / 2)
+    total, gradient = value_and_gradients(lambda t: kind(t, cap=2.0), X)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 1 - (expected / 2) ** 2, rtol=1e-5, atol=1e-6)
+
+    def build(t: Any) -> list[Any]:
+        graph = popxl.gcg().ir.create_graph(lambda t: kind(t, cap=2.0), t)
+        (once,), (twice,) = ops.call(graph, t), ops.repeat(graph, 2, t)
+        return [*ops.call(graph, once), twice]
+
+    for result in evaluate(build, X):
+        np.testing.assert_allclose(result, 2 * np.tanh(expected / 2), rtol=1e-5)
+
+
+def test_a_gradient_that_jax_was_told() -> None:
+    """`jax.custom_vjp` counts, as it does under `jax.grad`."""
+
+    @jax.custom_vjp
+    def straight_through(t: Any) -> Any:
+        return jnp.round(t)
+
+    straight_through.defvjp(lambda t: (jnp.round(t), None), lambda _, g: (g * 3,))
+    total, gradient = value_and_gradients(popxl.OpKind("Round", straight_through, operands=("t",)), X)
+    np.testing.assert_allclose(total, np.round(X).sum())
+    np.testing.assert_array_equal(gradient, np.full_like(X, 3))
+
+
+def test_a_jitted_function() -> None:
+    total, gradient = value_and_gradients(popxl.OpKind("Cube", jax.jit(lambda t: t**3)), X)
+    np.testing.assert_allclose(total, (X**3).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, 3 * X**2, rtol=1e-6)

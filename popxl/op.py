@@ -288,6 +288,21 @@ class OpKind:
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
         return inputs, names, attributes | plain, specs
 
+    def verify(self, op: Op) -> None:
+        """`PopxlError` if an op of this kind does not have the results that its inputs and attributes give it."""
+        if op.operands is None:
+            specs = self._infer(op.inputs, op.inputs, None, op.attributes, {}, op.graph)
+        else:
+            known = op.attributes | dict(zip(op.operands, op.inputs, strict=True))
+            operands = tuple(known[name] for name in self._operands if name in known)
+            rest = {name: value for name, value in op.attributes.items() if name not in self._operands}
+            plain = {name: value for name, value in op.attributes.items() if name in self._operands}
+            specs = self._infer(operands, op.inputs, op.operands, rest, plain, op.graph)
+        expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
+        if expected != [t.spec.to_tuple() for t in op.outputs]:
+            shown = ", ".join(map(brief, op.outputs))
+            raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
+
     def operand_names(self, count: int) -> tuple[str, ...]:
         """Names of the first `count` operands."""
         if self._variadic:

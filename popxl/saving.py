@@ -1,22 +1,27 @@
-"""An `Ir` in a file: the graphs as JSON, the numbers as NumPy arrays, both in one zip archive.
+"""An `Ir` in a file: the graphs as JSON, and beside it the numbers of variables and constants as safetensors.
 
 Ops are saved by the keys of their declarations and found again by them, so a program that uses an op of your own is
-loaded where that op is declared. No code is in the file and none is run from it. Reached as `Ir.save` and `Ir.load`.
+loaded where that op is declared. No code is in the files and none is run from them. The file of the numbers is named
+after its content: whoever reads while somebody writes, or after a crash, finds the old program or the new one.
+Reached as `Ir.save` and `Ir.load`.
 """
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import math
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+import safetensors.numpy
+from pydantic import BaseModel, ConfigDict
 
+import popxl
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.graph import Graph
@@ -34,7 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-_PROGRAM = "program.json"
+
+FORMAT = 1
+
+
+class Stamp(BaseModel):
+    """What every version of the file says of itself."""
+
+    format: int
+    popxl: str
 
 
 class _Saved(BaseModel):
@@ -44,7 +57,7 @@ class _Saved(BaseModel):
 
 
 class SavedTensor(_Saved):
-    """A tensor. `array` names its numbers."""
+    """A tensor. The numbers of a variable or constant are found by its id."""
 
     id: str
     name: str
@@ -53,7 +66,6 @@ class SavedTensor(_Saved):
     by_ref: bool = False
     bound: str | None = None
     used_at: tuple[int | None, bool | None] = (None, None)
-    array: str | None = None
     grouping: Any = None
     retrieval_mode: str | None = None
 
@@ -89,10 +101,10 @@ class SavedGraph(_Saved):
     ops: list[SavedOp]
 
 
-class SavedProgram(_Saved):
-    """A whole Ir. The counters are the numbers that come next."""
+class SavedProgram(_Saved, Stamp):
+    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers."""
 
-    format: Literal[1] = 1
+    arrays: str
     options: SessionOptions
     num_host_transfers: int
     counters: dict[str, int]
@@ -106,28 +118,41 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     """See `Ir.save`."""
     path = Path(path)
     writer = _Writer()
-    program = writer.program(ir).model_dump_json(indent=1)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    program = writer.program(ir)
+    arrays = safetensors.numpy.save(writer.arrays)
+    program.arrays = f"{path.stem}-{hashlib.sha256(arrays).hexdigest()[:16]}.safetensors"
+    beside = path.with_name(program.arrays)
+    if not beside.exists():
+        _replace(beside, arrays)
+    _replace(path, program.model_dump_json(indent=1).encode())
+    for older in path.parent.glob(f"{glob.escape(path.stem)}-{'[0-9a-f]' * 16}.safetensors"):
+        if older != beside:
+            older.unlink()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file, all of it or nothing."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
     try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            archive.writestr(_PROGRAM, program)
-            for name, array in writer.arrays.items():
-                with archive.open(name, "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
-        os.replace(partial, path)  # whoever reads the file sees the old one or the new one
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
     except BaseException:
         os.unlink(partial)
         raise
 
 
 class _Writer:
-    """The parts of a file, and the arrays that they name."""
+    """The parts of a program, and the arrays that they name: by the id of a tensor, or a number."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
 
     def program(self, ir: Ir) -> SavedProgram:
         return SavedProgram(
+            format=FORMAT,
+            popxl=popxl.__version__,
+            arrays="",
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,
             counters=ir.counters,
@@ -157,14 +182,18 @@ class _Writer:
             used_at=t._used_at,
         )
         if isinstance(t, Variable | Constant):
-            saved.array = self.array(t.data)
+            self.array(t.data, t.id)
         if isinstance(t, Variable):
             saved.grouping, saved.retrieval_mode = self.value(t.replica_grouping, t.id), t.retrieval_mode
         return saved
 
-    def array(self, array: np.ndarray) -> str:
-        name = f"arrays/{len(self.arrays)}.npy"
-        self.arrays[name] = array
+    def array(self, array: np.ndarray, name: str | None = None) -> str:
+        name = f"#{len(self.arrays)}" if name is None else name
+        if array.dtype.kind == "c":
+            raise PopxlError(f"Ir.save: {name} holds complex numbers, which cannot be saved.")
+        # The bytes of a float8 array, which NumPy has no dtype for.
+        own = np.array(array, order="C")
+        self.arrays[name] = own.view(np.uint8) if array.dtype.names else own
         return name
 
     def op(self, op: Op) -> SavedOp:
@@ -240,17 +269,21 @@ class _Writer:
 
 def load(path: str | os.PathLike[str], ir: Ir) -> None:
     """Fill an empty Ir with the program in a file. See `Ir.load`."""
+    path = Path(path)
+    text = path.read_bytes()
     try:
-        with zipfile.ZipFile(path) as archive:
-            program = SavedProgram.model_validate_json(archive.read(_PROGRAM))
-            arrays = {}
-            for name in archive.namelist():
-                if name != _PROGRAM:
-                    with archive.open(name) as member:
-                        arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
-        _Reader(ir, program, arrays).read()
-    except (zipfile.BadZipFile, KeyError, ValidationError, ValueError) as problem:
-        raise ValueError(f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {problem}") from None
+        stamp = Stamp.model_validate_json(text)
+        if stamp.format != FORMAT:
+            raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
+        program = SavedProgram.model_validate_json(text)
+        arrays = path.with_name(program.arrays).read_bytes()
+        digest = hashlib.sha256(arrays).hexdigest()[:16]
+        if not program.arrays.endswith(f"-{digest}.safetensors"):
+            raise ValueError(f"{program.arrays!r} is not what was written; its digest is {digest}.")
+        _Reader(ir, program, safetensors.numpy.load(arrays)).read()
+    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as problem:
+        told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+        raise ValueError(f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}") from problem
 
 
 class _Reader:
@@ -291,7 +324,9 @@ class _Reader:
         t.by_ref = saved.by_ref
         t._used_at = saved.used_at
         if isinstance(t, Variable | Constant):
-            t.data = self._arrays[saved.array or ""]
+            t.data = self._arrays[t.id].view(t.dtype.as_numpy())
+            if t.data.shape[t.data.ndim - t.rank :] != t.shape:
+                raise ValueError(f"{t!r} has numbers of the shape {t.data.shape}")
         if isinstance(t, Constant):
             t.data.flags.writeable = False
         if isinstance(t, Variable):
@@ -320,6 +355,11 @@ class _Reader:
             after=saved.after,
         )
         graph.take_in(op)
+        if not op.called_graphs:
+            try:
+                op.kind.verify(op)
+            except PopxlError as problem:
+                raise ValueError(str(problem)) from problem
 
     def kind(self, saved: Any, inputs: int) -> OpKind:
         """The declaration under a key, or the gradient op made again as it was made."""

@@ -59,7 +59,7 @@ class Session:
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = find_device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = Program(ir, self._device)
+        self.program = Program(ir, self._device).compile()
         ir.frozen = True
         self._is_attached = False
         self._was_attached_stack: list[bool] = []

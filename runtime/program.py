@@ -26,7 +26,7 @@ Array = Any
 
 
 class Program:
-    """An Ir, compiled for a device: `(variables, feeds) -> (variables, fetches)`.
+    """An Ir, lowered for a device, and once compiled ready to run: `(variables, feeds) -> (variables, fetches)`.
 
     Variables that the program changes are donated at each run and replaced by their new values; the others are only
     read. Nothing is fetched before somebody looks at it.
@@ -69,7 +69,12 @@ class Program:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
         with self._precision():
             self.lowered = jax.jit(self._step, donate_argnums=0).lower(*self._arguments())
+
+    def compile(self) -> Program:
+        """Have XLA compile the program. Returns the program."""
+        with self._precision():
             self.executable = self.lowered.compile()
+        return self
 
     # The function ---------------------------------------------------------------------------------------------------
 

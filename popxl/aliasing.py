@@ -8,6 +8,7 @@ from popxl.tensor import Tensor
 
 if TYPE_CHECKING:
     from popxl.graph import Graph
+    from popxl.op import Op
 
 
 def storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
@@ -33,6 +34,11 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
         found.update(dict.fromkeys(new))
         waiting += new
     return tuple(found)
+
+
+def has_effect(op: Op) -> bool:
+    """Whether an op, or one in a graph that it runs, does more than compute its results."""
+    return op.kind.effect or any(inner.kind.effect for g in op.called_graphs for r in reachable(g) for inner in r.ops)
 
 
 def written_tensors(graph: Graph) -> set[Tensor]:

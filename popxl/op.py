@@ -133,7 +133,7 @@ class OpKind:
         calls: names of attributes that hold graphs which the op runs.
         mirrors: makes the op gain a result for each output that its graph gains later. The function gives the spec of
             the result for that of the output, and the op's attributes.
-        returns: which outputs of the graph that the op runs matter, if these tensors of the op's own graph do.
+        returns: which outputs of a graph that the op runs matter, if these tensors of the op's own graph do.
         colocated: all operands have to be on one device and tile set; or the names of those that have to be.
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
@@ -162,7 +162,7 @@ class OpKind:
         effect: bool = False,
         calls: tuple[str, ...] = (),
         mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
-        returns: Callable[[Op, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, matter: (),
+        returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, callee, matter: (),
         colocated: bool | tuple[str, ...] = True,
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
@@ -257,14 +257,26 @@ class OpKind:
         Returns:
             The result tensor; a tuple of tensors if the op has several; `None` if it has none.
         """
+        op, single = self._record(operands, attributes, results)
+        return op.outputs[0] if single else (op.outputs or None)
+
+    def record(self, *operands: Any, results: Sequence[str | None] | None = None, **attributes: Any) -> Op:
+        """As a call, but returns the op."""
+        return self._record(operands, attributes, results)[0]
+
+    def _record(
+        self, operands: tuple[Any, ...], attributes: dict[str, Any], results: Sequence[str | None] | None
+    ) -> tuple[Op, bool]:
+        """The new op, and whether it is declared to have just one result."""
         context = get_current_context()
         graph = context.graph
         inputs, names, attributes, specs = self._checked(operands, attributes, graph)
         op = Op(self, graph, inputs, names, attributes, context)
-        several = (specs,) if isinstance(specs, TensorSpec) else specs
-        graph.append(op, several, op.result_names(len(several)) if results is None else results)
+        single = isinstance(specs, TensorSpec)
+        several = (specs,) if single else specs
+        graph.append(op, several, op.result_names(len(several)) if results is None else results)  # type: ignore[arg-type]
         context.op_created(op)
-        return op.outputs[0] if several is not specs else (op.outputs or None)
+        return op, single
 
     def check(self, *operands: Any, **attributes: Any) -> None:
         """Make all the checks of a call, and add nothing: for functions that are made of several ops."""
@@ -290,18 +302,21 @@ class OpKind:
 
     def verify(self, op: Op) -> None:
         """`PopxlError` if an op of this kind does not have the results that its inputs and attributes give it."""
-        if op.operands is None:
-            specs = self._infer(op.inputs, op.inputs, None, op.attributes, {}, op.graph)
-        else:
-            known = op.attributes | dict(zip(op.operands, op.inputs, strict=True))
-            operands = tuple(known[name] for name in self._operands if name in known)
-            rest = {name: value for name, value in op.attributes.items() if name not in self._operands}
-            plain = {name: value for name, value in op.attributes.items() if name in self._operands}
-            specs = self._infer(operands, op.inputs, op.operands, rest, plain, op.graph)
+        operands, attributes = self.arguments(op, op.inputs)
+        plain = {name: value for name, value in op.attributes.items() if name not in attributes}
+        specs = self._infer(operands, op.inputs, op.operands, attributes, plain, op.graph)
         expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
         if expected != [t.spec.to_tuple() for t in op.outputs]:
             shown = ", ".join(map(brief, op.outputs))
             raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
+
+    def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Operands and attributes that make the same op of other inputs."""
+        if op.operands is None:
+            return tuple(inputs), op.attributes
+        known = op.attributes | dict(zip(op.operands, inputs, strict=True))
+        operands = tuple(known[name] for name in self._operands if name in known)
+        return operands, {name: value for name, value in op.attributes.items() if name not in self._operands}
 
     def operand_names(self, count: int) -> tuple[str, ...]:
         """Names of the first `count` operands."""
@@ -529,6 +544,11 @@ class Op:
         if self.kind.put is not None:
             return self.inputs
         return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
+
+    def again(self, inputs: Sequence[Tensor]) -> Op:
+        """Add the same op to the current graph, on other inputs."""
+        operands, attributes = self.kind.arguments(self, inputs)
+        return self.kind.record(*operands, results=[t.name for t in self.outputs], **attributes)
 
     def gain_output(self, output: Tensor) -> None:
         """Add a result for an output that the op's graph has gained, if the op returns these."""

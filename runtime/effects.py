@@ -8,6 +8,7 @@ call comes between; then loads and stores are plain slices.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -109,9 +110,9 @@ class Stepping:
         )
 
 
-def channels_of(graph: Graph) -> tuple[Channel, ...]:
-    """The streams that running a graph uses, and the failure if it checks anything; calls included, in a fixed order."""
-    ops = [op for g in reachable(graph) for op in g.ops]
+def channels_of(*graphs: Graph) -> tuple[Channel, ...]:
+    """The streams that running graphs uses, and the failure if they check anything; calls included, in a fixed order."""
+    ops = [op for graph in graphs for g in reachable(graph) for op in g.ops]
     used: set[Channel] = {op.attributes["stream"] for op in ops if op.kind in _TRANSFERS}
     if any(op.kind.requires for op in ops):
         used.add(FAILURE)
@@ -119,17 +120,19 @@ def channels_of(graph: Graph) -> tuple[Channel, ...]:
 
 
 def transfers_of(graph: Graph) -> dict[Stream, int]:
-    """How many transfers of each stream one run of a graph makes."""
+    """How many transfers of each stream one run of a graph makes, at most."""
 
     @cache
-    def of(graph: Graph) -> dict[Stream, int]:
-        counts: dict[Stream, int] = {}
+    def of(graph: Graph) -> Counter[Stream]:
+        counts: Counter[Stream] = Counter()
         for op in graph.ops:
             if op.kind in _TRANSFERS:
-                counts[op.attributes["stream"]] = counts.get(op.attributes["stream"], 0) + 1
-            for callee in op.called_graphs:
-                for stream, count in of(callee).items():
-                    counts[stream] = counts.get(stream, 0) + count * op.attributes.get("repeat_count", 1)
+                counts[op.attributes["stream"]] += 1
+            one_turn: Counter[Stream] = Counter()
+            for callee in op.called_graphs:  # of several, one is run
+                one_turn |= of(callee)
+            for stream, count in one_turn.items():
+                counts[stream] += count * op.attributes.get("repeat_count", 1)
         return counts
 
     return of(graph)

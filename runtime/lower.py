@@ -28,6 +28,7 @@ from popxl.fp8_utils import to_device
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
+from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
 from popxl.options import SessionOptions
@@ -246,6 +247,31 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
         environment.write(t, value)
     for i in sorted(op.modified & results.written.keys()):
         environment.write(op.inputs[i], results.written[i])
+
+
+@meaning(conditional_kind)
+def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Run one branch. It alone moves on the streams that it uses."""
+    cond, *inputs = (environment.read(t) for t in op.inputs)
+    then_branch, else_branch = op.called_graphs
+    count = len(then_branch.inputs)
+    streams = channels_of(then_branch, else_branch)
+    stepping = channels.stepping(streams)
+
+    def branch(graph: Graph, values: Sequence[Array]) -> Callable[[Any], Any]:
+        def run(positions: Any) -> Any:
+            inside = stepping.at(positions)
+            results = lowering.call(graph, values, inside)
+            return results.outputs[: len(op.outputs)], inside.positions(streams)
+
+        return run
+
+    outputs, positions = lax.cond(
+        cond.reshape(()), branch(then_branch, inputs[:count]), branch(else_branch, inputs[count:]), stepping.start
+    )
+    channels.put_back(streams, stepping.at(positions).take(streams))
+    for t, value in zip(op.outputs, outputs, strict=True):
+        environment.write(t, value)
 
 
 @meaning(loop_kind)

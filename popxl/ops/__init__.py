@@ -2,6 +2,7 @@
 
 from popxl.ops import var_updates
 from popxl.ops.call import CallSiteInfo, call, call_with_info
+from popxl.ops.conditional import conditional, conditional_with_info
 from popxl.ops.convert import cast, detach, detach_, identity, io_tile_copy, ipu_copy, rename
 from popxl.ops.elementwise import (
     abs,
@@ -100,6 +101,8 @@ __all__ = [
     "clip",
     "concat",
     "concat_",
+    "conditional",
+    "conditional_with_info",
     "cos",
     "detach",
     "detach_",

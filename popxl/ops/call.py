@@ -181,11 +181,7 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     if info is None:
         return {}
     _check_usable(info, graph)
-    arrived: dict[Tensor, list[Tensor]] = {}  # one tensor may be several outputs
-    for t, g in zip(graph.outputs, gs, strict=False):
-        if g is not None:
-            arrived.setdefault(t, []).append(g)
-    seeds = {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
+    seeds = seeds_of(graph, gs)
     parents = site.parents()
     inputs = [
         forward.read(parents[expected.fwd_tensor])
@@ -203,6 +199,15 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         graph.inputs.index(expected.fwd_tensor): result
         for expected, result in zip(info.expected_outputs, results, strict=True)
     }
+
+
+def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
+    """The gradients that have arrived for the outputs of a graph; summed, where one tensor is several outputs."""
+    arrived: dict[Tensor, list[Tensor]] = {}
+    for t, g in zip(graph.outputs, gs, strict=False):
+        if g is not None:
+            arrived.setdefault(t, []).append(g)
+    return {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
 
 
 def _check_usable(info: Any, graph: Graph) -> None:
@@ -232,8 +237,8 @@ call_kind = OpKind(
     gradient=_call_gradient,
     calls=("graph",),
     mirrors=lambda spec, attributes: spec,
-    returns=lambda op, matter: [
-        t for t, result in zip(op.called_graphs[0].outputs, op.outputs, strict=False) if result in matter
+    returns=lambda op, callee, matter: [
+        t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter
     ],
     colocated=False,
 )
@@ -291,17 +296,16 @@ def call_op(
     graph: Graph, bound: tuple[Tensor, ...], names: list[str], kind: OpKind = call_kind, **attributes: Any
 ) -> Op:
     """Add an op that runs a graph on bound inputs."""
-    here = get_current_context().graph
     twice = {t for i in kind.modified({"graph": graph, **attributes}) for t in (bound[i],) if bound.count(t) > 1}
     if twice:
         raise PopxlInternalError(
             f"{kind.name}: {', '.join(map(repr, twice))} is bound to several inputs of {graph.title}, and one "
             "of them is by reference; only one value could be written back."
         )
-    kind(*bound, graph=graph, results=names, **attributes)
+    op = kind.record(*bound, graph=graph, results=names, **attributes)
     for given, wanted in zip(bound, graph.inputs[len(graph.inputs) - len(bound) :], strict=True):
         wanted.bound_to(given)
-    return here.ops[-1]
+    return op
 
 
 def bind_inputs(
@@ -316,7 +320,7 @@ def bind_inputs(
     All checks come before any constant is made, so that nothing is left behind by a call that is refused.
     """
     here = get_current_context().graph
-    _check_callable(graph, here)
+    check_callable(graph, here)
     values = list(_flattened(positional))
     if len(values) > len(graph.inputs):
         raise ValueError(
@@ -353,7 +357,7 @@ def bind_inputs(
     return tuple(constant(arrays[t], t.dtype) if t in arrays else bound[t] for t in graph.inputs)
 
 
-def _check_callable(graph: Any, here: Graph) -> None:
+def check_callable(graph: Any, here: Graph) -> None:
     """Refuse what the current graph cannot call."""
     if not isinstance(graph, Graph):
         raise TypeError(f"call: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")

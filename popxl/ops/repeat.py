@@ -50,7 +50,8 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
 
 def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
     check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])
-    return [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]
+    results = [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]
+    return results[:carried] + [_stacked(spec, {"repeat_count": repeat_count}) for spec in results[carried:]]
 
 
 def _stacked(spec: TensorSpec, attributes: Mapping[str, Any]) -> TensorSpec:
@@ -140,7 +141,7 @@ loop_kind: OpKind = OpKind(
     calls=("graph",),
     mirrors=_stacked,
     # Each carried value can come to depend on every other, from turn to turn.
-    returns=lambda op, matter: (
+    returns=lambda op, callee, matter: (
         [] if matter.isdisjoint(op.outputs) else [t for t in _carried(op) if t.dtype.is_floating_point]
     ),
     colocated=False,

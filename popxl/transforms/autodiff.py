@@ -9,9 +9,9 @@ differentiated like any other graph.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from popxl.aliasing import reachable
+from popxl.aliasing import has_effect, reachable
 from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError
@@ -131,7 +131,7 @@ def _needed_by_callers(
         for op in graph.ops:
             for callee in op.called_graphs:
                 known = needed.setdefault(callee, [])
-                known += [t for t in op.kind.returns(op, leads) if t not in known]
+                known += [t for t in op.kind.returns(op, callee, leads) if t not in known]
     return needed
 
 
@@ -166,6 +166,9 @@ class _Differentiation:
         self.gradients: dict[Tensor, Tensor] = {}
         self.activations: dict[Tensor, Tensor] = {}
         self.copies: dict[Tensor, Tensor] = {}
+        # Where some op cannot return more than it does, as a conditional, values on the way are computed again.
+        self.recomputes = any(site.kind.mirrors is None for site in graph.call_sites)
+        self.again: dict[Op, Op] = {}
 
     def run(self) -> GradGraphInfo | None:
         """Build the gradient graph. `None` if no gradient is found and none has to be."""
@@ -266,9 +269,35 @@ class _Differentiation:
             if t not in self.copies:
                 self.copies[t] = constant(t.data, t.dtype, t.name)
             return self.copies[t]
+        if self.recomputes and not self._is_passed(t):
+            return self._computed_again(t)
         if t not in self.activations:
             self.activations[t] = self.graph.add_input(t.spec, t.name)
         return self.activations[t]
+
+    def _is_passed(self, t: Tensor) -> bool:
+        """Whether a caller of the forward graph has a tensor."""
+        return t in self.forward_graph.inputs or t in self.forward_graph.outputs
+
+    def _computed_again(self, t: Tensor) -> Tensor:
+        """A forward tensor, made in the gradient graph by the same ops."""
+        missing = {t}
+        ops = []
+        for op in reversed(self.forward_graph.ops):
+            if op not in self.again and not missing.isdisjoint(op.outputs):
+                ops.append(op)
+                missing.update(u for u in op.inputs if not self._is_passed(u))
+        for op in reversed(ops):
+            if has_effect(op):
+                raise PopxlError(
+                    f"autodiff: the gradient of {self.forward_graph.title} reads `{t.name}`, which depends on "
+                    f"{op.name} ({op.source}). What a branch of a conditional computes is computed again for its "
+                    "gradient, and this op cannot be carried out twice: move it out of the branch, or return what it "
+                    "makes from both branches."
+                )
+            self.again[op] = op.again([self.read(u) for u in op.inputs])
+        op = cast(Op, t.producer)
+        return self.again[op].outputs[op.outputs.index(t)]
 
 
 def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:

@@ -44,6 +44,16 @@ def repeated_with_info(x: Any, y: Any) -> Any:
     return ops.repeat_with_info(graph, 3, x, y).outputs[0]
 
 
+def chosen(x: Any, y: Any, form: Any = ops.conditional) -> Any:
+    ir = popxl.gcg().ir
+    graphs = [ir.create_graph(branch, x, y) for branch in (doubled, stepped)]
+    return form(popxl.constant(True), *graphs, [x, y], [x, y])
+
+
+def chosen_with_info(x: Any, y: Any) -> Any:
+    return chosen(x, y, ops.conditional_with_info).outputs[0]
+
+
 GRAPHS = [
     Row("host_load", lambda stream, name=None: stream, [sample(Fed(values(d, (2, 3)))) for d in ANY.split()]
         + [sample(Fed(X), "x"), sample(Fed(scalar(2, "float32")))],
@@ -63,6 +73,10 @@ GRAPHS = [
         differentiable=(0, 1), keeps=0, colocated=False),
     Row("call_with_info", doubled, over("float32", (2, 3), (3,)), "Call", "add_out", build=called_with_info,
         colocated=False),
+    Row("conditional", doubled, over("float32 float16", (2, 3), (3,)), "If", "add_out_or_add_out", adds=2, build=chosen,
+        differentiable=(0, 1), colocated=False),
+    Row("conditional_with_info", doubled, over("float32", (2, 3), (3,)), "If", "add_out_or_add_out", adds=2,
+        build=chosen_with_info, colocated=False),
     Row("repeat", lambda x, y: stepped(stepped(stepped(x, y), y), y), over(FLOATS, (2, 3), (3,)), "Loop", "add_out",
         build=repeated, colocated=False),
     Row("repeat_with_info", lambda x, y: stepped(stepped(stepped(x, y), y), y), over("float32", (2, 3), (3,)), "Loop",

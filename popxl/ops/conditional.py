@@ -1,0 +1,289 @@
+"""Running one of two graphs, by a condition that is known when the program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from popxl import dtypes
+from popxl.context import get_current_context
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.op import Op, OpKind
+from popxl.ops.call import (
+    CallSiteInfo,
+    bind_inputs,
+    by_the_machine,
+    call,
+    check_callable,
+    check_fit,
+    seed_or_zeros,
+    seeds_of,
+)
+from popxl.ops.elementwise import add_n
+from popxl.ops.host import init
+from popxl.spec import TensorSpec, brief
+from popxl.tensor import Tensor, TensorLike
+
+__all__ = ["ConditionalSiteInfo", "conditional", "conditional_with_info"]
+
+Inputs = Iterable[TensorLike | Iterable[TensorLike]]
+
+
+class ConditionalSiteInfo(CallSiteInfo):
+    """The call site of a conditional.
+
+    The inputs of the op are the condition, then those of the then branch, then those of the else branch.
+    """
+
+    @property
+    def called_graph(self) -> tuple[Graph, Graph]:  # type: ignore[override]  # two, where a call has one
+        """The branches: `(then, else)`."""
+        then_branch, else_branch = self.op.called_graphs
+        return then_branch, else_branch
+
+    def _first(self, then_branch: bool) -> int:
+        """The parent index of the first input of a branch."""
+        return 1 if then_branch else 1 + len(self.called_graph[0].inputs)
+
+    def graph_to_parent_input_index(self, idx: int, then_branch: bool = True) -> int:
+        """The parent index of an input of a branch. `IndexError` if the branch has no such input."""
+        graph = self.called_graph[not then_branch]
+        if not 0 <= idx < len(graph.inputs):
+            raise IndexError(f"{graph.title} has no input {idx}; it has {len(graph.inputs)}.")
+        return self._first(then_branch) + idx
+
+    def is_parent_index_in_then_branch(self, idx: int) -> bool:
+        """Whether an input of the op goes to the then branch. `IndexError` for the condition, and out of range."""
+        if not 1 <= idx < len(self.op.inputs):
+            raise IndexError(
+                f"No branch has the input {idx} of this conditional; those of the branches are 1 to "
+                f"{len(self.op.inputs) - 1}."
+            )
+        return idx < self._first(False)
+
+    def parent_to_graph_input_index(self, idx: int) -> int:
+        """The index within its branch of an input of the op. `IndexError` for the condition, and out of range."""
+        return idx - self._first(self.is_parent_index_in_then_branch(idx))
+
+    def graph_to_parent_output_index(self, idx: int, then_branch: bool = True) -> int:
+        """The parent index of an output of a branch, which is the same. `IndexError` if there is none."""
+        self.parent_output(idx)
+        return idx
+
+    def parent_to_graph_output_index(self, idx: int, then_branch: bool = True) -> int:
+        """The index within a branch of an output of the op, which is the same. `IndexError` if there is none."""
+        self.parent_output(idx)
+        return idx
+
+    def graph_to_parent(self, graph_tensor: Tensor) -> Tensor:
+        """The tensor of the caller that belongs to an input or output of a branch; the then branch is asked first.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        for then_branch in (True, False):
+            parents = self.parents(then_branch)
+            if graph_tensor in parents:
+                return parents[graph_tensor]
+        raise ValueError(
+            f"{graph_tensor!r} is neither an input nor an output of {' or '.join(g.title for g in self.called_graph)}."
+        )
+
+    def parents(self, then_branch: bool = True) -> dict[Tensor, Tensor]:
+        """The tensors of the caller, by the inputs and outputs of a branch."""
+        graph, first = self.called_graph[not then_branch], self._first(then_branch)
+        results = dict(zip(graph.outputs, self.op.outputs, strict=False))
+        return results | dict(zip(graph.inputs, self.op.inputs[first:], strict=False))
+
+    def parent_to_graph(self, parent_tensor: Tensor) -> Tensor:
+        """The input of a branch that a tensor of the caller is bound to; the first, if there are several.
+
+        Raises:
+            ValueError: if the tensor is no input of this conditional.
+            IndexError: for the condition.
+        """
+        if parent_tensor not in self.op.inputs:
+            raise ValueError(f"{parent_tensor!r} is not an input of this conditional.")
+        idx = self.op.inputs.index(parent_tensor)
+        then_branch = self.is_parent_index_in_then_branch(idx)
+        return self.called_graph[not then_branch].inputs[self.parent_to_graph_input_index(idx)]
+
+    def set_parent_input_modified(self, parent_tensor: Tensor, infer_modified_regions: bool = True) -> None:
+        """A conditional writes nothing back: `NotImplementedError`."""
+        raise NotImplementedError(
+            "A branch of a conditional cannot change a tensor of the caller; return the new value from both branches."
+        )
+
+
+def _results(cond: Any, *inputs: Tensor, then_branch: Graph, else_branch: Graph) -> list[TensorSpec]:
+    """Specs of the results, after checking that the condition, the inputs and the two branches fit."""
+    if cond.dtype is not dtypes.bool or cond.nelms != 1:
+        raise PopxlError(f"the condition has to be a bool of one element; `{cond.name}` is {brief(cond)}.")
+    count = len(then_branch.inputs)
+    check_fit(then_branch, inputs[:count], then_branch.inputs)
+    check_fit(else_branch, inputs[count:], else_branch.inputs)
+    for k, (t, other) in enumerate(zip(then_branch.outputs, else_branch.outputs, strict=True)):
+        if t.spec.to_tuple() != other.spec.to_tuple():
+            raise PopxlError(
+                f"output {k} is {brief(t)} in {then_branch.title} and {brief(other)} in {else_branch.title}; the "
+                "branches have to return the same shapes and dtypes."
+            )
+    return [t.spec for t in then_branch.outputs]
+
+
+def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+    """The gradient of a conditional is a conditional of the gradients of its branches, on the same condition.
+
+    It returns one gradient for each tensor that is bound to an input with a gradient in either branch: zeros, in a
+    branch that does not have it as an input.
+    """
+    op: Op = forward.op
+    site = ConditionalSiteInfo(op)
+    infos = [forward.differentiate(graph) for graph in op.called_graphs]
+    bound = [site.parents(then_branch) for then_branch in (True, False)]
+    reached = [parents[t] for info, parents in zip(infos, bound, strict=True) if info for t in info.outputs]
+    wanted = [t for t in dict.fromkeys(reached) if t in forward.follows]
+    if not wanted:
+        return {}
+    branches = []
+    for graph, info, parents in zip(op.called_graphs, infos, bound, strict=True):
+        branches.append(_gradient_branch(graph, info, parents, wanted, gs, forward.read))
+    (then_branch, then_inputs), (else_branch, else_inputs) = branches
+    results = conditional(forward.read(op.inputs[0]), then_branch, else_branch, then_inputs, else_inputs)
+    return dict(zip(map(op.inputs.index, wanted), results, strict=True))
+
+
+def _gradient_branch(
+    graph: Graph, info: Any, parents: Mapping[Tensor, Tensor], wanted: Sequence[Tensor], gs: Any, read: Any
+) -> tuple[Graph, list[Tensor]]:
+    """A graph that returns the gradients of the wanted tensors of the caller, and what to bind to its inputs."""
+    seeds = {} if info is None else seeds_of(graph, gs)
+    branch = graph.ir.create_empty_graph(f"{graph.id}_bwd__branch")
+    inputs: list[Tensor] = []
+
+    def add_input(value: Tensor, name: str) -> Tensor:
+        inputs.append(value)
+        return branch.add_input(value.spec, name)
+
+    def given(expected: Any) -> Tensor:
+        t = expected.fwd_tensor
+        if expected.is_activation:
+            return add_input(read(parents[t]), t.name)
+        return add_input(seeds[t], f"Gradient___{t.name}") if t in seeds else seed_or_zeros(None, t)
+
+    with branch:
+        found: dict[Tensor, list[Tensor]] = {}
+        if info is not None:
+            results = call(info.graph, *map(given, info.expected_inputs))
+            for t, g in zip(info.outputs, results, strict=True):
+                found.setdefault(parents[t], []).append(g)
+        for t in wanted:
+            parts = found.get(t, [])
+            branch.add_output(add_n(*parts) if len(parts) > 1 else parts[0] if parts else init(t.shape, t.dtype))
+    return branch, inputs
+
+
+conditional_kind = OpKind(
+    "If",
+    lambda cond, *inputs, **branches: by_the_machine(),
+    shape=_results,
+    gradient=_gradient,
+    calls=("then_branch", "else_branch"),
+    returns=lambda op, callee, matter: [
+        t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter
+    ],
+    colocated=False,
+)
+
+
+def conditional(
+    cond: Tensor,
+    then_branch: Graph,
+    else_branch: Graph,
+    then_inputs: Inputs | None = None,
+    else_inputs: Inputs | None = None,
+    then_inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+    else_inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+) -> tuple[Tensor, ...]:
+    """Run one of two graphs: `then_branch` if `cond` is true, else `else_branch`.
+
+    Only the branch that runs loads, stores and prints. Inputs are passed by value. Gradients flow to the inputs of the
+    branch that ran; what it computed on the way is computed again for that.
+
+    Args:
+        cond: bool tensor of one element.
+        then_branch, else_branch: graphs with outputs of the same shapes and dtypes. Their inputs may differ.
+        then_inputs, else_inputs: values for the inputs of each branch, in order; iterables among them are flattened by
+            one level. A value that is no tensor becomes a constant.
+        then_inputs_dict, else_inputs_dict: values for inputs of each branch, by the input's tensor.
+
+    Returns:
+        One new tensor for each output of the branches.
+
+    Raises:
+        ValueError: if the branches do not have the same number of outputs; if inputs are missing, too many, or bound
+            twice; for a tensor of another graph.
+        TypeError: for a value that no constant can be made of.
+        NotImplementedError: if a branch takes an input by reference.
+        PopxlError: if the condition, an input or the outputs of the branches do not fit.
+
+    See also: `jax.lax.cond`.
+
+    Example:
+        >>> grow, shrink = ir.create_graph(lambda x: x * 4, x), ir.create_graph(lambda x: x - 1, x)
+        >>> (y,) = ops.conditional(flag, grow, shrink, [x], [x])
+    """
+    return conditional_with_info(
+        cond, then_branch, else_branch, then_inputs, else_inputs, then_inputs_dict, else_inputs_dict
+    ).outputs
+
+
+def conditional_with_info(
+    cond: Tensor,
+    then_branch: Graph,
+    else_branch: Graph,
+    then_inputs: Inputs | None = None,
+    else_inputs: Inputs | None = None,
+    then_inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+    else_inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+    check_inputs: bool = True,
+) -> ConditionalSiteInfo:
+    """As `conditional`, but returns the record of the call site.
+
+    Args:
+        check_inputs: report inputs that nothing is bound to as `ValueError`; they are an `IndexError` otherwise.
+
+    Example:
+        >>> site = ops.conditional_with_info(flag, grow, shrink, [x], [x])
+        >>> site.graph_to_parent(grow.inputs[0]) == x
+        True
+    """
+    branches = (then_branch, else_branch)
+    for graph in branches:
+        check_callable(graph, get_current_context().graph)
+        by_ref = [t.name for t in graph.inputs if t.by_ref]
+        if by_ref:
+            raise NotImplementedError(
+                f"conditional: {graph.title} takes {', '.join(by_ref)} by reference, and a branch cannot change a "
+                "tensor of the caller. Return the new value from both branches."
+            )
+    if len(then_branch.outputs) != len(else_branch.outputs):
+        raise ValueError(
+            f"conditional: {then_branch.title} has {len(then_branch.outputs)} outputs and {else_branch.title} "
+            f"{len(else_branch.outputs)}; the branches have to return the same number."
+        )
+    bound = [
+        bind_inputs(then_branch, then_inputs or (), then_inputs_dict, check_inputs, "then_branch"),
+        bind_inputs(else_branch, else_inputs or (), else_inputs_dict, check_inputs, "else_branch"),
+    ]
+    names = [f"{t.name}_or_{u.name}" for t, u in zip(then_branch.outputs, else_branch.outputs, strict=True)]
+    site = ConditionalSiteInfo(
+        conditional_kind.record(
+            cond, *bound[0], *bound[1], then_branch=then_branch, else_branch=else_branch, results=names
+        )
+    )
+    for graph, given in zip(branches, bound, strict=True):
+        for t, wanted in zip(given, graph.inputs, strict=True):
+            wanted.bound_to(t)
+    return site

@@ -2,6 +2,7 @@
 
 from popxl.ops import var_updates
 from popxl.ops.call import CallSiteInfo, call, call_with_info
+from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.conditional import conditional, conditional_with_info
 from popxl.ops.convert import cast, detach, detach_, identity, io_tile_copy, ipu_copy, rename
 from popxl.ops.elementwise import (
@@ -56,6 +57,7 @@ from popxl.ops.logic import (
 from popxl.ops.matmul import matmul
 from popxl.ops.nn import nll_loss, nll_loss_with_softmax_grad, softmax
 from popxl.ops.reduce import (
+    cumsum,
     l1,
     l2,
     lamb_square,
@@ -86,13 +88,16 @@ from popxl.ops.shape import (
     transpose,
     transpose_,
 )
+from popxl.ops.sorting import argmax, argmin, histogram, topk
 
-# Importable, and not in `__all__`, as in PopXL: floor, log2. Ours, likewise: add_n, getitem.
+# Importable, and not in `__all__`, as in PopXL: floor, log2, remote_code_load. Ours, likewise: add_n, getitem.
 __all__ = [
     "CallSiteInfo",
     "abs",
     "add",
     "add_",
+    "argmax",
+    "argmin",
     "call",
     "call_with_info",
     "cast",
@@ -104,6 +109,7 @@ __all__ = [
     "conditional",
     "conditional_with_info",
     "cos",
+    "cumsum",
     "detach",
     "detach_",
     "div",
@@ -119,6 +125,7 @@ __all__ = [
     "geluerf",
     "geluerf_",
     "greater",
+    "histogram",
     "host_load",
     "host_store",
     "identity",
@@ -176,6 +183,7 @@ __all__ = [
     "swish",
     "swish_",
     "tanh",
+    "topk",
     "transpose",
     "transpose_",
     "var_updates",

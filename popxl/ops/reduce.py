@@ -1,4 +1,4 @@
-"""Reductions: ops that turn some dimensions of a tensor into one number each.
+"""Reductions: ops that turn some dimensions of a tensor into one number each; and running sums.
 
 A rule's `g` and `out` lack the reduced dimensions; `spread` gives them back.
 """
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from popxl import dtypes
+from popxl.create import constant
 from popxl.op import OpKind
 from popxl.ops.elementwise import sign, ties_grad
-from popxl.ops.families import reduction
+from popxl.ops.families import reduction, widened
 from popxl.ops.shape import reshape
-from popxl.shapes import integer_or_integers, reduced_shape, reduction_axes
+from popxl.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -163,3 +164,45 @@ def lamb_square(t: Tensor) -> Tensor:
         >>> norm = ops.sqrt(ops.lamb_square(w))
     """
     return _lamb_square(t)
+
+
+def _running(t: Any, *, dim: int, reverse: bool) -> TensorSpec:
+    one_axis(dim, len(t.shape))
+    return like_first(t)
+
+
+_cumsum: OpKind = OpKind(
+    "CumSum",
+    lambda t, *, dim, reverse: jax.lax.cumsum(widened(t), axis=dim % t.ndim, reverse=reverse),
+    shape=_running,
+    result="cumsum_out",
+    gradient={"t": lambda g, dim, reverse: _cumsum(g, dim=dim, reverse=not reverse)},
+)
+
+
+def cumsum(t: Tensor, dim: int = 0) -> Tensor:
+    """The running sum along a dimension: element i of the result is the sum of elements 0 to i.
+
+    The gradient is the running sum from the other end.
+
+    Args:
+        t: tensor of rank 1 or more.
+        dim: the dimension to sum along; negative ones count from the back. The graph also gains an int64 constant of
+            this name, as in PopXL; nothing reads it.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        PopxlError: if there is no such dimension.
+        TypeError: if `dim` is no integer.
+
+    See also: `numpy.cumsum`, `torch.cumsum`.
+
+    Example:
+        >>> ends = ops.cumsum(lengths)
+    """
+    dim = integer(dim, "cumsum: `dim`")
+    total = _cumsum(t, dim=dim, reverse=False)
+    constant(dim, dtypes.int64, "dim")
+    return total

@@ -1,54 +1,189 @@
-"""Running sums."""
+"""Accumulators: sums, means and moving averages that live in a tensor and are updated in place.
+
+The ops of this family differ by a formula, which is the whole of their declaration.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
+from popxl import dtypes
+from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
+from popxl.ops.var_updates.factors import factor, number, one_number, product, wide
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
 
-def _same_shape(t: Any, X: Any, f: Any = None) -> TensorSpec:
+def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
     if t.shape != X.shape:
         raise PopxlError("`t` and `X` have to have the same shape; nothing is broadcast.")
+    one_number(f)
     return like_first(t)
 
 
-def _accumulated(t: Any, X: Any, f: Any = None) -> Any:
-    if isinstance(f, float | int) and f == 0:
-        return t  # whatever X is, NaN too
-    if f is None and jnp.issubdtype(t.dtype, jnp.integer):
-        return t + X.astype(t.dtype)
-    wide = jnp.promote_types(t.dtype, jnp.float32)
-    step = X.astype(wide)
-    return t.astype(wide) + (step if f is None else jnp.asarray(f, wide).reshape(()) * step)
+def _accumulator(name: str, formula: Callable[..., Any], **settings: Any) -> OpKind:
+    """Declare an op that overwrites `t` with `formula(t, X, f)`."""
+
+    def lowering(t: Any, X: Any, f: Any = None) -> Any:
+        exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)
+        dtype = t.dtype if exact else wide(t)
+        return formula(t.astype(dtype), X.astype(dtype), number(f, dtype))
+
+    settings |= {"key": name, "shape": _accumulated, "modifies": ("t",), "gradient": None}
+    return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
-_accumulate = OpKind(
-    "Accumulate", _accumulated, shape=_same_shape, result="accumulate__{t}", modifies=("t",), gradient=None
+_accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
+_square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X))
+_mean = _accumulator("accumulate_mean", lambda t, X, step: (step * t + X) / (step + 1), operands=("t", "X", "step"))
+_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X))
+_average_square = _accumulator("accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X))
+
+
+def _scalable(t: Any, f: Any = 1.0) -> TensorSpec:
+    if not isinstance(f, Tensor) or f.shape != t.shape:
+        one_number(f)
+    return like_first(t)
+
+
+def _scaled(t: Any, f: Any = 1.0) -> Any:
+    each = not isinstance(f, float) and f.shape == t.shape
+    return product(f.astype(wide(t)) if each else number(f, wide(t)), t.astype(wide(t)))
+
+
+_scale = OpKind(
+    "AccumulatorScale", _scaled, shape=_scalable, result="accumulator_scale__{t}", modifies=("t",), gradient=None
 )
 
 
 def accumulate_(t: Tensor, X: Tensor, f: float | Tensor | None = None) -> Tensor:
-    """Add `f` times `X` to `t`, in place; computed in float32 and rounded once.
+    """Add `f` times `X` to `t`, in place: t ← t + f X.
+
+    Computed in float32 and rounded once; integers without a factor are added as integers.
 
     Args:
         t: the accumulator.
         X: what to add: of the shape of `t`; its dtype may differ.
-        f: a number, or a tensor of one element; 1 by default.
+        f: a number, or a tensor of one element that is read when the op runs; 1 by default. The plain number 0 takes
+            nothing of `X`, not even NaN.
 
     Returns:
-        An alias of `t`.
+        An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
 
     Raises:
-        PopxlError: if the shapes differ.
+        PopxlError: if the shapes differ, or `f` has several elements.
+        TypeError: if `f` is neither a number nor a tensor.
 
     Example:
         >>> ops.var_updates.accumulate_(gradient_sum, gradient)
     """
-    return _accumulate(t, X, f)
+    return _accumulate(t, X, factor(f, "accumulate_: `f`", optional=True))
+
+
+def accumulate_square_(t: Tensor, X: Tensor, f: float | Tensor = 1.0) -> Tensor:
+    """Add `f` times the square of `X` to `t`, in place: t ← t + f X².
+
+    Arguments, result and errors are those of `accumulate_`.
+
+    Example:
+        >>> ops.var_updates.accumulate_square_(sum_of_squares, gradient)
+    """
+    return _square(t, X, factor(f, "accumulate_square_: `f`"))
+
+
+def accumulate_mean_(t: Tensor, X: Tensor, step: float | Tensor) -> Tensor:
+    """Take `X` into the mean of `step` values that `t` is, in place: t ← (step t + X) / (step + 1).
+
+    Args:
+        t: the accumulator.
+        X: the next value: of the shape of `t`; its dtype may differ.
+        step: how many values `t` is the mean of: 0 at first, whereupon `t` becomes `X`. A tensor of one element and
+            any dtype, which the caller counts up; or a number, which becomes a float32 constant of the graph.
+
+    Returns:
+        An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
+
+    Raises:
+        PopxlError: if the shapes differ, or `step` has several elements.
+        TypeError: if `step` is neither a number nor a tensor.
+
+    Example: the mean of the gradients of some micro-batches.
+        >>> ops.var_updates.accumulate_mean_(mean, gradient, count)
+        >>> count += 1
+    """
+    step = factor(step, "accumulate_mean_: `step`")
+    return _mean(t, X, step if isinstance(step, Tensor) else constant(step, dtypes.float32))
+
+
+def accumulate_moving_average_(t: Tensor, X: Tensor, f: float | Tensor) -> Tensor:
+    """Move `t` towards `X`, in place: t ← f t + (1 - f) X. The first moment of Adam, for one.
+
+    Args:
+        t: the accumulator.
+        X: the next value: of the shape of `t`; its dtype may differ.
+        f: how much stays: a number, or a tensor of one element that is read when the op runs.
+
+    Returns:
+        An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
+
+    Raises:
+        PopxlError: if the shapes differ, or `f` has several elements.
+        TypeError: if `f` is neither a number nor a tensor.
+
+    Example:
+        >>> ops.var_updates.accumulate_moving_average_(first_moment, gradient, 0.9)
+    """
+    return _average(t, X, factor(f, "accumulate_moving_average_: `f`"))
+
+
+def accumulate_moving_average_square_(t: Tensor, X: Tensor, f: float | Tensor) -> Tensor:
+    """Move `t` towards the square of `X`, in place: t ← f t + (1 - f) X². The second moment of Adam, for one.
+
+    Arguments, result and errors are those of `accumulate_moving_average_`.
+
+    Example:
+        >>> ops.var_updates.accumulate_moving_average_square_(second_moment, gradient, 0.999)
+    """
+    return _average_square(t, X, factor(f, "accumulate_moving_average_square_: `f`"))
+
+
+def accumulator_scale_(t: Tensor, f: float | Tensor) -> Tensor:
+    """Multiply `t` by `f`, in place.
+
+    Args:
+        t: the accumulator.
+        f: a number, a tensor of one element, or one of the shape of `t`. The plain number 0 leaves zeros, whatever
+            `t` held; a tensor is multiplied, so that 0 times NaN is NaN.
+
+    Returns:
+        An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
+
+    Raises:
+        PopxlError: if `f` has another shape.
+        TypeError: if `f` is neither a number nor a tensor.
+
+    Example:
+        >>> ops.var_updates.accumulator_scale_(gradient_sum, 1 / micro_batches)
+    """
+    return _scale(t, factor(f, "accumulator_scale_: `f`"))
+
+
+def accumulator_zero_(t: Tensor) -> Tensor:
+    """Set `t` to zero, in place, whatever it held. The same as `accumulator_scale_(t, 0)`.
+
+    Args:
+        t: the accumulator.
+
+    Returns:
+        An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
+
+    Example:
+        >>> ops.var_updates.accumulator_zero_(gradient_sum)
+    """
+    return accumulator_scale_(t, 0)

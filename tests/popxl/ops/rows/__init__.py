@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.popxl.ops.rows.code_copy import CODE_COPY
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
 from tests.popxl.ops.rows.graphs import GRAPHS
@@ -15,6 +16,17 @@ from tests.popxl.ops.rows.nn import NN
 from tests.popxl.ops.rows.reduce import REDUCE
 from tests.popxl.ops.rows.schema import Row
 from tests.popxl.ops.rows.shape import SHAPE
+from tests.popxl.ops.rows.sorting import SORTING
 from tests.popxl.ops.rows.var_updates import VAR_UPDATES
 
-ROWS: Sequence[Row] = [*ELEMENTWISE, *CONVERT, *REDUCE, *SHAPE, *NN, *VAR_UPDATES, *GRAPHS]
+ROWS: Sequence[Row] = [
+    *ELEMENTWISE,
+    *CONVERT,
+    *REDUCE,
+    *SHAPE,
+    *SORTING,
+    *NN,
+    *VAR_UPDATES,
+    *CODE_COPY,
+    *GRAPHS,
+]

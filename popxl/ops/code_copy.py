@@ -1,0 +1,74 @@
+"""Moving the code of graphs. Here code is where it has to be, so these ops are places in the schedule and no more."""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+from popxl.context import get_current_context
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.op import OpKind
+
+__all__ = ["CODE_LOCATION", "code_copy", "remote_code_load"]
+
+CODE_LOCATION = Literal["executable", "compute_buffer", "io_buffer"]
+
+_remote_code_load = OpKind(
+    "RemoteCodeLoad",
+    lambda *, graph, destination: (),
+    shape=lambda *, graph, destination: (),
+    gradient=None,
+    effect=True,
+)
+
+
+def remote_code_load(graph: Graph, destination: CODE_LOCATION) -> None:
+    """Say where in the program the code of a graph is to be loaded. It is kept in the schedule; no value depends on it.
+
+    Args:
+        graph: the graph whose code is meant; any but the current one.
+        destination: where the code goes: `"executable"`.
+
+    Raises:
+        RuntimeError: without a current graph.
+        ValueError: if `graph` is the current graph, or of another Ir.
+        TypeError: if `graph` is no graph.
+        NotImplementedError: for other destinations.
+        PopxlError: inside of `popxl.io_tiles()`: code runs on the compute tiles.
+
+    Example:
+        >>> with popxl.in_sequence():
+        ...     ops.remote_code_load(layer, "executable")
+        ...     ops.call(layer, x)
+    """
+    context = get_current_context()
+    if graph is context.graph:
+        raise ValueError(
+            f"The remote_code_load op cannot load the code of {graph.title}, the current graph: it would be running "
+            "already. Load it from the graph that calls it."
+        )
+    if not isinstance(graph, Graph):
+        raise TypeError(f"remote_code_load: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    if graph.ir is not context.ir:
+        raise ValueError(f"remote_code_load: `graph` is {graph.title} of another Ir than the current graph.")
+    if destination != "executable":
+        raise NotImplementedError(
+            f"remote_code_load: code cannot be loaded to {destination!r}; the one `destination` is 'executable'."
+        )
+    if context.io_tile_set:
+        raise PopxlError(
+            "remote_code_load: code is loaded to the compute tiles; call it outside of `popxl.io_tiles()`."
+        )
+    _remote_code_load(graph=graph.id, destination=destination)
+
+
+def code_copy(graph: Graph, source: CODE_LOCATION, destination: CODE_LOCATION) -> NoReturn:
+    """Not available: code is not copied between places.
+
+    Raises:
+        NotImplementedError: always.
+
+    Example:
+        >>> ops.remote_code_load(layer, "executable")      # what there is instead
+    """
+    raise NotImplementedError("code_copy: code is not copied between places. There is `ops.remote_code_load`.")

@@ -1,0 +1,219 @@
+"""Sorting, searching, counting: where the largest elements are, and how many elements lie between levels.
+
+The running sum, `cumsum`, is in `popxl.ops.reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from popxl import dtypes
+from popxl.errors import PopxlError
+from popxl.op import OpKind
+from popxl.ops.families import public
+from popxl.shapes import integer, one_axis, reduced_shape
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+# Where the extreme element is ---------------------------------------------------------------------------------------
+
+
+class Search(Protocol):
+    """An op that finds one element of each line of a tensor."""
+
+    kind: OpKind
+
+    def __call__(self, t: Tensor, dim: int = 0, keepdim: bool = False) -> Tensor: ...
+
+
+def _search(name: str, function: Any, which: str) -> Search:
+    """Declare an op that finds the place of the extreme element along `dim`."""
+
+    def lowering(t: Any, *, dim: int, keepdim: bool) -> Any:
+        return function(t, axis=dim, keepdims=keepdim)
+
+    def shape(t: Any, *, dim: int, keepdim: bool) -> TensorSpec:
+        one_axis(dim, len(t.shape))
+        return TensorSpec(reduced_shape(t.shape, dim, keepdim), dtypes.int32)
+
+    kind = OpKind(f"Arg{which.capitalize()}", lowering, shape=shape, result=f"{name}_out", gradient=None)
+
+    def op(t: Tensor, dim: int = 0, keepdim: bool = False) -> Tensor:
+        return kind(t, dim=integer(dim, f"{name}: `dim`"), keepdim=bool(keepdim))
+
+    largest = {"max": "largest", "min": "smallest"}[which]
+    doc = f"""The place of the {largest} element along a dimension; of several equal ones, the first.
+
+    NaN counts as the {largest}, as in NumPy. No gradient flows.
+
+    Args:
+        t: tensor of rank 1 or more.
+        dim: the dimension to search; negative ones count from the back.
+        keepdim: keep the dimension, with size 1.
+
+    Returns:
+        A new int32 tensor of the shape of `t` without `dim`.
+
+    Raises:
+        PopxlError: if there is no such dimension.
+        TypeError: if `dim` is no integer.
+
+    See also: `numpy.{name}`, `torch.{name}`.
+
+    Example:
+        >>> place = ops.{name}(x, dim=-1)"""
+    return public(op, kind, name, doc)
+
+
+argmax = _search("argmax", jnp.argmax, "max")
+argmin = _search("argmin", jnp.argmin, "min")
+
+# The extreme elements -----------------------------------------------------------------------------------------------
+
+
+def _topk_lowering(t: Any, *, k: int, axis: int, largest: bool) -> tuple[Any, Any]:
+    lines = jnp.moveaxis(t, axis, -1)
+    _, places = jax.lax.top_k(_ranks(lines, largest), k)
+    values = jnp.take_along_axis(lines, places, axis=-1)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(places, -1, axis)
+
+
+def _ranks(t: Any, largest: bool) -> Any:
+    """Numbers in the order of the elements, or in the opposite order. Equal elements have equal numbers."""
+    if not jnp.issubdtype(t.dtype, jnp.floating):
+        return t if largest else ~t  # unlike -t, this neither overflows nor wraps
+    # JAX tells 0 from -0 here, and one NaN from another.
+    t = jnp.where(jnp.isnan(t), jnp.nan, jnp.where(t == 0, jnp.zeros((), t.dtype), t))
+    return t if largest else -t
+
+
+def _topk_specs(t: Any, *, k: int, axis: int, largest: bool) -> tuple[TensorSpec, TensorSpec]:
+    at = one_axis(axis, len(t.shape))
+    if not 0 <= k <= t.shape[at]:
+        raise PopxlError(f"`k` is {k}; expected 0 to {t.shape[at]}, the size of dimension {axis}.")
+    shape = (*t.shape[:at], k, *t.shape[at + 1 :])
+    return TensorSpec(shape, t.dtype), TensorSpec(shape, dtypes.int32)
+
+
+def _put_back(g: Any, places: Any, *, axis: int, shape: tuple[int, ...]) -> Any:
+    return jnp.put_along_axis(jnp.zeros(shape, g.dtype), places, g, axis, inplace=False)
+
+
+_topk_grad = OpKind("TopKGrad", _put_back, shape=lambda g, places, *, axis, shape: TensorSpec(shape, g.dtype))
+
+
+def _topk_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+    """To where the values came from, and zero elsewhere. Only the places are kept for it."""
+    values, op = gs[0], forward.op
+    if values is None or not forward.wants(0):
+        return {}
+    places = forward.read(op.outputs[1])
+    return {0: _topk_grad(values, places, axis=op.attributes["axis"], shape=op.inputs[0].shape)}
+
+
+_topk = OpKind(
+    "TopK",
+    _topk_lowering,
+    shape=_topk_specs,
+    gradient=_topk_gradient,
+    result=("topk_out_value", "topk_out_indices"),
+)
+
+
+def topk(
+    t: Tensor,
+    k: int,
+    axis: int,
+    largest: bool,
+    sorted: bool,
+    available_memory_proportion: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `k` largest or smallest elements along an axis, and their places.
+
+    Of equal elements those with lower places come first. NaN counts as larger than all numbers. The gradient of the
+    values goes to the elements that were picked.
+
+    Args:
+        t: tensor of rank 1 or more.
+        k: how many; no more than there are.
+        axis: the dimension to search; negative ones count from the back.
+        largest: pick the largest elements, else the smallest.
+        sorted: whether the results have to be in order: descending for the largest, ascending for the smallest. They
+            always are.
+        available_memory_proportion: accepted for programs that tune memory; without effect.
+
+    Returns:
+        `(values, places)`, of the shape of `t` with `k` in place of the size of `axis`: new tensors, the first of the
+        dtype of `t`, the second int32.
+
+    Raises:
+        PopxlError: if there is no such axis, or it has fewer than `k` elements.
+        TypeError: if `k` or `axis` is no integer.
+
+    See also: `torch.topk`.
+
+    Example:
+        >>> probs, classes = ops.topk(probs, 5, axis=-1, largest=True, sorted=True)
+    """
+    return _topk(t, k=integer(k, "topk: `k`"), axis=integer(axis, "topk: `axis`"), largest=bool(largest))
+
+
+# How many elements there are ----------------------------------------------------------------------------------------
+
+
+def _counted(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> Any:
+    numbers = jnp.abs(t.ravel()) if absolute_of_input else t.ravel()
+    with np.errstate(over="ignore"):  # levels beyond float16 are infinite
+        bounds = np.asarray(levels, t.dtype)
+    return jnp.bincount(jnp.searchsorted(jnp.asarray(bounds), numbers, side="right"), length=len(levels) + 1)
+
+
+def _bins(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> TensorSpec:
+    if not all(low < high for low, high in pairwise(levels)):
+        raise ValueError(f"`levels` have to increase from each to the next; got {levels}.")
+    if t.dtype not in (dtypes.float16, dtypes.float32):
+        raise PopxlError("only float16 and float32 tensors are counted; convert `t` with `ops.cast`.")
+    return TensorSpec((len(levels) + 1,), dtypes.uint32)
+
+
+_histogram = OpKind("Histogram", _counted, shape=_bins, gradient=None)
+
+
+def histogram(t: Tensor, levels: Iterable[float], absolute_of_input: bool) -> Tensor:
+    """Count the elements of `t` between levels. Unlike NumPy's, the first and the last bin have no outer end.
+
+    The first bin counts x < levels[0]; bin i, levels[i - 1] <= x < levels[i]; the last one x >= levels[-1]. NaN counts
+    in the last bin. No gradient flows.
+
+    Args:
+        t: float16 or float32 tensor of any shape.
+        levels: the bounds between the bins, increasing. They are converted to the dtype of `t`.
+        absolute_of_input: count the absolute values of the elements.
+
+    Returns:
+        A new uint32 tensor of shape `(len(levels) + 1,)`.
+
+    Raises:
+        ValueError: if the levels do not increase.
+        TypeError: if the levels are no sequence of numbers.
+        PopxlError: for other dtypes.
+
+    See also: `numpy.histogram`.
+
+    Example:
+        >>> counts = ops.histogram(gradient, [1e-6, 1e-3, 1.0], absolute_of_input=True)
+    """
+    try:
+        bounds = tuple(float(level) for level in levels)
+    except (TypeError, ValueError):
+        raise TypeError(f"histogram: `levels` must be a sequence of numbers; got {levels!r}.") from None
+    return _histogram(t, levels=bounds, absolute_of_input=bool(absolute_of_input))
+
+
+__all__ = ["argmax", "argmin", "histogram", "topk"]

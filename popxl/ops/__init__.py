@@ -5,6 +5,7 @@ from popxl.ops.call import CallSiteInfo, call, call_with_info
 from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.conditional import conditional, conditional_with_info
 from popxl.ops.convert import cast, detach, detach_, identity, io_tile_copy, ipu_copy, rename
+from popxl.ops.dynamic import dynamic_slice, dynamic_update, dynamic_update_
 from popxl.ops.elementwise import (
     abs,
     add,
@@ -41,8 +42,9 @@ from popxl.ops.elementwise import (
     swish_,
     tanh,
 )
+from popxl.ops.getitem import getitem  # noqa: F401
 from popxl.ops.host import host_load, host_store, init, print_tensor
-from popxl.ops.index import gather, getitem  # noqa: F401
+from popxl.ops.index import gather, groupedgather, tied_gather
 from popxl.ops.logic import (
     equal,
     greater,
@@ -73,6 +75,8 @@ from popxl.ops.reduce import (
 )
 from popxl.ops.repeat import repeat, repeat_with_info
 from popxl.ops.scaled_add import scaled_add, scaled_add_
+from popxl.ops.scatter import onehot, scatter
+from popxl.ops.scatter_reduce import grouped_scatter_reduce, scatter_reduce  # noqa: F401
 from popxl.ops.shape import (
     concat,
     concat_,
@@ -90,7 +94,8 @@ from popxl.ops.shape import (
 )
 from popxl.ops.sorting import argmax, argmin, histogram, topk
 
-# Importable, and not in `__all__`, as in PopXL: floor, log2, remote_code_load. Ours, likewise: add_n, getitem.
+# Importable, and not in `__all__`, as in PopXL: floor, log2, remote_code_load. Ours, likewise: add_n, getitem,
+# grouped_scatter_reduce.
 __all__ = [
     "CallSiteInfo",
     "abs",
@@ -113,6 +118,9 @@ __all__ = [
     "detach",
     "detach_",
     "div",
+    "dynamic_slice",
+    "dynamic_update",
+    "dynamic_update_",
     "equal",
     "exp",
     "exp_",
@@ -125,6 +133,7 @@ __all__ = [
     "geluerf",
     "geluerf_",
     "greater",
+    "groupedgather",
     "histogram",
     "host_load",
     "host_store",
@@ -156,6 +165,7 @@ __all__ = [
     "negate",
     "nll_loss",
     "nll_loss_with_softmax_grad",
+    "onehot",
     "pow",
     "print_tensor",
     "prod",
@@ -168,6 +178,8 @@ __all__ = [
     "reshape_",
     "scaled_add",
     "scaled_add_",
+    "scatter",
+    "scatter_reduce",
     "sign",
     "sin",
     "slice",
@@ -183,6 +195,7 @@ __all__ = [
     "swish",
     "swish_",
     "tanh",
+    "tied_gather",
     "topk",
     "transpose",
     "transpose_",

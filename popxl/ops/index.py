@@ -1,66 +1,84 @@
-"""Picking elements by index: `gather`, and what `t[key]` means."""
+"""Picking slices of a tensor by index: `gather` and its forms for groups and for tied weights.
+
+What `t[key]` means is in `popxl.ops.getitem`; putting elements where indices say is in `popxl.ops.scatter`.
+"""
 
 from __future__ import annotations
 
 import builtins
-import math
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 
-from popxl import dtypes
-from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.logic import where
-from popxl.ops.shape import slice, squeeze, subsample
+from popxl.ops.families import widened
 from popxl.shapes import integer, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
-from popxl.utils import to_numpy
 
 
-def _gathered(t: Any, indices: Any, *, axis: int, **hints: Any) -> TensorSpec:
-    at = one_axis(axis, len(t.shape))
-    return TensorSpec(t.shape[:at] + indices.shape + t.shape[at + 1 :], t.dtype)
+def or_beyond(indices: Any, size: int) -> Any:
+    """Indices as int32, with `size`, one beyond the end, for all that are out of range; negative ones are.
 
-
-def _inside(indices: Any, size: int) -> Any:
-    """Which indices are in range. Only then may 64 bits be narrowed, which wraps; 8 bits may not hold the size."""
+    There JAX's `mode="drop"` drops what is written, and `mode="fill"` fills in what is read; by itself it would count
+    negative indices from the back.
+    """
+    # Only in range may 64 bits be narrowed, which wraps; 8 bits may not hold the size.
     wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
-    return (wide >= 0) & (wide < size)
+    return jnp.where((wide >= 0) & (wide < size), indices.astype(jnp.int32), size)
 
 
-def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, **hints: Any) -> Any:
+def _gathered(t: Any, indices: Any, *, axis: int, group_size: int | None = None, **hints: Any) -> TensorSpec:
+    at = one_axis(axis, len(t.shape))
+    if group_size is not None and at == 0:
+        raise PopxlError(
+            f"`axis` is {axis}, the dimension of the {group_size} groups; expected one of those after it, 1 to "
+            f"{len(t.shape) - 1}, counted in the whole of `t`."
+        )
+    picked = indices.shape if group_size is None else indices.shape[1:]
+    return TensorSpec(t.shape[:at] + picked + t.shape[at + 1 :], t.dtype)
+
+
+def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, group_size: int | None = None) -> Any:
     axis %= t.ndim
-    inside = _inside(indices, t.shape[axis])
-    # JAX counts negative indices from the back; these are out of range here, as large ones are.
-    taken = jnp.take(t, jnp.where(inside, indices.astype(jnp.int32), 0), axis=axis, mode="clip")
+    if group_size is not None:
+        return jax.vmap(functools.partial(_gather, axis=axis - 1, zero_OOR=zero_OOR))(t, indices)
     if zero_OOR:
-        rows = inside.reshape((1,) * axis + inside.shape + (1,) * (t.ndim - axis - 1))
-        taken = jnp.where(rows, taken, jnp.zeros((), t.dtype))
-    return taken
+        return jnp.take(t, or_beyond(indices, t.shape[axis]), axis=axis, mode="fill", fill_value=0)
+    return jnp.take(t, indices.astype(jnp.int32), axis=axis, mode="clip")
 
 
-def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], **hints: Any) -> Any:
+def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group_size: int | None = None) -> Any:
     axis %= len(shape)
-    # Out of range contributes nothing: such indices are moved beyond the end, where "drop" drops them.
-    index = jnp.where(_inside(indices, shape[axis]), indices.astype(jnp.int32), shape[axis])
-    return jnp.zeros(shape, g.dtype).at[(builtins.slice(None),) * axis + (index,)].add(g, mode="drop")
+    if group_size is not None:
+        return jax.vmap(functools.partial(_scattered, axis=axis - 1, shape=shape[1:]))(g, indices)
+    g = widened(g)
+    places = (*(builtins.slice(None),) * axis, or_beyond(indices, shape[axis]))
+    return jnp.zeros(shape, g.dtype).at[places].add(g, mode="drop", wrap_negative_indices=False)
 
 
-_gather_kind = OpKind(
-    "Gather",
-    _gather,
-    shape=_gathered,
-    gradient={
-        "t": lambda g, t_spec, indices, axis: _gather_grad(g, indices, axis=axis, shape=t_spec.shape),
-    },
-)
-_gather_grad: OpKind = OpKind(
-    "GatherGrad", _scattered, shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype)
-)
+_gather_grad = OpKind("GatherGrad", _scattered, shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype))
+
+
+def _declare(name: str, result: str) -> OpKind:
+    return OpKind(
+        name,
+        _gather,
+        shape=_gathered,
+        result=result,
+        gradient={
+            "t": lambda g, t_spec, indices, axis, group_size: _gather_grad(
+                g, indices, axis=axis, shape=t_spec.shape, group_size=group_size
+            )
+        },
+    )
+
+
+_gather_kind = _declare("Gather", "gather_out")
+_tied_gather_kind = _declare("PopartTiedGather", "tiedgather_out")
 
 
 def gather(
@@ -95,73 +113,75 @@ def gather(
     return _gather_kind(t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=bool(zero_OOR))
 
 
-def getitem(t: Tensor, key: Any) -> Tensor:
-    """`t[key]`.
+def tied_gather(
+    t: Tensor,
+    indices: Tensor,
+    axis: int = 0,
+    available_memory_proportion: float | None = None,
+    zero_OOR: bool = False,
+) -> Tensor:
+    """`gather`, for a table that a `matmul` of the program reads too: an embedding whose weights are tied.
 
-    * An integer, a slice, or a tuple of them: the block, as in NumPy; integers drop their axis. Steps may be any but 0.
-    * An integer tensor, array or list: `gather` on axis 0.
-    * A bool tensor, array or list: the elements of `t`, with 0 where the mask is false. The shape stays.
+    The numbers and the gradient are those of `gather`. PopXL lays out such a table for the `matmul`; here there is
+    nothing to choose.
+
+    Args:
+        t, indices, axis, available_memory_proportion, zero_OOR: as in `gather`.
+
+    Returns:
+        A new tensor of shape `t.shape[:axis] + indices.shape + t.shape[axis + 1:]`.
 
     Raises:
-        TypeError: for any other key.
-        ValueError: for an integer out of range.
-        PopxlError: for more slices than dimensions, or a step of 0.
+        PopxlError: if there is no such axis.
+
+    See also: `numpy.take`.
+
+    Example:
+        >>> rows = ops.tied_gather(table, ids)
+        >>> logits = rows @ table.T
     """
-    if isinstance(key, bool | np.bool_ | np.integer | str | float) or key is None or key is Ellipsis:
-        raise _bad_key(t, key)
-    keys = key if isinstance(key, tuple) else (key,)
-    if all(isinstance(k, int | builtins.slice) for k in keys):
-        return _basic(t, keys)
-    if not isinstance(key, Tensor):
-        try:
-            array = to_numpy(key)
-        except (TypeError, ValueError) as problem:
-            raise _bad_key(t, key) from problem
-        if array.dtype.kind not in "biu":
-            raise _bad_key(t, key)
-        key = constant(array)
-    if key.dtype is dtypes.bool:
-        return where(key, t, constant(0, t.dtype))
-    if key.dtype.is_int:
-        return gather(t, key)
-    raise _bad_key(t, key)
+    return _tied_gather_kind(t, indices, axis=integer(axis, "tied_gather: `axis`"), zero_OOR=bool(zero_OOR))
 
 
-def _bad_key(t: Tensor, key: Any) -> TypeError:
-    return TypeError(
-        f"{t!r} cannot be indexed with {key!r} ({type(key).__name__}): use integers and slices, or a tensor, array or "
-        "list of integers or bools."
+def groupedgather(
+    t: Tensor,
+    indices: Tensor,
+    axis: int = 0,
+    group_size: int | None = 1,
+    available_memory_proportion: float | None = None,
+    zero_OOR: bool = False,
+) -> Tensor:
+    """`gather` for each of several groups: row `g` of the indices picks from row `g` of `t`.
+
+    Args:
+        t: tensor of shape `(group_size, ...)`, rank 2 or more.
+        indices: int32 or uint32 tensor of shape `(group_size, ...)`.
+        axis: the dimension to pick from, counted in the whole of `t`: not the first one, which is the groups'.
+        group_size: the number of groups. With 1 there are none, and this is `gather`.
+        available_memory_proportion: accepted for programs that tune memory; without effect.
+        zero_OOR: give zeros for indices out of range, negative ones among them; otherwise what they give is not
+            defined.
+
+    Returns:
+        A new tensor of shape `t.shape[:axis] + indices.shape[1:] + t.shape[axis + 1:]`. Its gradient adds up where
+        indices repeat.
+
+    Raises:
+        PopxlError: if there is no such axis, or it is the groups'.
+        ValueError: if `group_size` is less than 1.
+
+    See also: `numpy.take`, for each group.
+
+    Example:
+        >>> rows = ops.groupedgather(tables, ids, axis=1, group_size=2)    # rows[g] = tables[g][ids[g]]
+    """
+    groups = integer(group_size, "groupedgather: `group_size`")
+    if groups < 1:
+        raise ValueError(f"groupedgather: `group_size` is {groups}; expected the number of groups, 1 or more.")
+    return _gather_kind(
+        t,
+        indices,
+        axis=integer(axis, "groupedgather: `axis`"),
+        zero_OOR=bool(zero_OOR),
+        group_size=None if groups == 1 else groups,
     )
-
-
-def _basic(t: Tensor, keys: tuple[Any, ...]) -> Tensor:
-    """Slices and integers: a slice with steps of 1 and -1, then every n-th element, then without the integers' axes."""
-    if len(keys) > t.rank:
-        raise PopxlError(f"{t!r} of rank {t.rank} cannot be indexed with {len(keys)} slices: {keys}.")
-    starts: list[int | None] = []
-    stops: list[int | None] = []
-    steps: list[int] = []
-    strides: list[int] = []
-    dropped: list[int] = []
-    for axis, (k, size) in enumerate(zip(keys, t.shape, strict=False)):
-        if isinstance(k, builtins.slice):
-            if k.step == 0:
-                raise PopxlError(f"{t!r}: the step of the slice {k} is 0.")
-            step = 1 if k.step is None else int(k.step)
-            starts.append(k.start)
-            stops.append(k.stop)
-            steps.append(int(math.copysign(1, step)))
-            strides.append(abs(step))
-        else:
-            index = k + size if k < 0 else int(k)
-            if not 0 <= index < size:
-                raise ValueError(f"{t!r}: index {k} is out of range for dimension {axis} of size {size}.")
-            starts.append(index)
-            stops.append(index + 1)
-            steps.append(1)
-            strides.append(1)
-            dropped.append(axis)
-    block = slice(t, starts, stops, steps, list(range(len(keys))))
-    if any(stride > 1 for stride in strides):
-        block = subsample(block, strides)
-    return squeeze(block, dropped) if dropped else block

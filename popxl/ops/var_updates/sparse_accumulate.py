@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.index import _inside
+from popxl.ops.index import or_beyond
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, product, wide
 from popxl.shapes import integer, like_first
 from popxl.spec import TensorSpec
@@ -32,8 +32,7 @@ def _scattered(t: Any, X: Any, indices: Any, f: Any = None, W: Any = None, *, ax
         )
     exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)
     dtype = t.dtype if exact else wide(t)
-    # Out of range adds nothing: such indices are moved beyond the end, where "drop" drops them.
-    index = jnp.where(_inside(indices, t.shape[at]), indices.astype(jnp.int32), t.shape[at])
+    index = or_beyond(indices, t.shape[at])  # where "drop" drops what is out of range
     added = product(number(f, dtype), X.astype(dtype))
     return t.astype(dtype).at[(slice(None),) * at + (index,)].add(added, mode="drop")
 

@@ -12,8 +12,10 @@ from tests.popxl.ops.rows.code_copy import CODE_COPY
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
 from tests.popxl.ops.rows.graphs import GRAPHS
+from tests.popxl.ops.rows.index import INDEX
 from tests.popxl.ops.rows.nn import NN
 from tests.popxl.ops.rows.reduce import REDUCE
+from tests.popxl.ops.rows.scatter import SCATTER
 from tests.popxl.ops.rows.schema import Row
 from tests.popxl.ops.rows.shape import SHAPE
 from tests.popxl.ops.rows.sorting import SORTING
@@ -24,6 +26,8 @@ ROWS: Sequence[Row] = [
     *CONVERT,
     *REDUCE,
     *SHAPE,
+    *INDEX,
+    *SCATTER,
     *SORTING,
     *NN,
     *VAR_UPDATES,

@@ -16,14 +16,10 @@ from tests.popxl.ops.rows.schema import (
     X,
     Y,
     bad,
-    f32,
-    i32,
     over,
-    rule,
     sample,
     scalar,
     torch_function,
-    u32,
     values,
 )
 
@@ -37,15 +33,6 @@ def sliced(t: Array, start: Any = None, stop: Any = None, step: Any = None, axis
     for a, *cut in zip(at, begin, end, by, strict=True):
         cuts[a] = slice(*cut)
     return t[tuple(cuts)]
-
-
-def gathered(t: Array, indices: Array, axis: int = 0, zero_OOR: bool = False, **hints: Any) -> Array:
-    size = t.shape[axis]
-    indices = indices.astype(np.int64)
-    inside = (indices >= 0) & (indices < size)
-    taken = np.take(t, np.where(inside, indices, 0), axis=axis)
-    rows = inside.reshape((1,) * (axis % t.ndim) + inside.shape + (1,) * (t.ndim - axis % t.ndim - 1))
-    return np.where(rows, taken, 0).astype(t.dtype) if zero_OOR else taken
 
 
 def cut(t: Array, splits: Any, axis: int = 0) -> list[Array]:
@@ -132,15 +119,4 @@ SHAPE = [
              bad(PopxlError, "differ in more than dimension 1", [X, values("float32", (3, 3))], 1),
              bad(PopxlError, "axis 2 does not exist", [X, X], 2), bad(PopxlError, "axis -3 does not exist", [X, X], -3),
              bad(PopxlError, "rank 0", [scalar(1, "float32")])]),
-    Row("gather", gathered,
-        [*(sample(values(d, (4, 3)), i32(3, 0, 3)) for d in ANY.split()), sample(X, i32([0, 2], [1, 1]), axis=1),
-         sample(values("float32", (2, 3, 4)), u32(2, 0), axis=-2), sample(X, scalar(1, "int32")),
-         sample(X, i32(1, 7, -1, 0), zero_OOR=True), sample(X, u32(1, 2**32 - 1), zero_OOR=True),
-         sample(X, i32([-1, 2]), axis=1, zero_OOR=True, available_memory_proportion=0.3),
-         sample(values("float32", (300, 1)), np.array([255, 3], np.uint8), zero_OOR=True)],
-        "Gather", "gather_out", differentiable=(0,), tolerance=0,
-        rules=[rule(f32(1, 2, 3), i32(0, 2, 0), g=f32(1, 2, 3), gives=(f32(4, 0, 2), None)),
-               rule(f32(1, 2, 3), i32(-1, 1, 9), zero_OOR=True, g=f32(1, 2, 3), gives=(f32(0, 2, 0), None))],
-        bad=[bad(PopxlError, "axis 2 does not exist", X, i32(0), 2), bad(PopxlError, "axis -3", X, i32(0), -3),
-             bad(PopxlError, "rank 0", scalar(1, "float32"), i32(0))]),
 ]  # fmt: skip

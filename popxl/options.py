@@ -41,6 +41,13 @@ class SessionOptions(BaseModel):
     throwIfLog2ScaleTensorNotInRange: bool = Field(
         default=True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
     )
+    calledGraphs: Literal["auto", "kept", "dispatched", "inlined"] = Field(
+        default="auto",
+        description="How called graphs are compiled. 'kept': in one program, in which each graph that is called from "
+        "several places is compiled once. 'dispatched': each such graph by itself, and the host runs them one after "
+        "the other; compile time does not grow with the number of calls. 'inlined': every call as if it had been "
+        "written out. 'auto': dispatched, where much would be compiled again and again; kept otherwise.",
+    )
     engineOptions: dict[str, str] = Field(default_factory=dict)
     numIOTiles: int = 0
     enableStochasticRounding: bool = False

@@ -14,10 +14,18 @@ from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
 from runtime.devices import Device, find_device
+from runtime.functions import GraphFunction, to_jax
 from runtime.host_arrays import HostArrays, Outputs
 from runtime.program import Program
 
-__all__ = ["Session", "StreamBufferMaps", "d2hStreamBufferMaps", "h2dStreamBufferMaps"]
+__all__ = [
+    "GraphFunction",
+    "Session",
+    "StreamBufferMaps",
+    "d2hStreamBufferMaps",
+    "h2dStreamBufferMaps",
+    "to_jax",
+]
 
 d2hStreamBufferMaps = Mapping[DeviceToHostStream, np.ndarray]
 h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
@@ -59,7 +67,7 @@ class Session:
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = find_device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = Program(ir, self._device).compile()
+        self.program = Program(ir, self._device)
         ir.frozen = True
         self._is_attached = False
         self._was_attached_stack: list[bool] = []

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from popxl import dtypes
 from popxl.errors import PopxlError
@@ -41,6 +44,13 @@ def integer_or_integers(value: Any, what: str, gaps: bool = False) -> int | tupl
     except TypeError:
         return integer(value, what, "be an integer or a sequence of integers")
     return integers(entries, what, gaps)
+
+
+def number(value: Any, what: str) -> Any:
+    """An argument that has to be a number, NumPy's among them. `what` names it in the message."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{what} must be a number; got {value!r} ({type(value).__name__}).")
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
@@ -114,10 +124,7 @@ def reduction_axes(axis: int | Iterable[int] | None, rank: int) -> tuple[int, ..
         return tuple(range(rank))
     axis = integer_or_integers(axis, "`axis`")
     axes = (axis,) if isinstance(axis, int) else axis
-    for a in axes:
-        if not -rank <= a < rank:
-            raise PopxlError(f"axis {a} does not exist in a tensor of rank {rank}; expected {-rank} to {rank - 1}.")
-    return tuple(sorted({a % rank for a in axes}))
+    return tuple(sorted({one_axis(a, rank) for a in axes}))
 
 
 def reduced_shape(shape: tuple[int, ...], axis: int | Iterable[int] | None, keepdims: bool) -> tuple[int, ...]:
@@ -129,5 +136,6 @@ def reduced_shape(shape: tuple[int, ...], axis: int | Iterable[int] | None, keep
 def one_axis(axis: int, rank: int) -> int:
     """A single axis, counted from the front."""
     if not -rank <= axis < rank:
-        raise PopxlError(f"axis {axis} does not exist in a tensor of rank {rank}; expected {-rank} to {rank - 1}.")
+        choice = f"expected {-rank} to {rank - 1}" if rank else "a scalar has no axes"
+        raise PopxlError(f"axis {axis} does not exist in a tensor of rank {rank}; {choice}.")
     return axis % rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,8 @@ class Failure:
     """The channel of checks. Its array holds the id of the first op that failed one, and the number of the check."""
 
     tensor_id = ""
-    start = np.zeros(2, np.int32)  # no op has the id 0
+    shape = (2,)
+    start = np.zeros(shape, np.int32)  # no op has the id 0
 
 
 FAILURE = Failure()
@@ -87,6 +88,12 @@ class Channels:
             for i, (stream, (transfers, position)) in enumerate(zip(streams, self.take(streams), strict=True))
         }
 
+    def move(self, streams: Sequence[Channel], positions: dict[int, Any]) -> None:
+        """Set what `positions` gives."""
+        for i, stream in enumerate(streams):
+            only_position = isinstance(stream, HostToDeviceStream)
+            self._channels[stream] = (self._channels[stream][0], positions[i]) if only_position else positions[i]
+
     def stepping(self, streams: Sequence[Channel]) -> Stepping:
         """The streams as a loop uses them."""
         return Stepping(self, streams)
@@ -102,17 +109,21 @@ class Stepping:
 
     def at(self, positions: dict[int, Any]) -> Channels:
         """The streams at one turn of the loop."""
-        return Channels(
-            {
-                stream: (array, positions[i]) if isinstance(stream, HostToDeviceStream) else positions[i]
-                for i, (stream, array) in enumerate(zip(self._streams, self._arrays, strict=True))
-            }
-        )
+        channels = Channels({stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)})
+        channels.move(self._streams, positions)
+        return channels
 
 
 def channels_of(*graphs: Graph) -> tuple[Channel, ...]:
-    """The streams that running graphs uses, and the failure if they check anything; calls included, in a fixed order."""
-    ops = [op for graph in graphs for g in reachable(graph) for op in g.ops]
+    """The streams that graphs use, calls included, in a fixed order; the failure too, if they check anything."""
+    return channels_of_ops(op for graph in graphs for op in graph.ops)
+
+
+def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
+    """The same, of ops."""
+    ops = tuple(ops)
+    called = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
+    ops += tuple(op for g in called for op in g.ops)
     used: set[Channel] = {op.attributes["stream"] for op in ops if op.kind in _TRANSFERS}
     if any(op.kind.requires for op in ops):
         used.add(FAILURE)

@@ -5,14 +5,15 @@ its results back. The environment keeps one value for each *storage*: a view is 
 to it, so in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
 
 A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
-What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see `runtime.effects`.
+What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see
+`runtime.effects`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -75,7 +76,7 @@ class Environment:
             bases.append(view.apply([bases[-1]]))
         for view, base in zip(reversed(views), reversed(bases), strict=True):
             (value,) = view.put([base], value)
-        joined = _view(storage)
+        joined = view_of(storage)
         if joined is None:
             self.values[storage] = value
         else:
@@ -85,7 +86,7 @@ class Environment:
 
     def _storage(self, t: Tensor) -> Array:
         """The value of a tensor that is no view of a single other."""
-        joined = _view(t)
+        joined = view_of(t)
         if joined is not None:
             return joined.apply([self.read(base) for base in joined.inputs])
         if t not in self.values:
@@ -101,13 +102,13 @@ def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
     """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end the chain."""
     views = []
     t = t.origin
-    while (view := _view(t)) is not None and len(view.inputs) == 1:
+    while (view := view_of(t)) is not None and len(view.inputs) == 1:
         views.append(view)
         t = view.inputs[0].origin
     return t, views[::-1]
 
 
-def _view(t: Tensor) -> Op | None:
+def view_of(t: Tensor) -> Op | None:
     """The op that makes `t` a view of others, if it is one."""
     op = t.producer
     return op if op is not None and op.kind.put is not None else None
@@ -125,36 +126,40 @@ class Lowering:
     """The graphs of one program, as functions of arrays.
 
     Args:
-        main: the graph that the program runs.
+        ops: what the program runs.
         options: those of the Ir; they switch some of the checks that ops make of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
     """
 
-    def __init__(self, main: Graph, options: SessionOptions, keep_calls: bool = True) -> None:
+    def __init__(self, ops: Iterable[Op], options: SessionOptions, keep_calls: bool = True) -> None:
         self._options = options
-        self._kept = {graph for graph, sites in _call_sites(main).items() if keep_calls and sites > 1}
+        self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._jitted)
 
-    def run(self, graph: Graph, values: Mapping[Tensor, Array], channels: Channels) -> Environment:
-        """Run the ops of a graph, in order. Returns what is in its storages afterwards."""
+    def run(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Environment:
+        """Run ops of one graph, in order. Returns what is in its storages afterwards."""
         environment = Environment(values)
-        for op in graph.ops:
+        for op in ops:
             if op.kind in meanings:
                 meanings[op.kind](self, op, environment, channels)
             elif op.kind.put is None:  # a view is made when somebody looks through it
                 operands = [environment.read(t) for t in op.inputs]
                 try:
                     self._check(op, operands, channels)
-                    results = op.apply(operands)
+                    results = self.apply(op, operands)
                 except PopxlError:  # says what it has to say
                     raise
                 except Exception as problem:
                     text = f"`{op.source.text}` " if op.source.text else ""
                     raise PopxlError(
-                        f"Session: {op!r} in {graph.title}, at {text}({op.source}), cannot be run: {problem}"
+                        f"Session: {op!r} in {op.graph.title}, at {text}({op.source}), cannot be run: {problem}"
                     ) from problem
                 store_results(op, results, environment)
         return environment
+
+    def apply(self, op: Op, operands: Sequence[Array]) -> Any:
+        """The results of an op."""
+        return op.apply(operands)
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""
@@ -173,7 +178,7 @@ class Lowering:
         return Results(outputs, written)
 
     def _run_inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
-        environment = self.run(graph, dict(zip(graph.inputs, inputs, strict=True)), channels)
+        environment = self.run(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
         return Results(
             tuple(environment.read(t) for t in graph.outputs),
             {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
@@ -192,9 +197,12 @@ class Lowering:
         return jax.jit(function)
 
 
-def _call_sites(main: Graph) -> Counter[Graph]:
-    """How many ops of the program run each graph."""
-    return Counter(callee for graph in reachable(main) for op in graph.ops for callee in op.called_graphs)
+def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
+    """How many ops of a program run each graph."""
+    sites = Counter(callee for op in ops for callee in op.called_graphs)
+    for graph in dict.fromkeys(graph for callee in sites for graph in reachable(callee)):
+        sites.update(callee for op in graph.ops for callee in op.called_graphs)
+    return sites
 
 
 def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:

@@ -1,9 +1,9 @@
-"""A compiled Ir: one XLA program for one device, with the state that it keeps there."""
+"""A compiled Ir for one device, with the state that it keeps there: as one XLA program, or as a plan of several."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,15 @@ from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
 from runtime.devices import Device
-from runtime.effects import FAILURE, Channels, channels_of, prints, transfers_of
+from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
 from runtime.lower import Lowering
+from runtime.plan import Choice, Plan, Target
 
 Array = Any
 
 
 class Program:
-    """An Ir, lowered for a device, and once compiled ready to run: `(variables, feeds) -> (variables, fetches)`.
+    """An Ir, compiled for a device: `(variables, feeds) -> (variables, fetches)`.
 
     Variables that the program changes are donated at each run and replaced by their new values; the others are only
     read. Nothing is fetched before somebody looks at it.
@@ -34,22 +35,23 @@ class Program:
     Args:
         ir: the program.
         device: where it runs.
-        keep_calls: compile each graph that is called from several places once; see `runtime.lower`.
 
     Attributes:
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
         variables: those that the program uses.
         counts: how many transfers of each stream one run makes.
+        calls: how called graphs are compiled: see the option `calledGraphs`.
+        executable: what runs the program: a JAX executable, or a `runtime.plan.Plan`.
     """
 
-    def __init__(self, ir: Ir, device: Device, keep_calls: bool = True) -> None:
+    def __init__(self, ir: Ir, device: Device) -> None:
         main = ir.main_graph
         self.device = device
         self.transfers = ir.num_host_transfers
-        channels = channels_of(main)
-        self.inputs = tuple(s for s in channels if isinstance(s, HostToDeviceStream))
-        self.outputs = tuple(s for s in channels if isinstance(s, DeviceToHostStream))
-        self._checks = FAILURE in channels
+        self._channels = channels_of(main)
+        self.inputs = tuple(s for s in self._channels if isinstance(s, HostToDeviceStream))
+        self.outputs = tuple(s for s in self._channels if isinstance(s, DeviceToHostStream))
+        self._checks = FAILURE in self._channels
         used = {s for made_of in storages(main).values() for s in made_of}
         written = written_tensors(main)
         self.variables = tuple(v for v in main.variables if v in used)
@@ -60,51 +62,95 @@ class Program:
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
         tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
         self._wide = any(t.dtype in _WIDE for t in tensors)
-        self._lowering = Lowering(main, ir.options, keep_calls)
         self._main = main
+        self._options = ir.options
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
+        self.calls = ir.options.calledGraphs
+        choice = Choice(main) if self.calls == "auto" else Choice(main, smallest=1)
+        if self.calls == "auto":
+            self.calls = "dispatched" if choice.is_worth_it() else "kept"
+        self._sharding = SingleDeviceSharding(device.jax_device)
         with self._precision():
-            self.lowered = jax.jit(self._step, donate_argnums=0).lower(*self._arguments())
-
-    def compile(self) -> Program:
-        """Have XLA compile the program. Returns the program."""
-        with self._precision():
-            self.executable = self.lowered.compile()
-        return self
+            self.executable = self._plan(choice) if self.calls == "dispatched" else self._one_program()
 
     # The function ---------------------------------------------------------------------------------------------------
 
-    def _step(self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
-        """One run of the main graph."""
-        values: dict[Tensor, Array] = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
-        channels = Channels(
-            {
-                FAILURE: (jnp.asarray(FAILURE.start), 0),
-                **{s: (feed.reshape(self.transfers, *s.shape), 0) for s, feed in zip(self.inputs, feeds, strict=True)},
-                **{s: (jnp.zeros((self.transfers, *s.shape), s.dtype.as_jax()), 0) for s in self.outputs},
-            }
+    def _one_program(self) -> Any:
+        """The whole program as one executable."""
+        lowering = Lowering(self._main.ops, self._options, keep_calls=self.calls == "kept")
+
+        def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
+            """One run of the main graph."""
+            values: dict[Tensor, Array] = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
+            channels = Channels(dict(zip(self._channels, self._begin(feeds), strict=True)))
+            environment = lowering.run(self._main.ops, values, channels)
+            return tuple(environment.values[v] for v in self._changed), self._end(channels.take(self._channels))
+
+        changing, constant = (tuple(self._spec(v.shape, v.dtype) for v in vs) for vs in (self._changed, self._read))
+        lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, self._feeds())
+        self.text: Callable[[], str] = lowered.as_text
+        return lowered.compile()
+
+    def _plan(self, choice: Choice) -> Plan:
+        """The program as pieces that the host runs one after the other."""
+
+        def begin(feeds: Sequence[Array]) -> Any:
+            return jax.tree.map(jnp.asarray, self._begin(feeds))
+
+        started = jax.jit(begin).lower(self._feeds())
+        target = Target(self._sharding, self._options, self.transfers, self._wide)
+        states = jax.tree.map(
+            lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._sharding), started.out_info
         )
-        environment = self._lowering.run(self._main, values, channels)
-        fetches = tuple(channels.transfers(s).reshape(self.host_shape(s)) for s in self.outputs)
-        if self._checks:
-            fetches += (channels.transfers(FAILURE),)
-        return tuple(environment.values[v] for v in self._changed), fetches
-
-    def _arguments(self) -> tuple[tuple[Any, ...], ...]:
-        sharding = SingleDeviceSharding(self.device.jax_device)
-
-        def spec(shape: tuple[int, ...], dtype: dtype) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype.as_jax(), sharding=sharding)
-
-        return (
-            tuple(spec(v.shape, v.dtype) for v in self._changed),
-            tuple(spec(v.shape, v.dtype) for v in self._read),
-            tuple(spec(self.host_shape(s), s.dtype) for s in self.inputs),
+        plan = Plan(
+            self._main,
+            choice,
+            self._changed,
+            self._read,
+            self._channels,
+            target,
+            started.compile(),
+            jax.jit(self._end).lower(states).compile(),
         )
+        self.text = plan.text
+        return plan
+
+    def _begin(self, feeds: Sequence[Array]) -> tuple[tuple[Array, Any], ...]:
+        """The first state of each channel: the array of its transfers, and the number of the next one."""
+        given = dict(zip(self.inputs, feeds, strict=True))
+
+        def transfers(channel: Channel) -> Array:
+            if isinstance(channel, Failure):
+                return jnp.asarray(channel.start)
+            shape = (self.transfers, *channel.shape)
+            return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, channel.dtype.as_jax())
+
+        return tuple((transfers(channel), 0) for channel in self._channels)
+
+    def _end(self, states: Sequence[tuple[Array, Any]]) -> tuple[Array, ...]:
+        """What is fetched: the arrays of the output streams; last, if anything is checked, which check failed."""
+        known = {channel: transfers for channel, (transfers, _) in zip(self._channels, states, strict=True)}
+        fetches = tuple(known[s].reshape(self.host_shape(s)) for s in self.outputs)
+        return (*fetches, known[FAILURE]) if self._checks else fetches
+
+    def _feeds(self) -> tuple[Any, ...]:
+        return tuple(self._spec(self.host_shape(s), s.dtype) for s in self.inputs)
+
+    def _spec(self, shape: tuple[int, ...], dtype: dtype) -> Any:
+        return self._array(shape, dtype.as_jax())
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+    def temporaries(self) -> int:
+        """Bytes of device memory that one run needs, besides the variables and the streams."""
+        if isinstance(self.executable, Plan):
+            return self.executable.temporaries()
+        return self.executable.memory_analysis().temp_size_in_bytes
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """JAX drops 64-bit numbers unless it is told to keep them; only programs that have some pay for that."""

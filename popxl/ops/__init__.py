@@ -4,6 +4,7 @@ from popxl.ops import var_updates
 from popxl.ops.call import CallSiteInfo, call, call_with_info
 from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.conditional import conditional, conditional_with_info
+from popxl.ops.conv import PadType, conv, conv_pow2scaled, conv_transpose, conv_transpose_pow2scaled
 from popxl.ops.convert import cast, detach, detach_, identity, io_tile_copy, ipu_copy, rename
 from popxl.ops.dynamic import dynamic_slice, dynamic_update, dynamic_update_
 from popxl.ops.elementwise import (
@@ -42,6 +43,7 @@ from popxl.ops.elementwise import (
     swish_,
     tanh,
 )
+from popxl.ops.float8 import pow2scale_cast_from_fp8, pow2scale_cast_to_fp8
 from popxl.ops.getitem import getitem  # noqa: F401
 from popxl.ops.host import host_load, host_store, init, print_tensor
 from popxl.ops.index import gather, groupedgather, tied_gather
@@ -56,8 +58,11 @@ from popxl.ops.logic import (
     logical_or,
     where,
 )
-from popxl.ops.matmul import matmul
+from popxl.ops.matmul import matmul, matmul_pow2scaled
 from popxl.ops.nn import nll_loss, nll_loss_with_softmax_grad, softmax
+from popxl.ops.norm import batch_norm_inference, group_norm, layer_norm
+from popxl.ops.pooling import average_pool, max_pool
+from popxl.ops.random import dropout, random_normal, random_uniform, shaped_dropout, split_random_seed
 from popxl.ops.reduce import (
     cumsum,
     l1,
@@ -74,6 +79,7 @@ from popxl.ops.reduce import (
     sumsquare,
 )
 from popxl.ops.repeat import repeat, repeat_with_info
+from popxl.ops.resample import interpolate, roi_align
 from popxl.ops.scaled_add import scaled_add, scaled_add_
 from popxl.ops.scatter import onehot, scatter
 from popxl.ops.scatter_reduce import grouped_scatter_reduce, scatter_reduce  # noqa: F401
@@ -98,11 +104,14 @@ from popxl.ops.sorting import argmax, argmin, histogram, topk
 # grouped_scatter_reduce.
 __all__ = [
     "CallSiteInfo",
+    "PadType",
     "abs",
     "add",
     "add_",
     "argmax",
     "argmin",
+    "average_pool",
+    "batch_norm_inference",
     "call",
     "call_with_info",
     "cast",
@@ -113,11 +122,16 @@ __all__ = [
     "concat_",
     "conditional",
     "conditional_with_info",
+    "conv",
+    "conv_pow2scaled",
+    "conv_transpose",
+    "conv_transpose_pow2scaled",
     "cos",
     "cumsum",
     "detach",
     "detach_",
     "div",
+    "dropout",
     "dynamic_slice",
     "dynamic_update",
     "dynamic_update_",
@@ -133,6 +147,7 @@ __all__ = [
     "geluerf",
     "geluerf_",
     "greater",
+    "group_norm",
     "groupedgather",
     "histogram",
     "host_load",
@@ -141,6 +156,7 @@ __all__ = [
     "increment_mod",
     "increment_mod_",
     "init",
+    "interpolate",
     "io_tile_copy",
     "ipu_copy",
     "isfinite",
@@ -149,6 +165,7 @@ __all__ = [
     "l1",
     "l2",
     "lamb_square",
+    "layer_norm",
     "log",
     "logical_and",
     "logical_not",
@@ -156,7 +173,9 @@ __all__ = [
     "logsum",
     "logsumexp",
     "matmul",
+    "matmul_pow2scaled",
     "max",
+    "max_pool",
     "maximum",
     "mean",
     "median",
@@ -167,8 +186,12 @@ __all__ = [
     "nll_loss_with_softmax_grad",
     "onehot",
     "pow",
+    "pow2scale_cast_from_fp8",
+    "pow2scale_cast_to_fp8",
     "print_tensor",
     "prod",
+    "random_normal",
+    "random_uniform",
     "relu",
     "relu_",
     "rename",
@@ -176,16 +199,19 @@ __all__ = [
     "repeat_with_info",
     "reshape",
     "reshape_",
+    "roi_align",
     "scaled_add",
     "scaled_add_",
     "scatter",
     "scatter_reduce",
+    "shaped_dropout",
     "sign",
     "sin",
     "slice",
     "slice_",
     "softmax",
     "split",
+    "split_random_seed",
     "sqrt",
     "squeeze",
     "sub",

@@ -11,7 +11,8 @@ from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
-from popxl.shapes import like_first
+from popxl.ops.precision import wide_dtype
+from popxl.shapes import integer, like_first
 from popxl.spec import TensorSpec
 from popxl.tensor import Location, Tensor
 
@@ -22,7 +23,7 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
     target = data_type.as_jax()
     if data_type.is_int and jnp.issubdtype(t.dtype, jnp.floating):
         limits = jnp.iinfo(target)
-        wide = t.astype(jnp.promote_types(t.dtype, jnp.float32))  # the limits are beyond float16
+        wide = t.astype(wide_dtype(t))  # the limits are beyond float16
         # As a float the largest integer may be rounded up, out of range: what reaches it is not converted, but chosen.
         lowest, largest = (np.asarray(limit, wide.dtype) for limit in (limits.min, limits.max))
         whole = jnp.clip(jnp.trunc(wide), lowest, largest).astype(target)
@@ -30,10 +31,22 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
     return t.astype(target)
 
 
+def _converted(t: Any, *, data_type: dtype_) -> TensorSpec:
+    if not isinstance(data_type, dtype_):
+        raise TypeError(f"`data_type` must be a popxl dtype such as popxl.float16; got {data_type!r}.")
+    for what, asked in (("`data_type`", data_type), ("`t`", t.dtype)):
+        if asked.is_float8:
+            raise TypeError(
+                f"{what} is {asked.name}; float8 is converted with a scale, by `ops.pow2scale_cast_to_fp8` and "
+                "`ops.pow2scale_cast_from_fp8`."
+            )
+    return TensorSpec(t.shape, data_type, t.meta_shape)
+
+
 _cast: OpKind = OpKind(
     "Cast",
     _convert,
-    shape=lambda t, *, data_type: TensorSpec(t.shape, data_type, t.meta_shape),
+    shape=_converted,
     result="{t}_{data_type.name}",
     gradient={"t": lambda g, t_spec: _cast(g, data_type=t_spec.dtype) if t_spec.dtype.is_floating_point else None},
 )
@@ -69,8 +82,9 @@ _io_tile_copy = OpKind(
 def cast(t: Tensor, data_type: dtype_) -> Tensor:
     """Convert each element of `t` to another dtype.
 
-    Floats become integers by dropping the fraction; what does not fit becomes the nearest integer that does.
-    Integers wrap when narrowed. Anything but 0 becomes true. The gradient is cast back; it flows from floats only.
+    Floats become integers by dropping the fraction; what does not fit becomes the nearest integer that does, and NaN
+    becomes 0. Integers wrap when narrowed. Floats round to the nearest, and to infinity beyond the largest. Anything
+    but 0 becomes true, NaN too. The gradient is cast back; it flows from floats only.
 
     Args:
         t: tensor of any shape.
@@ -87,14 +101,6 @@ def cast(t: Tensor, data_type: dtype_) -> Tensor:
     Example:
         >>> h = ops.cast(x, popxl.float16)
     """
-    if not isinstance(data_type, dtype_):
-        raise TypeError(f"cast: `data_type` must be a popxl dtype such as popxl.float16; got {data_type!r}.")
-    for what, asked in (("`data_type`", data_type), ("`t`", t.dtype if isinstance(t, Tensor) else None)):
-        if asked in (dtypes.float8_143, dtypes.float8_152):
-            raise TypeError(
-                f"cast: {what} is {asked.name}; float8 is converted with a scale, by `ops.pow2scale_cast_to_fp8` and "
-                "`ops.pow2scale_cast_from_fp8`."
-            )
     return _cast(t, data_type=data_type)
 
 
@@ -148,6 +154,7 @@ def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
         source: number of the IPU to copy from; by default where `t` is known to be.
 
     Raises:
+        TypeError: if an IPU is no integer.
         ValueError: if `source` is not given and not known, as for a variable that nothing uses yet.
 
     Example:
@@ -159,7 +166,8 @@ def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
         source = t.location[0]
         if source is None:
             raise ValueError(f"ipu_copy: Could not infer the ipu of {t!r}. Please specify `source`.")
-    return _copied(t, destination, source)
+    source = source if source is None else integer(source, "ipu_copy: `source`")
+    return _copied(t, integer(destination, "ipu_copy: `destination`"), source)
 
 
 def _copied(t: Tensor, destination: int, source: int | None) -> Tensor:

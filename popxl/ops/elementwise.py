@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -20,9 +21,12 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
+from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
+from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
-from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of
+from popxl.ops.precision import rounded_once
+from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor, TensorLike
 
@@ -34,10 +38,15 @@ clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
 )
 ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
-pow_base_grad = OpKind("PowBaseGrad", lambda g, t, e: jnp.where(e == 0, 0, g * e * t ** (e - 1)), shape=like_first)
+tanh_grad = OpKind("TanhGrad", rounded_once(lambda g, out: g * (1 - out * out)), shape=like_first)
+# Not (g · lhs) / rhs²: the square leaves the range of a float long before the quotients do.
+divisor_grad = OpKind("DivisorGrad", rounded_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
+pow_base_grad = OpKind(
+    "PowBaseGrad", rounded_once(lambda g, t, e: jnp.where(e == 0, 0, g * e * t ** (e - 1))), shape=like_first
+)
 pow_exponent_grad = OpKind(
     "PowExponentGrad",
-    lambda g, t, e, out: g * jnp.where((t == 0) & (e >= 0), 0, out * jnp.log(t)),
+    rounded_once(lambda g, t, e, out: g * jnp.where((t == 0) & (e >= 0), 0, out * jnp.log(t))),
     shape=like_first,
 )
 
@@ -70,7 +79,7 @@ negate: Unary = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="
 relu = unary(
     "relu",
     lambda t: jnp.maximum(t, 0),
-    "max(t, 0). The gradient at 0 is 0.",
+    "max(t, 0). NaN stays NaN. The gradient at 0 is 0.",
     lambda g, out: relu_grad(g, out),
     see="torch.nn.functional.relu",
 )
@@ -84,7 +93,7 @@ sign: Unary = unary(
 sin = unary("sin", jnp.sin, "Sine of an angle in radians.", see="numpy.sin")
 sqrt = unary("sqrt", jnp.sqrt, "Square root; NaN for negative t.", lambda g, out: g / (out * 2), see="numpy.sqrt")
 swish = unary("swish", jax.nn.silu, "t / (1 + exp(-t)), also called SiLU.", see="torch.nn.functional.silu")
-tanh = unary("tanh", jnp.tanh, "Hyperbolic tangent.", lambda g, out: g * (1 - out * out), see="numpy.tanh")
+tanh = unary("tanh", jnp.tanh, "Hyperbolic tangent.", lambda g, out: tanh_grad(g, out), see="numpy.tanh")
 
 exp_ = inplace(exp, "exp_", "exp_inplace_out")
 gelu_ = inplace(gelu, "gelu_", "gelu_inplace_out")
@@ -104,6 +113,13 @@ def _product(lhs: Any, rhs: Any) -> TensorSpec:
     return broadcast(lhs, rhs)
 
 
+def _times(g: Tensor, factor: Tensor, spec: TensorSpec) -> Tensor:
+    """g · factor for an operand. Where that was broadcast, float16 is not rounded before the sum that follows."""
+    if g.dtype is dtypes.float16 and (spec.shape, spec.dtype) != (g.shape, g.dtype):
+        g, factor = cast_if_needed(g, dtypes.float32), cast_if_needed(factor, dtypes.float32)
+    return g * factor
+
+
 def _divide(lhs: Any, rhs: Any) -> Any:
     return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else lhs / rhs
 
@@ -114,7 +130,10 @@ mul = binary(
     "mul",
     jnp.multiply,
     "lhs · rhs. A float16 tensor may be multiplied by a float32 tensor of one element; the result is float16.",
-    {"lhs": lambda g, rhs: g * rhs, "rhs": lambda g, lhs: g * lhs},
+    {
+        "lhs": lambda g, rhs, lhs_spec: _times(g, rhs, lhs_spec),
+        "rhs": lambda g, lhs, rhs_spec: _times(g, lhs, rhs_spec),
+    },
     shape=_product,
     see="numpy.multiply",
 )
@@ -122,12 +141,12 @@ div = binary(
     "div",
     _divide,
     "lhs / rhs. Integers stay integers: the quotient is rounded down, as PopXL documents it.",
-    {"lhs": lambda g, rhs: g / rhs, "rhs": lambda g, lhs, rhs: negate(g * lhs) / (rhs * rhs)},
+    {"lhs": lambda g, rhs: g / rhs, "rhs": lambda g, lhs, rhs: divisor_grad(g, lhs, rhs)},
     see="numpy.divide",
 )
 fmod = binary(
     "fmod",
-    jnp.fmod,
+    rounded_once(jnp.fmod),
     "Remainder of lhs / rhs with the sign of `lhs`, as in C. No gradient flows to `rhs`.",
     {"lhs": lambda g: g},
     see="numpy.fmod",
@@ -153,7 +172,7 @@ _clip = OpKind(
 )
 _increment_mod = OpKind(
     "IncrementMod",
-    lambda t, *, increment, modulus: jnp.fmod(t + _number(increment, t), _number(modulus, t)),
+    lambda t, *, increment, modulus: _remainder(t, *(_number(n, t) for n in (increment, modulus))),
     shape=like_first,
     gradient=None,
 )
@@ -167,14 +186,16 @@ _max = OpKind(
 )
 _pow = OpKind(
     "Pow",
-    lambda t, e: t**e,
+    rounded_once(lambda t, e: t**e),
     shape=broadcast,
     gradient={
         "t": lambda g, t, e: pow_base_grad(g, t, e),
         "e": lambda g, t, e, out: pow_exponent_grad(g, t, e, out),
     },
 )
-_sum = OpKind("Sum", lambda *ts: sum(ts), shape=broadcast, gradient={"ts": lambda g: g})
+_sum = OpKind(
+    "Sum", rounded_once(lambda *ts: functools.reduce(jnp.add, ts)), shape=broadcast, gradient={"ts": lambda g: g}
+)
 
 
 def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
@@ -197,14 +218,22 @@ def _whole(bound: float, t: Tensor, rounded: Callable[[float], int]) -> float:
     if math.isinf(bound):
         return float(bound)
     limits = np.iinfo(t.dtype.as_numpy())
-    number = bound.item() if isinstance(bound, np.generic) else bound
-    whole = rounded(number)
+    whole = rounded(bound)
     return int(limits.min) if whole < limits.min else int(limits.max) if whole > limits.max else whole
 
 
-def _number(number: float, t: Any) -> Any:
+def _number(value: float, t: Any) -> Any:
     """A plain number in the dtype of an array. Integers lose their fraction, and wrap around if they do not fit."""
-    return np.asarray(number).astype(t.dtype)
+    if not jnp.issubdtype(t.dtype, jnp.integer):
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(t.dtype)
+    bits = 8 * t.dtype.itemsize
+    return np.asarray(math.trunc(value) % 2**bits, f"uint{bits}").astype(t.dtype)
+
+
+@rounded_once
+def _remainder(t: Any, increment: Any, modulus: Any) -> Any:
+    return jnp.fmod(t + increment, modulus)
 
 
 def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
@@ -212,17 +241,21 @@ def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
 
     Args:
         t: tensor of any shape.
-        min, max: plain numbers. Integers are limited to the integers of the range, exactly.
+        min, max: plain numbers, rounded to float32. Integers are limited to the integers of the range, exactly. If
+            `min` is larger than `max`, everything becomes `max`.
 
     Returns:
         A new tensor of the same shape and dtype. NaN stays NaN.
+
+    Raises:
+        TypeError: if a bound is no number.
 
     See also: `numpy.clip`.
 
     Example:
         >>> y = ops.clip(x, 0.0, 6.0)
     """
-    lowest, highest = _bounds(t, min, max)
+    lowest, highest = _bounds(t, number(min, "clip: `min`"), number(max, "clip: `max`"))
     return _clip(t, min=lowest, max=highest)
 
 
@@ -234,15 +267,19 @@ def increment_mod(t: Tensor, increment: float, modulus: float) -> Tensor:
 
     Args:
         t: tensor of any shape.
-        increment, modulus: plain numbers; they are converted to the dtype of `t` first.
+        increment, modulus: plain numbers; they are converted to the dtype of `t` first, for integers without their
+            fraction.
 
     Returns:
         A new tensor of the same shape and dtype.
 
+    Raises:
+        TypeError: if one of them is no number.
+
     Example:
         >>> step = ops.increment_mod(step, 1, 4)
     """
-    return _increment_mod(t, increment=increment, modulus=modulus)
+    return _increment_mod(t, **_step("increment_mod", increment, modulus))
 
 
 def increment_mod_(t: Tensor, increment: float, modulus: float) -> Tensor:
@@ -251,7 +288,11 @@ def increment_mod_(t: Tensor, increment: float, modulus: float) -> Tensor:
     Example:
         >>> ops.increment_mod_(step, 1, 4)
     """
-    return _increment_mod_(t, increment=increment, modulus=modulus)
+    return _increment_mod_(t, **_step("increment_mod_", increment, modulus))
+
+
+def _step(name: str, increment: float, modulus: float) -> dict[str, Any]:
+    return {"increment": number(increment, f"{name}: `increment`"), "modulus": number(modulus, f"{name}: `modulus`")}
 
 
 def log2(t: Tensor) -> Tensor:
@@ -302,7 +343,8 @@ def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:
     Args:
         t: tensor of any shape.
         e: the exponent: a tensor of the dtype of `t` whose shape broadcasts with that of `t`, or a number. A number
-            becomes a constant of the dtype of `t` if that is a float, else a constant of its own dtype.
+            becomes a constant: of the dtype of `t`, but of its own if `t` holds integers and it is none. Negative
+            exponents of integers are not defined.
 
     Returns:
         A new tensor of the broadcast shape.
@@ -316,9 +358,13 @@ def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:
         >>> y = ops.pow(x, 3)
     """
     if not isinstance(e, Tensor):
-        number = isinstance(e, int | float) and isinstance(t, Tensor) and t.dtype.is_floating_point
-        e = constant(e, t.dtype if number else None)
+        e = constant(e, t.dtype if isinstance(t, Tensor) and _is_one_of(t.dtype, e) else None)
     return _pow(t, e)
+
+
+def _is_one_of(dtype: dtype_, value: Any) -> bool:
+    """Whether a value is a plain number of the kind that the dtype holds."""
+    return isinstance(value, Real) if dtype.is_floating_point else isinstance(value, Integral) and dtype.is_int
 
 
 def add_n(*ts: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-import jax.numpy as jnp
-
 from popxl.op import OpKind
+from popxl.ops.precision import rounded_once, widened
 from popxl.shapes import (
     broadcast,
     broadcast_to_first,
@@ -60,11 +59,6 @@ def public(function: F, kind: OpKind, name: str, doc: str) -> Any:
     return function
 
 
-def widened(t: Any) -> Any:
-    """An array in which sums can be accumulated: float32 in place of float16."""
-    return t.astype(jnp.float32) if t.dtype == jnp.float16 else t
-
-
 def camel(name: str) -> str:
     """`"logical_not"` → `"LogicalNot"`."""
     return "".join(part.capitalize() for part in name.split("_"))
@@ -84,7 +78,7 @@ def unary(
 
     Args:
         name: name of the public function.
-        lowering: JAX function of the array `t`.
+        lowering: JAX function of the array `t`, which gets float16 as float32.
         meaning: first line of the docstring.
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
@@ -94,7 +88,9 @@ def unary(
     declared: dict[str, Any] = (
         {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
     )
-    declaration = OpKind(kind or camel(name), lowering, shape=shape, result=f"{name}_out", operands=("t",), **declared)
+    declaration = OpKind(
+        kind or camel(name), rounded_once(lowering), shape=shape, result=f"{name}_out", operands=("t",), **declared
+    )
     result = "a bool for each element" if shape is predicate else "same shape and dtype"
     also = f"\n\nSee also: `{see}`." if see else ""
     return _unary(
@@ -137,18 +133,22 @@ def binary(
     result: str = "",
     see: str = "",
 ) -> Binary:
-    """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast. Arguments as for `unary`."""
+    """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast.
+
+    Arguments as for `unary`, but `lowering` gets float16 as it is.
+    """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
     result = result or f"{name}_out"
     declaration = OpKind(kind or camel(name), lowering, shape=shape, result=result, operands=("lhs", "rhs"), **declared)
     returns = "a bool for each element" if shape is predicate else "their dtype"
+    refused = "" if shape is predicate else " or the dtypes differ"
     also = f"\n\nSee also: `{see}`." if see else ""
     return _binary(
         declaration,
         name,
         f"{meaning}\n\nArgs:\n    lhs, rhs: tensors whose shapes broadcast, of one dtype.\n\nReturns:\n"
         f"    A new tensor of the broadcast shape: {returns}.\n\nRaises:\n    PopxlError: if the shapes do not "
-        f"broadcast or the dtypes differ.{also}\n\nExample:\n    >>> z = ops.{name}(x, y)",
+        f"broadcast{refused}.{also}\n\nExample:\n    >>> z = ops.{name}(x, y)",
     )
 
 
@@ -183,7 +183,7 @@ def reduction(
 
     def op(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
         axes = axis if axis is None else integer_or_integers(axis, f"{name}: `axis`")
-        return declaration(t, axis=axes, keepdims=keepdims)
+        return declaration(t, axis=axes, keepdims=bool(keepdims))
 
     doc = (
         f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; negative "

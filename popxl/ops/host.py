@@ -14,7 +14,7 @@ from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.shapes import like_first
+from popxl.shapes import integers, like_first
 from popxl.spec import TensorSpec
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor
@@ -35,6 +35,16 @@ def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
 
 
 def _stored(t: Any, *, stream: Any) -> tuple[()]:
+    if t.dtype is not stream.dtype:
+        raise ValueError(
+            f"the stream `{stream.tensor.name}` takes {stream.dtype.name}, and `t` is {t.dtype.name}; nothing is "
+            "converted on the way. Use `ops.cast`, or make the stream of that dtype."
+        )
+    if t.shape != stream.shape:
+        raise ValueError(
+            f"the stream `{stream.tensor.name}` takes the shape {stream.shape}, and `t` has {t.shape}; nothing is "
+            "broadcast on the way. Use `ops.reshape`, or make the stream of that shape."
+        )
     if t.meta_shape:
         raise PopxlError("a replica-sharded piece cannot be stored to the host; gather it first.")
     return ()
@@ -77,18 +87,25 @@ def init(
 
     Args:
         shape, dtype, meta_shape: what it looks like.
-        name: name of the tensor.
+        name: name of the tensor, `t` by default.
         init_type: `"zero"` for zeros; `"undef"` for contents that are not defined (zeros too, here).
 
+    Returns:
+        A new tensor in the current graph.
+
     Raises:
-        ValueError: for another `init_type`.
+        TypeError: if sizes are no integers, or `dtype` is no popxl dtype.
+        ValueError: for another `init_type`, or a negative size.
 
     Example:
         >>> acc = ops.init((4, 3), popxl.float32, "acc")
     """
     if init_type not in ("zero", "undef"):
         raise ValueError(f"init: `init_type` is {init_type!r}; expected 'zero' or 'undef'.")
-    spec = TensorSpec(tuple(map(int, shape)), dtype, tuple(meta_shape) if meta_shape else ())
+    sizes = integers(shape, "init: `shape`")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"init: `shape` is {sizes}; sizes are not negative.")
+    spec = TensorSpec(sizes, dtype, () if meta_shape is None else integers(meta_shape, "init: `meta_shape`"))
     return _init(spec=spec, init_type=init_type, results=(name,))
 
 
@@ -125,17 +142,12 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
     Raises:
         TypeError: if `d2h_stream` is no such stream, or `t` no tensor.
         ValueError: if the stream is of another Ir, or the dtypes or shapes differ.
+        PopxlError: for a replica-sharded piece.
 
     Example:
         >>> ops.host_store(losses, loss)
     """
     _check_stream("host_store", d2h_stream, DeviceToHostStream)
-    for what in ("dtype", "shape"):
-        if isinstance(t, Tensor) and getattr(d2h_stream, what) != getattr(t, what):
-            raise ValueError(
-                f"host_store: the {what} of the stream {d2h_stream.tensor!r} and of {t!r} differ; expected "
-                f"{getattr(d2h_stream, what)}, got {getattr(t, what)}."
-            )
     host_store_kind(t, stream=d2h_stream, results=())
 
 
@@ -188,7 +200,7 @@ def print_tensor(
     """
     characters = {"separator": separator, "open_bracket": open_bracket, "close_bracket": close_bracket}
     for name, character in characters.items():
-        if len(character) != 1:
+        if not isinstance(character, str) or len(character) != 1:
             raise ValueError(f"print_tensor: `{name}` must be a single character; got {character!r}.")
     if float_format not in ("auto", "fixed", "scientific", "none"):
         raise KeyError(

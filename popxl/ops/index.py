@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.families import widened
+from popxl.ops.precision import widened
 from popxl.shapes import integer, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor

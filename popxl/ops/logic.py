@@ -21,7 +21,27 @@ from popxl.tensor import Tensor
 
 isinf = unary("isinf", jnp.isinf, "Whether t is +∞ or -∞.", None, kind="IsInf", shape=predicate, see="numpy.isinf")
 isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNaN", shape=predicate, see="numpy.isnan")
-equal = binary("equal", jnp.equal, "Whether lhs = rhs, elementwise.", REFUSED, shape=predicate, see="numpy.equal")
+
+
+def _of_one_dtype(relation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A comparison that refuses two dtypes, when it is to be run: programs that are only built may say so."""
+
+    def compared(lhs: Any, rhs: Any) -> Any:
+        if lhs.dtype != rhs.dtype:
+            raise TypeError(f"{lhs.dtype} and {rhs.dtype} are not compared; convert one of them with `ops.cast`")
+        return relation(lhs, rhs)
+
+    return compared
+
+
+equal = binary(
+    "equal",
+    _of_one_dtype(jnp.equal),
+    "Whether lhs = rhs, elementwise. Two dtypes are refused when the program is compiled.",
+    REFUSED,
+    shape=predicate,
+    see="numpy.equal",
+)
 
 
 def _logical(name: str, kind: str, lowering: Callable[[Any, Any], Any], meaning: str) -> Binary:
@@ -44,7 +64,7 @@ logical_and = _logical("logical_and", "And", lambda lhs, rhs: lhs & rhs, "Whethe
 logical_or = _logical("logical_or", "Or", lambda lhs, rhs: lhs | rhs, "Whether one or both are true, elementwise.")
 
 _not = OpKind("Not", lambda t: ~t, shape=predicate, gradient=REFUSED)
-_greater = OpKind("Greater", lambda input, other: input > other, shape=predicate, gradient=REFUSED)
+_greater = OpKind("Greater", _of_one_dtype(jnp.greater), shape=predicate, gradient=REFUSED, operands=("input", "other"))
 _where = OpKind(
     "Where",
     lambda condition, lhs, rhs: jnp.where(condition, lhs, rhs),
@@ -65,10 +85,13 @@ def greater(input: Tensor, other: Tensor) -> Tensor:
     """Whether input > other, elementwise; false wherever one of them is NaN.
 
     Args:
-        input, other: tensors whose shapes broadcast.
+        input, other: tensors whose shapes broadcast, of one dtype. That is found out when the program is compiled.
 
     Returns:
         A bool tensor of the broadcast shape.
+
+    Raises:
+        PopxlError: if the shapes do not broadcast.
 
     See also: `numpy.greater`.
 

@@ -1,4 +1,4 @@
-"""The matrix product."""
+"""The matrix product, of floats and of float8."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import OpKind
+from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed
+from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.shape import reshape, transpose
 from popxl.shapes import broadcast_shapes, same_dtype
 from popxl.spec import TensorSpec
@@ -26,15 +27,27 @@ def _matmul(lhs: Any, rhs: Any, *, output_type: dtype_ | None, **hints: Any) -> 
     return jnp.matmul(lhs, rhs, preferred_element_type=jnp.promote_types(wanted, jnp.float32))
 
 
-def _shape(lhs: Any, rhs: Any, *, output_type: dtype_ | None, **hints: Any) -> TensorSpec:
+def _shape(
+    lhs: Any, rhs: Any, *, output_type: dtype_ | None, partials_type: dtype_ | None = None, **hints: Any
+) -> TensorSpec:
+    if not isinstance(output_type, dtype_ | None):
+        raise TypeError(f"`output_type` must be a popxl dtype such as popxl.float16; got {output_type!r}.")
+    if partials_type not in (None, dtypes.float16, dtypes.float32):
+        raise ValueError(f"`partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
+    result = _product(lhs, rhs)
+    same_dtype(lhs, rhs)
+    return TensorSpec(result, output_type or lhs.dtype)
+
+
+def _product(lhs: Any, rhs: Any) -> tuple[int, ...]:
+    """The shape of a product, by NumPy's rules."""
     if not lhs.shape or not rhs.shape:
         raise PopxlError("a scalar cannot be multiplied as a matrix; use `*`.")
-    same_dtype(lhs, rhs)
     inner, rows = lhs.shape[-1], rhs.shape[-2] if len(rhs.shape) > 1 else rhs.shape[0]
     if inner != rows:
         raise PopxlError(f"the inner dimensions differ; expected `rhs` to have {inner} rows, and it has {rows}.")
     batch = broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
-    return TensorSpec(batch + lhs.shape[-2:-1] + rhs.shape[-1:] * (len(rhs.shape) > 1), output_type or lhs.dtype)
+    return batch + lhs.shape[-2:-1] + rhs.shape[-1:] * (len(rhs.shape) > 1)
 
 
 def _lhs_gradient(g: Tensor, lhs_spec: TensorSpec, rhs: Tensor) -> Tensor:
@@ -43,17 +56,25 @@ def _lhs_gradient(g: Tensor, lhs_spec: TensorSpec, rhs: Tensor) -> Tensor:
         return reshape(g, (*g.shape, 1)) * rhs
     if len(lhs_spec.shape) == 1:
         g = reshape(g, (*g.shape[:-1], 1, g.shape[-1]))
-        return _as_row(g @ _flipped(rhs))
-    return g @ _flipped(rhs)
+        return _as_row(_to_be_summed(g, _flipped(rhs), lhs_spec))
+    return _to_be_summed(g, _flipped(rhs), lhs_spec)
 
 
 def _rhs_gradient(g: Tensor, lhs: Tensor, rhs_spec: TensorSpec) -> Tensor:
     g, lhs = _in_the_wider(g, lhs)
     if len(rhs_spec.shape) == 1:
-        return reshape(g, (*g.shape, 1)) * lhs
+        return reshape(g, (-1,)) @ _as_matrix(lhs)
+    if len(rhs_spec.shape) == 2:  # one matrix for all of lhs: one product, not one for each batch
+        return _flipped(_as_matrix(lhs)) @ _as_matrix(g)
     if lhs.rank == 1:  # a row: lhs and g have lost their axis
-        return reshape(lhs, (lhs.shape[0], 1)) @ reshape(g, (*g.shape[:-1], 1, g.shape[-1]))
-    return _flipped(lhs) @ g
+        lhs, g = reshape(lhs, (1, lhs.shape[0])), reshape(g, (*g.shape[:-1], 1, g.shape[-1]))
+    return _to_be_summed(_flipped(lhs), g, rhs_spec)
+
+
+def _to_be_summed(lhs: Tensor, rhs: Tensor, spec: TensorSpec) -> Tensor:
+    """A product for an operand: where that was broadcast, float16 is not rounded before the sum that follows."""
+    summed = broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]) != spec.shape[:-2]
+    return matmul(lhs, rhs, output_type=dtypes.float32 if summed and lhs.dtype is dtypes.float16 else None)
 
 
 def _in_the_wider(*ts: Tensor) -> Iterator[Tensor]:
@@ -66,6 +87,11 @@ def _flipped(t: Tensor) -> Tensor:
     """The last two dimensions exchanged."""
     *batch, rows, columns = range(t.rank)
     return transpose(t, (*batch, columns, rows))
+
+
+def _as_matrix(t: Tensor) -> Tensor:
+    """All dimensions but the last as one; a vector as one row."""
+    return t if t.rank == 2 else reshape(t, (-1, t.shape[-1]))
 
 
 def _as_row(t: Tensor) -> Tensor:
@@ -102,15 +128,13 @@ def matmul(
         PopxlError: if an operand is a scalar, the inner dimensions or the dtypes differ, or leading dimensions do not
             broadcast.
         TypeError: if `output_type` is no popxl dtype.
-        ValueError: for another `partials_type`.
+        ValueError: for another `partials_type`, or another text in the session option `partialsTypeMatMuls`.
 
     See also: `numpy.matmul`.
 
     Example:
         >>> y = ops.matmul(x, w)      # the same as x @ w
     """
-    if not isinstance(output_type, dtype_ | None):
-        raise TypeError(f"matmul: `output_type` must be a popxl dtype such as popxl.float16; got {output_type!r}.")
     hints: dict[str, Any] = {
         "available_memory_proportion": available_memory_proportion,
         "partials_type": _partials(partials_type),
@@ -120,13 +144,64 @@ def matmul(
 
 def _partials(partials_type: dtype_ | None) -> dtype_ | None:
     """The accumulation type that was asked for, here or in the session options."""
-    if partials_type is None:
-        option = get_current_context().ir.options.partialsTypeMatMuls.lower()
-        if option not in ("", "half", "float"):
-            raise ValueError(
-                f"matmul: the session option partialsTypeMatMuls is {option!r}; expected 'half' or 'float'."
-            )
-        return dtypes.float16 if option == "half" else None
-    if partials_type not in (dtypes.float16, dtypes.float32):
-        raise ValueError(f"matmul: `partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
-    return partials_type
+    if partials_type is not None:
+        return partials_type
+    option = get_current_context().ir.options.partialsTypeMatMuls
+    if option.lower() not in ("", "half", "float"):
+        raise ValueError(f"matmul: the session option partialsTypeMatMuls is {option!r}; expected 'half' or 'float'.")
+    return dtypes.float16 if option.lower() == "half" else None
+
+
+# Of float8 ----------------------------------------------------------------------------------------------------------
+
+
+def _scaled_matmul(lhs: Any, rhs: Any, log2_scale: Any, **hints: Any) -> Any:
+    # Products of float8 are exact at any precision that a machine may choose for float32; sums are made in float32.
+    return jnp.matmul(decode(lhs), decode(rhs)) * pow2(log2_scale)
+
+
+_pow2scaled_kind = OpKind(
+    "MatMul",
+    _scaled_matmul,
+    shape=lambda lhs, rhs, log2_scale, **hints: TensorSpec(_product(lhs, rhs), dtypes.float16),
+    result="matmul_pow2scaled_out",
+    key="MatMulPow2Scaled",
+    gradient=REFUSED,
+    requires=SCALE,
+    colocated=("lhs", "rhs"),
+)
+
+
+def matmul_pow2scaled(
+    lhs: Tensor, rhs: Tensor, log2_scale: Tensor, available_memory_proportion: float | None = None
+) -> Tensor:
+    """Matrix product of float8, times `2**log2_scale`: `(lhs @ rhs) * 2**log2_scale` in float16.
+
+    Accumulated and scaled in float32, and rounded once. No gradient: autodiff refuses it.
+
+    Args:
+        lhs: float8 tensor; shapes are as for `matmul`.
+        rhs: float8 tensor; its format may be the other one.
+        log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
+        available_memory_proportion: accepted for programs that tune memory; without effect.
+
+    Returns:
+        A new float16 tensor.
+
+    Raises:
+        TypeError: if an operand is not float8, or `log2_scale` not int32.
+        ValueError: for a `log2_scale` that is no scalar.
+        PopxlError: if the shapes do not fit.
+        ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
+            `throwIfLog2ScaleTensorNotInRange` is false.
+
+    See also: `numpy.matmul`.
+
+    Example:
+        >>> y = ops.matmul_pow2scaled(x8, w8, popxl.constant(-4))
+    """
+    check_float8("matmul_pow2scaled", lhs=lhs, rhs=rhs)
+    check_scale("matmul_pow2scaled", log2_scale)
+    hints = {"available_memory_proportion": available_memory_proportion}
+    given: dict[str, Any] = {name: v for name, v in hints.items() if v is not None}
+    return _pow2scaled_kind(lhs, rhs, log2_scale, **given)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.families import widened
+from popxl.ops.precision import wide_dtype, widened
 from popxl.shapes import integer, like_first, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -28,9 +30,7 @@ def _rows(t: Any, axis: int) -> Any:
 
 
 def _softmax_lowering(t: Any, *, axis: int) -> Any:
-    rows = _rows(widened(t), axis)
-    e = jnp.exp(rows - rows.max(axis=1, keepdims=True))
-    return (e / e.sum(axis=1, keepdims=True)).reshape(t.shape)
+    return jax.nn.softmax(_rows(widened(t), axis), axis=1).reshape(t.shape)
 
 
 def _softmax_backward(g: Any, out: Any, *, axis: int) -> Any:
@@ -79,58 +79,82 @@ def softmax(t: Tensor, axis: int) -> Tensor:
 # Negative log likelihood --------------------------------------------------------------------------------------------
 
 
-def _terms(probs: Any, labels: Any, ignore_index: int | None) -> tuple[Any, Any, Any, Any]:
-    """Rows of probabilities, one-hot labels, 1 for each label that counts, and how many count."""
-    rows, flat = probs.reshape(-1, probs.shape[-1]), labels.reshape(-1).astype(jnp.int32)
-    hot = flat[:, None] == jnp.arange(rows.shape[1])
-    if ignore_index is None:
-        return rows, hot, jnp.ones(flat.shape, probs.dtype), flat.shape[0]
-    counts = flat != ignore_index
-    return rows, hot, counts.astype(probs.dtype), jnp.maximum(counts.sum(), 1)
+def _flat(labels: Any) -> Any:
+    """The labels as a vector of signed integers. (So -100 is one of uint32, too.)"""
+    return labels.reshape(-1).astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
-def _wide(array: Any) -> Any:
-    """The dtype that sums are made in: float32, or float64 where that is what there is."""
-    return jnp.promote_types(array.dtype, jnp.float32)
+def _picked(probs: Any, labels: Any) -> Any:
+    """For each of the flat labels, what it picks; 0 for a label out of range."""
+    inside = (labels >= 0) & (labels < probs.shape[-1])
+    rows = probs.reshape(-1, probs.shape[-1])
+    picked = jnp.take_along_axis(rows, jnp.where(inside, labels, 0)[:, None], axis=1, mode="clip")
+    return jnp.where(inside, picked[:, 0], 0).astype(wide_dtype(probs))
 
 
-def _reduced(losses: Any, labels: Any, count: Any, reduction: str, dtype: Any) -> Any:
+def _counted(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
+    """Which of the flat labels count, and how many."""
+    limits = np.iinfo(labels.dtype)
+    if ignore_index is None or not limits.min <= ignore_index <= limits.max:
+        return jnp.ones(labels.shape, bool), labels.size
+    counts = labels != ignore_index
+    return counts, jnp.maximum(counts.sum(), 1)
+
+
+def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
+    """The loss, from the logarithms of what the flat labels pick."""
+    counts, count = _counted(labels, ignore_index)
+    losses = jnp.where(counts, -logs, 0)  # not a product: what is ignored may be infinite
     if reduction == "none":
-        return losses.reshape(labels.shape)
-    total = losses.astype(_wide(losses)).sum()
-    return (total / count if reduction == "mean" else total).astype(dtype)
+        return losses
+    return losses.sum() / count if reduction == "mean" else losses.sum()
 
 
-def _smallest(dtype: Any, float32: float) -> Any:
+def _scale(g: Any, labels: Any, ignore_index: int | None, reduction: str, wide: Any) -> Any:
+    """The incoming gradient of the loss of each flat label: none, for what is ignored."""
+    counts, count = _counted(labels, ignore_index)
+    g = g.reshape(-1).astype(wide)
+    return jnp.where(counts, g / count if reduction == "mean" else g, 0)
+
+
+def _hot(labels: Any, classes: int) -> Any:
+    """The flat labels as rows of bools."""
+    return labels[:, None] == jnp.arange(classes, dtype=labels.dtype)
+
+
+def _smallest(dtype: Any, float32: float) -> float:
     """The probability below which the logarithm is flat."""
-    return jnp.asarray(6.104e-5 if dtype == jnp.float16 else float32, dtype)
+    return 6.104e-5 if dtype == jnp.float16 else float32
 
 
 def _nll_lowering(probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
-    rows, hot, counts, count = _terms(probs, labels, ignore_index)
-    picked = jnp.where(hot, rows, 0).sum(axis=1)
+    flat = _flat(labels)
+    picked = _picked(probs, flat)
     logs = picked if log_prob else jnp.log(jnp.maximum(picked, _smallest(probs.dtype, 1e-7)))
-    return _reduced(-logs * counts, labels, count, reduction, probs.dtype)
+    return _loss(logs, flat, ignore_index, reduction).reshape(labels.shape if reduction == "none" else ())
 
 
 def _nll_backward(g: Any, probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
-    rows, hot, counts, count = _terms(probs, labels, ignore_index)
-    slope = jnp.where(hot, -1.0 if log_prob else -1 / jnp.maximum(rows, _smallest(probs.dtype, 1e-10)), 0)
-    wide = _wide(probs)
-    scale = g.astype(wide).reshape(-1, 1) / (count if reduction == "mean" else 1)
-    return (slope.astype(wide) * counts[:, None] * scale).reshape(probs.shape).astype(probs.dtype)
+    flat = _flat(labels)
+    slope = -_scale(g, flat, ignore_index, reduction, wide_dtype(probs))
+    if not log_prob:
+        slope /= jnp.maximum(_picked(probs, flat), _smallest(probs.dtype, 1e-10))
+    return jnp.where(_hot(flat, probs.shape[-1]), slope[:, None], 0).reshape(probs.shape)
 
 
 def _loss_spec(probs: Any, labels: Any, *, reduction: str, **how: Any) -> TensorSpec:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction` is {reduction!r}; expected 'mean', 'sum' or 'none'.")
     if not probs.shape or labels.shape != probs.shape[:-1]:
         raise PopxlError("`probs` has one dimension, the classes, more than `labels`, and agrees with it otherwise.")
     return TensorSpec(labels.shape if reduction == "none" else (), probs.dtype)
 
 
 def _nll_spec(probs: Any, labels: Any, **how: Any) -> TensorSpec:
+    spec = _loss_spec(probs, labels, **how)
     if not labels.dtype.is_int:
-        raise PopxlError(f"labels are integers; these are {labels.dtype.name}.")
-    return _loss_spec(probs, labels, **how)
+        raise PopxlError(f"labels are integers; these are {labels.dtype.name}. Convert them with `ops.cast`.")
+    return spec
 
 
 _nll_grad = OpKind("NllGrad", _nll_backward, shape=lambda g, probs, labels, **how: like_first(probs))
@@ -150,27 +174,26 @@ _nll = OpKind(
 def _fused_lowering(
     probs: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
 ) -> tuple[Any, Any]:
-    rows, hot, counts, count = _terms(probs, labels, ignore_index)
-    picked = jnp.where(hot, rows, 0).sum(axis=1)
-    loss = _reduced(-jnp.log(picked + jnp.asarray(1e-7, probs.dtype)) * counts, labels, count, reduction, probs.dtype)
-    wide = _wide(probs)
-    scale = loss_grad.astype(wide).reshape(-1, 1) / (count if reduction == "mean" else 1)
-    dx = (rows - hot.astype(probs.dtype)).astype(wide) * counts[:, None] * scale
-    return loss, dx.reshape(probs.shape).astype(probs.dtype)
+    flat = _flat(labels)
+    loss = _loss(jnp.log(_picked(probs, flat) + 1e-7), flat, ignore_index, reduction)
+    rows = probs.reshape(-1, probs.shape[-1]).astype(wide_dtype(probs))
+    scale = _scale(loss_grad, flat, ignore_index, reduction, rows.dtype)
+    dx = jnp.where(_hot(flat, rows.shape[1]), rows - 1, rows) * scale[:, None]
+    return loss.reshape(labels.shape if reduction == "none" else ()), dx.reshape(probs.shape)
 
 
-_fused = OpKind(
-    "NlllWithSoftmaxGradDirect",
-    _fused_lowering,
-    shape=lambda probs, labels, loss_grad, **how: (_loss_spec(probs, labels, **how), like_first(probs)),
-    result=("loss", "dx"),
-    gradient=None,
-)
+def _fused_specs(probs: Any, labels: Any, loss_grad: Any, **how: Any) -> tuple[TensorSpec, TensorSpec]:
+    spec = _loss_spec(probs, labels, **how)
+    if loss_grad.nelms != 1 and loss_grad.shape != labels.shape:
+        raise PopxlError("`loss_grad` is one number, or for 'none' one for each label.")
+    return spec, like_first(probs)
 
 
-def _check_reduction(name: str, reduction: str) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{name}: `reduction` is {reduction!r}; expected 'mean', 'sum' or 'none'.")
+_fused = OpKind("NlllWithSoftmaxGradDirect", _fused_lowering, shape=_fused_specs, result=("loss", "dx"), gradient=None)
+
+
+def _ignored(name: str, ignore_index: int | None) -> int | None:
+    return None if ignore_index is None else integer(ignore_index, f"{name}: `ignore_index`")
 
 
 def nll_loss(
@@ -203,8 +226,8 @@ def nll_loss(
     Example:
         >>> loss = ops.nll_loss(ops.softmax(logits, axis=-1), labels)
     """
-    _check_reduction("nll_loss", reduction)
-    return _nll(probs, labels, ignore_index=ignore_index, reduction=reduction, log_prob=log_prob)
+    ignored = _ignored("nll_loss", ignore_index)
+    return _nll(probs, labels, ignore_index=ignored, reduction=reduction, log_prob=bool(log_prob))
 
 
 def nll_loss_with_softmax_grad(
@@ -237,11 +260,11 @@ def nll_loss_with_softmax_grad(
     Example:
         >>> loss, dx = ops.nll_loss_with_softmax_grad(ops.softmax(x, axis=-1), labels, loss_grad=64)
     """
-    _check_reduction("nll_loss_with_softmax_grad", reduction)
+    ignored = _ignored("nll_loss_with_softmax_grad", ignore_index)
     if not isinstance(loss_grad, Tensor):
         double = isinstance(probs, Tensor) and probs.dtype is dtypes.float64
         loss_grad = constant(loss_grad, dtypes.float64 if double else dtypes.float32)
-    return _fused(probs, labels, loss_grad, ignore_index=ignore_index, reduction=reduction)
+    return _fused(probs, labels, loss_grad, ignore_index=ignored, reduction=reduction)
 
 
 __all__ = ["REDUCTION_TYPE", "nll_loss", "nll_loss_with_softmax_grad", "softmax"]

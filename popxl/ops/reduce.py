@@ -16,7 +16,8 @@ from popxl import dtypes
 from popxl.create import constant
 from popxl.op import OpKind
 from popxl.ops.elementwise import sign, ties_grad
-from popxl.ops.families import reduction, widened
+from popxl.ops.families import reduction
+from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
 from popxl.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
@@ -40,10 +41,12 @@ def spread(reduced: Tensor, spec: Any, axis: int | Iterable[int] | None) -> Tens
 
 
 def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    total, count = jnp.sum(t, axis=axes, keepdims=keepdims), math.prod(t.shape[d] for d in axes)
-    if jnp.issubdtype(t.dtype, jnp.integer):
-        return jax.lax.div(total, jnp.asarray(count, total.dtype))  # towards zero
-    return total / count
+    count = math.prod(t.shape[d] for d in axes)
+    if not jnp.issubdtype(t.dtype, jnp.integer):
+        return jnp.sum(t, axis=axes, keepdims=keepdims) / count
+    # The dtype of the sum is said because JAX's choice would depend on what else is in the program.
+    dtype = jnp.promote_types(t.dtype, jnp.int32 if jnp.issubdtype(t.dtype, jnp.signedinteger) else jnp.uint32)
+    return jax.lax.div(jnp.sum(t, axis=axes, keepdims=keepdims, dtype=dtype), jnp.asarray(count, dtype))
 
 
 sum = reduction(
@@ -52,7 +55,11 @@ sum = reduction(
     "The sum of the elements.",
     lambda g, t_spec, axis: spread(g, t_spec, axis),
 )
-mean = reduction("mean", _mean, "The mean of the elements; for integers rounded towards zero.")
+mean = reduction(
+    "mean",
+    _mean,
+    "The mean of the elements; for integers rounded towards zero, of a sum that wraps at 32 bits or more.",
+)
 max = reduction(
     "max",
     lambda t, axes, keepdims: jnp.max(t, axis=axes, keepdims=keepdims),
@@ -83,16 +90,19 @@ l1 = reduction(
     "The sum of the absolute values of the elements.",
     lambda g, t, axis: spread(g, t, axis) * sign(t),
 )
+l2_grad = OpKind("ReduceL2Grad", rounded_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
 l2 = reduction(
     "l2",
     lambda t, axes, keepdims: jnp.sqrt(jnp.sum(t * t, axis=axes, keepdims=keepdims)),
     "The square root of the sum of the squares of the elements. Its gradient is NaN where all of them are zero.",
-    lambda g, t, out, axis: spread(g, t, axis) * t / spread(out, t, axis),
+    lambda g, t, out, axis: l2_grad(spread(g, t, axis), t, spread(out, t, axis)),
 )
+logsum_grad = OpKind("ReduceLogSumGrad", rounded_once(lambda g, out: g / jnp.exp(out)), shape=like_first)
 logsum = reduction(
     "logsum",
     lambda t, axes, keepdims: jnp.log(jnp.sum(t, axis=axes, keepdims=keepdims)),
     "The natural logarithm of the sum of the elements.",
+    lambda g, t_spec, out, axis: spread(logsum_grad(g, out), t_spec, axis),
     kind="ReduceLogSum",
 )
 logsumexp = reduction(
@@ -103,10 +113,16 @@ logsumexp = reduction(
 )
 
 
+def _order(shape: tuple[int, ...], axis: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The dimensions in an order that has the reduced ones last, their sizes, and how many of them are kept."""
+    axes = reduction_axes(axis, len(shape))
+    kept = [d for d in range(len(shape)) if d not in axes]
+    return (*kept, *axes), tuple(shape[d] for d in (*kept, *axes)), len(kept)
+
+
 def _median(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
-    axes = reduction_axes(axis, t.ndim)
-    kept = [d for d in range(t.ndim) if d not in axes]
-    rows = jnp.transpose(t, (*kept, *axes)).reshape(*(t.shape[d] for d in kept), -1)
+    order, sizes, kept = _order(t.shape, axis)
+    rows = jnp.transpose(t, order).reshape(*sizes[:kept], math.prod(sizes[kept:]))
     place = jnp.argsort(rows, axis=-1, stable=True)[..., (rows.shape[-1] - 1) // 2]
     value = jnp.take_along_axis(rows, place[..., None], axis=-1)[..., 0]
     shape = reduced_shape(t.shape, axis, keepdims)
@@ -118,7 +134,32 @@ def _median_specs(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> tu
     return TensorSpec(shape, t.dtype), TensorSpec(shape, dtypes.int32)
 
 
-_median_kind = OpKind("ReduceMedian", _median, shape=_median_specs, result=("median_out", "median_indices_out"))
+def _median_pullback(g: Any, place: Any, *, axis: tuple[int, ...] | None, shape: tuple[int, ...]) -> Any:
+    order, sizes, kept = _order(shape, axis)
+    rows = (*sizes[:kept], math.prod(sizes[kept:]))
+    g, place = (array.reshape(*sizes[:kept], 1) for array in (g, place))
+    chosen = jnp.where(place == jnp.arange(rows[-1], dtype=place.dtype), g, 0)
+    return jnp.transpose(chosen.reshape(sizes), tuple(sorted(range(len(order)), key=order.__getitem__)))
+
+
+def _median_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+    """It reads where the median was found, and nothing else."""
+    (t,), (_, place) = forward.op.inputs, forward.op.outputs
+    if gs[0] is None or not forward.wants(0):
+        return {}
+    return {0: _median_grad(gs[0], forward.read(place), axis=forward.op.attributes["axis"], shape=t.shape)}
+
+
+_median_grad = OpKind(
+    "ReduceMedianGrad", _median_pullback, shape=lambda g, place, *, axis, shape: TensorSpec(shape, g.dtype)
+)
+_median_kind = OpKind(
+    "ReduceMedian",
+    _median,
+    shape=_median_specs,
+    result=("median_out", "median_indices_out"),
+    gradient=_median_gradient,
+)
 _lamb_square = OpKind(
     "LambSquare",
     lambda t: jnp.sum(jnp.square(t.astype(jnp.float32))),
@@ -130,7 +171,7 @@ _lamb_square = OpKind(
 def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
     """The median of the elements; of an even number of elements, the lower of the two in the middle.
 
-    The whole gradient goes to the element that was picked.
+    The whole gradient goes to the element that was picked; of equal ones, that is the one in the middle of them.
 
     Args:
         t: tensor of any shape.
@@ -147,7 +188,7 @@ def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = 
         >>> y = ops.median(x, axis=-1)
     """
     return _median_kind(
-        t, axis=axis if axis is None else integer_or_integers(axis, "median: `axis`"), keepdims=keepdims
+        t, axis=axis if axis is None else integer_or_integers(axis, "median: `axis`"), keepdims=bool(keepdims)
     )[0]
 
 

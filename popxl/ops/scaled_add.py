@@ -5,30 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from popxl.errors import PopxlError
 from popxl.op import OpKind
+from popxl.ops.precision import wide_dtype
+from popxl.ops.var_updates.factors import factor, number, one_number
 from popxl.shapes import like_first
+from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
+
+
+def _spec(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> TensorSpec:
+    one_number(a, b)
+    return like_first(X)
 
 
 def _lowering(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> Any:
     if X.shape != Y.shape:  # programs that are only built may say so
-        raise PopxlError(f"scaled_add: `X` and `Y` have the shapes {X.shape} and {Y.shape}; nothing is broadcast.")
-    plain = isinstance(a, float | int) and isinstance(b, float | int)
-    if plain and a == b == 1 and jnp.issubdtype(X.dtype, jnp.integer):
-        return X + Y  # exactly
-    wide = jnp.promote_types(X.dtype, jnp.float32)
-    terms = (_factor(f, wide) * t.astype(wide) for f, t in ((a, X), (b, Y)))
-    return sum(terms, start=jnp.zeros((), wide))
+        raise ValueError(f"`X` and `Y` have the shapes {X.shape} and {Y.shape}; nothing is broadcast")
+    whole = all(isinstance(f, float) and f.is_integer() for f in (a, b))
+    if whole and jnp.issubdtype(X.dtype, jnp.integer) and X.dtype == Y.dtype:  # exactly
+        return _multiple(X, int(a)) + _multiple(Y, int(b))
+    dtype = wide_dtype(X)
+    return number(a, dtype) * X.astype(dtype) + number(b, dtype) * Y.astype(dtype)
 
 
-def _factor(f: Any, dtype: Any) -> Any:
-    return jnp.asarray(f, dtype).reshape(())
+def _multiple(t: Any, n: int) -> Any:
+    """n · t for integers, wrapping around as their product does."""
+    bits = 8 * t.dtype.itemsize
+    return np.asarray(n % 2**bits, f"uint{bits}").astype(t.dtype) * t
 
 
-_scaled_add = OpKind("ScaledAdd", _lowering, shape=like_first, gradient=None)
-_scaled_add_ = _scaled_add.inplace("ScaledAddLhsInplace", "scaled_add__{X}")
+_scaled_add = OpKind("ScaledAdd", _lowering, shape=_spec, gradient=None)
+_scaled_add_ = _scaled_add.inplace("ScaledAddLhsInplace", "scaled_add__{X}", shape=_spec)
 
 
 def scaled_add(X: Tensor, Y: Tensor, a: float | Tensor = 1.0, b: float | Tensor = 1.0) -> Tensor:
@@ -36,15 +45,20 @@ def scaled_add(X: Tensor, Y: Tensor, a: float | Tensor = 1.0, b: float | Tensor 
 
     Args:
         X, Y: tensors of one shape (nothing is broadcast); of float dtypes that may differ, or both integers.
-        a, b: numbers, or tensors of one element.
+            Multiples of integers by whole numbers are exact.
+        a, b: numbers, or float tensors of one element.
 
     Returns:
         A new tensor with the dtype of `X`.
 
+    Raises:
+        TypeError: if a factor is neither a number nor a tensor.
+        PopxlError: if a factor has several elements; by `Session`, if the shapes of `X` and `Y` differ.
+
     Example:
         >>> y = ops.scaled_add(x, dx, b=-0.1)
     """
-    return _scaled_add(X, Y, a, b)
+    return _scaled_add(X, Y, factor(a, "scaled_add: `a`"), factor(b, "scaled_add: `b`"))
 
 
 def scaled_add_(X: Tensor, Y: Tensor, a: float | Tensor = 1.0, b: float | Tensor = 1.0) -> Tensor:
@@ -53,4 +67,4 @@ def scaled_add_(X: Tensor, Y: Tensor, a: float | Tensor = 1.0, b: float | Tensor
     Example: a step of gradient descent.
         >>> ops.scaled_add_(weight, gradient, b=-learning_rate)
     """
-    return _scaled_add_(X, Y, a, b)
+    return _scaled_add_(X, Y, factor(a, "scaled_add_: `a`"), factor(b, "scaled_add_: `b`"))

@@ -14,9 +14,9 @@ from jax import lax
 
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.families import widened
 from popxl.ops.host import init
 from popxl.ops.index import or_beyond
+from popxl.ops.precision import widened
 from popxl.shapes import integer, like_first, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Constant, Tensor

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind, not_a_tensor
-from popxl.ops.families import widened
 from popxl.ops.host import init
 from popxl.ops.logic import equal, where
+from popxl.ops.precision import widened
 from popxl.ops.scatter import leading, padded, put, read
 from popxl.shapes import integer, one_axis
 from popxl.spec import TensorSpec

@@ -36,13 +36,17 @@ def _reshaped(t: Any, *, shape: tuple[int, ...]) -> TensorSpec:
     return TensorSpec(sizes, t.dtype)
 
 
-def _wanted(shape: Iterable[int]) -> tuple[int, ...]:
-    """The shape as a tuple, after the checks that need no tensor."""
+def _wanted(t: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
+    """The shape as a tuple, after the checks that are made before all others."""
     sizes = integers(shape, "reshape: `shape`")
     if any(size == 0 or size < -1 for size in sizes):
-        raise ValueError(f"Invalid shape value in reshape: {shape}; sizes are positive, or -1 for the one to infer.")
+        raise ValueError(
+            f"Invalid shape value in reshape: {shape}, for {t!r}; sizes are positive, or -1 for the one to infer."
+        )
     if sizes.count(-1) > 1:
-        raise ValueError(f"Reshape shape can contain at most one '-1' value; got {shape}.")
+        raise ValueError(
+            f"Reshape shape can contain at most one '-1' value; got {shape}, for {t!r}. Say the other sizes."
+        )
     return sizes
 
 
@@ -82,7 +86,7 @@ def reshape(t: Tensor, shape: Iterable[int]) -> Tensor:
     Example:
         >>> rows = ops.reshape(image, (-1, 784))
     """
-    return _reshape(t, shape=_wanted(shape))
+    return _reshape(t, shape=_wanted(t, shape))
 
 
 def reshape_(t: Tensor, shape: Iterable[int]) -> Tensor:
@@ -91,7 +95,7 @@ def reshape_(t: Tensor, shape: Iterable[int]) -> Tensor:
     Example:
         >>> rows = ops.reshape_(image, (-1, 784))
     """
-    return _reshape_(t, shape=_wanted(shape))
+    return _reshape_(t, shape=_wanted(t, shape))
 
 
 def flatten(t: Tensor) -> Tensor:
@@ -263,9 +267,20 @@ _slice_ = OpKind(
     gradient=_slice.gradient,
     put=lambda t, view, **where: (t.at[_cuts(t.ndim, **where)].set(view),),
 )
+
+
+def _uncut(g: Any, *, shape: tuple[int, ...], **where: Any) -> Any:
+    """Zeros, with `g` in the place that it was cut out of."""
+    places = [range(size)[cut] for size, cut in zip(shape, _cuts(len(shape), **where), strict=True)]
+    forwards = lax.rev(g, [d for d, place in enumerate(places) if place.step < 0])
+    begins = [min(place, default=size) for size, place in zip(shape, places, strict=True)]
+    padding = [(b, size - b - n, 0) for b, size, n in zip(begins, shape, g.shape, strict=True)]
+    return lax.pad(forwards, jnp.zeros((), g.dtype), padding)
+
+
 _slice_grad: OpKind = OpKind(
     "SliceGrad",
-    lambda g, *, shape, **where: jnp.zeros(shape, g.dtype).at[_cuts(len(shape), **where)].set(g),
+    _uncut,
     shape=lambda g, *, shape, **where: TensorSpec(shape, g.dtype),
 )
 
@@ -443,18 +458,22 @@ def concat_(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
 
 
 def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(ts, Tensor):
+        raise TypeError(f"{name}: `ts` must be a list of tensors; got {ts!r}.")
     tensors = list(ts)
     if not tensors:
         raise ValueError(f"{name}: at least one tensor is needed; none was given.")
-    names = [t.dtype.name for t in tensors if isinstance(t, Tensor)]
-    if len(set(names)) > 1:
-        raise TypeError(f"All inputs to a concat operation must have the same type: these are {', '.join(names)}.")
+    if len({t.dtype for t in tensors if isinstance(t, Tensor)}) > 1:
+        raise TypeError(
+            f"All inputs to a concat operation must have the same type: these are {', '.join(map(repr, tensors))}. "
+            "Convert some of them with `ops.cast`."
+        )
     return tensors
 
 
 def _parts(t: Any, *, lengths: tuple[int, ...], axis: int) -> tuple[TensorSpec, ...]:
     at = one_axis(axis, len(t.shape))
-    if sum(lengths) != t.shape[at]:
+    if sum(lengths) != t.shape[at] or min(lengths, default=0) < 0:
         raise PopxlError(f"the parts {lengths} do not add up to the size of dimension {at}, {t.shape[at]}.")
     return tuple(TensorSpec((*t.shape[:at], n, *t.shape[at + 1 :]), t.dtype) for n in lengths)
 

@@ -14,7 +14,8 @@ from popxl import dtypes
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.var_updates.factors import factor, number, one_number, product, wide
+from popxl.ops.precision import wide_dtype
+from popxl.ops.var_updates.factors import factor, number, one_number, product
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -32,7 +33,7 @@ def _accumulator(name: str, formula: Callable[..., Any], **settings: Any) -> OpK
 
     def lowering(t: Any, X: Any, f: Any = None) -> Any:
         exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)
-        dtype = t.dtype if exact else wide(t)
+        dtype = t.dtype if exact else wide_dtype(t)
         return formula(t.astype(dtype), X.astype(dtype), number(f, dtype))
 
     settings |= {"key": name, "shape": _accumulated, "modifies": ("t",), "gradient": None}
@@ -54,7 +55,7 @@ def _scalable(t: Any, f: Any = 1.0) -> TensorSpec:
 
 def _scaled(t: Any, f: Any = 1.0) -> Any:
     each = not isinstance(f, float) and f.shape == t.shape
-    return product(f.astype(wide(t)) if each else number(f, wide(t)), t.astype(wide(t)))
+    return product(f.astype(wide_dtype(t)) if each else number(f, wide_dtype(t)), t.astype(wide_dtype(t)))
 
 
 _scale = OpKind(

@@ -14,7 +14,8 @@ import numpy as np
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import public
-from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, wide
+from popxl.ops.precision import wide_dtype
+from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -41,7 +42,7 @@ def _direction(
     *,
     mode: str,
 ) -> Any:
-    dtype = wide(acc_first_order)
+    dtype = wide_dtype(acc_first_order)
     m, v = acc_first_order.astype(dtype), acc_second_order.astype(dtype)
     time_step = None if time_step is None else time_step + 1
     if time_step is not None:
@@ -232,7 +233,7 @@ def adamax_updater(
 
 
 def _stepped(t: Any, x: Any, r1: Any, r2: Any, learning_rate: Any = None, max_weight_norm: Any = None) -> Any:
-    dtype = wide(t)
+    dtype = wide_dtype(t)
     weight_norm, step_norm = jnp.sqrt(number(r1, dtype)), jnp.sqrt(number(r2, dtype))
     if max_weight_norm is not None:
         weight_norm = jnp.minimum(weight_norm, number(max_weight_norm, dtype))

@@ -42,11 +42,6 @@ def one_number(*factors: Any) -> None:
             raise PopxlError(f"expected a number or a tensor of one element; `{f.name}` has the shape {f.shape}.")
 
 
-def wide(t: Any) -> Any:
-    """The dtype that an update of `t` is computed in, before it is rounded once: float32, or float64 for such `t`."""
-    return jnp.promote_types(t.dtype, jnp.float32)
-
-
 def number(f: Any, dtype: Any) -> Any:
     """A factor as an op computes with it: an array without dimensions, or the plain number (or `None`) it is."""
     return f if f is None or isinstance(f, float) else f.astype(dtype).reshape(())

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.index import or_beyond
-from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, product, wide
+from popxl.ops.precision import wide_dtype
+from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, product
 from popxl.shapes import integer, like_first
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -31,7 +32,7 @@ def _scattered(t: Any, X: Any, indices: Any, f: Any = None, W: Any = None, *, ax
             f"`indices`, {indices.shape}, in place of dimension {axis}{f': {expected}' if exists else ''}."
         )
     exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)
-    dtype = t.dtype if exact else wide(t)
+    dtype = t.dtype if exact else wide_dtype(t)
     index = or_beyond(indices, t.shape[at])  # where "drop" drops what is out of range
     added = product(number(f, dtype), X.astype(dtype))
     return t.astype(dtype).at[(slice(None),) * at + (index,)].add(added, mode="drop")

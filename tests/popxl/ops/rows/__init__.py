@@ -11,15 +11,20 @@ from collections.abc import Sequence
 from tests.popxl.ops.rows.code_copy import CODE_COPY
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
+from tests.popxl.ops.rows.float8 import FLOAT8
 from tests.popxl.ops.rows.graphs import GRAPHS
 from tests.popxl.ops.rows.index import INDEX
 from tests.popxl.ops.rows.nn import NN
+from tests.popxl.ops.rows.norm import NORM
+from tests.popxl.ops.rows.random import RANDOM
 from tests.popxl.ops.rows.reduce import REDUCE
+from tests.popxl.ops.rows.resample import RESAMPLE
 from tests.popxl.ops.rows.scatter import SCATTER
 from tests.popxl.ops.rows.schema import Row
 from tests.popxl.ops.rows.shape import SHAPE
 from tests.popxl.ops.rows.sorting import SORTING
 from tests.popxl.ops.rows.var_updates import VAR_UPDATES
+from tests.popxl.ops.rows.windows import WINDOWS
 
 ROWS: Sequence[Row] = [
     *ELEMENTWISE,
@@ -30,6 +35,11 @@ ROWS: Sequence[Row] = [
     *SCATTER,
     *SORTING,
     *NN,
+    *NORM,
+    *WINDOWS,
+    *RESAMPLE,
+    *RANDOM,
+    *FLOAT8,
     *VAR_UPDATES,
     *CODE_COPY,
     *GRAPHS,

@@ -11,6 +11,7 @@ import popxl
 from tests.popxl.ops.rows.schema import (
     FLOATS,
     INTS,
+    NUMBERS,
     Array,
     PopxlError,
     Row,
@@ -87,7 +88,8 @@ LABELS = i32([3, 0, 2], [1, 1, 2])
 
 NN = [
     Row("matmul", lambda lhs, rhs, **hints: np.matmul(lhs, rhs),
-        [*over("float32 float16 int32", (2, 3), (3, 4)), *over("float32", (3,), (3,)),
+        [*over(NUMBERS, (2, 3), (3, 4)), *over("float32", (3,), (3,)), *over("float32 float16", (5, 2, 3), (3, 4)),
+         *over("float32", (4, 1, 2, 3), (3,)), *over("float32", (3,), (2, 4, 3, 1)),
          *over("float32", (3,), (2, 3, 4)),
          *over("float32", (2, 3, 4), (4,)), *over("float32", (3,), (3, 4)), *over("float32", (2, 1, 2, 3), (4, 3, 2)),
          sample(values("float16", (2, 3)), values("float16", (3, 4)), output_type=popxl.float32, dtype="float32"),
@@ -116,6 +118,9 @@ NN = [
          sample(PROBS, LABELS * 0 + 1, ignore_index=1, torch=False), sample(PROBS[0, 0], scalar(2, "int32")),
          sample(values("float32", (2, 300), low=0.1), np.array([200, 44], np.uint8), reduction="none"),
          sample(f16([0, 1]), i32(0), expect=np.float16(-math.log(6.104e-5))),
+         sample(f32([-np.inf, 0], [-1, -2]), i32(0, 1), ignore_index=0, log_prob=True, expect=np.float32(2)),
+         sample(PROBS, LABELS, ignore_index=np.int64(1), torch=False),
+         sample(PROBS, LABELS, ignore_index=2**40, torch=False),
          sample(f32([0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]), i32(0, 1, 2), expect=np.float32(0.475705)),
          sample(f32([0, 1]), i32(0), expect=np.float32(16.1181))],
         "Nll", "loss", differentiable=(0,), tolerance=4e-6,
@@ -128,7 +133,8 @@ NN = [
         bad=[bad(ValueError, "`reduction` is 'max'; expected 'mean', 'sum' or 'none'", PROBS, LABELS, reduction="max"),
              bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2)),
              bad(PopxlError, "one dimension", scalar(1, "float32"), scalar(1, "int32")),
-             bad(PopxlError, "labels are integers; these are float32", PROBS, LABELS.astype(np.float32))]),
+             bad(PopxlError, "labels are integers; these are float32", PROBS, LABELS.astype(np.float32)),
+             bad(TypeError, "`ignore_index` must be an integer", PROBS, LABELS, ignore_index=1.5)]),
     Row("nll_loss_with_softmax_grad", fused,
         [*(sample(PROBS, LABELS, loss_grad=3, reduction=r, ignore_index=ignored)
            for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),
@@ -137,5 +143,6 @@ NN = [
          sample(PROBS, LABELS * 0 + 1, ignore_index=1)],
         "NlllWithSoftmaxGradDirect", "loss dx", adds=3, numbers=(2,), tolerance=4e-6,
         bad=[bad(ValueError, "`reduction` is 'max'", PROBS, LABELS, reduction="max"),
-             bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2))]),
+             bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2)),
+             bad(PopxlError, "`loss_grad` is one number", PROBS, LABELS, f32(1, 2))]),
 ]  # fmt: skip

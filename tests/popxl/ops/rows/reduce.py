@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.popxl.ops.rows.schema import (
     FLOATS,
+    LIMITS,
     NUMBERS,
     Array,
     PopxlError,
@@ -53,6 +54,7 @@ def reduction(name: str, of: Callable[..., Any], dtypes: str = NUMBERS, low: flo
     first, *others = dtypes.split()
     samples = [s for attributes in AXES for s in over(first, (2, 3, 4), low=low, **attributes)]
     samples += over(first, (), low=low) + over(" ".join(others), (2, 3), low=low, axis=0)
+    samples += [sample(limits, **settings.pop("at_limits", {})) for d, limits in LIMITS.items() if d in others]
     settings = {
         "differentiable": (0,),
         "bad": [
@@ -72,7 +74,8 @@ def reduction(name: str, of: Callable[..., Any], dtypes: str = NUMBERS, low: flo
 
 def mean(t: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
     if t.dtype.kind in "iu":
-        total = np.sum(t.astype(np.int64), axis=axis, keepdims=keepdims)
+        bits = max(32, 8 * t.dtype.itemsize)
+        total = np.sum(t, axis=axis, keepdims=keepdims, dtype=f"{'u' if t.dtype.kind == 'u' else ''}int{bits}")
         return np.trunc(total / (t.size / total.size)).astype(t.dtype)
     return np.mean(t, axis=axis, keepdims=keepdims)
 
@@ -91,7 +94,7 @@ def logsumexp(t: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
 
 REDUCE = [
     reduction("sum", lambda t, axis, keepdims: np.sum(t, axis=axis, keepdims=keepdims, dtype=t.dtype), keeps=0),
-    reduction("mean", mean, "float32 float16 int32 int8", keeps=0,
+    reduction("mean", mean, keeps=0,
               rules=[rule(np.ones(70000, np.float16), g=scalar(1024, "float16"),  # their number is beyond float16
                           gives=(np.full(70000, 1024 / 70000, np.float16),))]),
     reduction("max", lambda t, axis, keepdims: np.max(t, axis=axis, keepdims=keepdims),
@@ -104,11 +107,15 @@ REDUCE = [
     reduction("l1", lambda t, axis, keepdims: np.sum(np.abs(t), axis=axis, keepdims=keepdims, dtype=t.dtype),
               rules=[rule(f32(-2, 0, 3), g=np.float32(5), gives=(f32(-5, 0, 5),))]),
     reduction("l2", lambda t, axis, keepdims: np.sqrt(np.sum(t * t, axis=axis, keepdims=keepdims)), FLOATS,
-              rules=[rule(f32([0, 0], [3, 4]), axis=1, g=f32(1, 5), gives=(f32([np.nan, np.nan], [3, 4]),))]),
-    reduction("logsum", lambda t, axis, keepdims: np.log(np.sum(t, axis=axis, keepdims=keepdims)), FLOATS, low=0.2),
+              rules=[rule(f32([0, 0], [3, 4]), axis=1, g=f32(1, 5), gives=(f32([np.nan, np.nan], [3, 4]),)),
+                     rule(f16(150, 200), g=scalar(1000, "float16"), gives=(f16(600, 800),))]),  # no overflow
+    reduction("logsum", lambda t, axis, keepdims: np.log(np.sum(t, axis=axis, keepdims=keepdims)), FLOATS, low=0.2,
+              keeps=1),
     reduction("logsumexp", logsumexp, FLOATS),
-    reduction("median", median, result="median_out", adds=2,
-              rules=[rule(f32(4, 1, 3, 2), g=np.float32(5), gives=(f32(0, 0, 0, 5),))]),
+    reduction("median", median, result="median_out", adds=2, keeps=1,
+              rules=[rule(f32([4, 1, 3, 2], [1, 1, 0, 1]), axis=1, keepdims=True, g=f32([5], [6]),
+                          gives=(f32([0, 0, 0, 5], [6, 0, 0, 0]),)),
+                     rule(f32(4, 1, 3, 2), g=np.float32(5), gives=(f32(0, 0, 0, 5),))]),
     Row("lamb_square", lambda t: np.sum(np.square(t.astype(np.float32))),
         [sample(values(dtype, shape), dtype="float32") for dtype in FLOATS.split() for shape in ((2, 3), ())]
         + [sample(f16(300, 300), expect=np.float32(180000), dtype="float32")], "LambSquare", "lamb_square_out"),

@@ -16,8 +16,9 @@ from popxl import ops
 Array = np.ndarray
 
 FLOATS = "float32 float16"
-NUMBERS = "float32 float16 int32 uint32 int8"
-ANY = "float32 float16 int32 uint32 int8 bool"
+INTEGERS = "int32 uint32 int8 int16 uint8 uint16"  # those of 64 bits: test_64_bits.py
+NUMBERS = f"{FLOATS} {INTEGERS}"
+ANY = f"{NUMBERS} bool"
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def u32(*numbers: Any) -> Array:
 X = values("float32", (2, 3))
 Y = values("float32", (3,))
 INTS = values("int32", (2, 3))
+LIMITS = {dtype: np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 0, 1, 3], dtype) for dtype in INTEGERS.split()}
 PopxlError = popxl.errors.PopxlError
 MIXED = bad(PopxlError, "different dtypes, float32 and int32", X, INTS)
 UNFIT = bad(PopxlError, r"shapes \(2, 3\) and \(2,\) do not broadcast", X, values("float32", (2,)))

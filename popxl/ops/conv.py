@@ -1,0 +1,522 @@
+"""Convolutions and their transposes, over one, two or three spatial axes; of floats, and of scaled float8.
+
+What they are called follows ONNX: channels come first, kernels are not flipped, and padding is written as all
+beginnings, then all ends. Sums are accumulated in float32 and rounded once. How windows lie is in
+`popxl.ops.windows`. Shapes follow from arithmetic alone, so a graph with a result of size 0 or less can be built and
+looked at; running it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from popxl import dtypes
+from popxl.errors import PopxlError
+from popxl.op import REFUSED, OpKind
+from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
+from popxl.ops.precision import wide_dtype
+from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
+from popxl.shapes import integer, integers
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+__all__ = [
+    "PadType",
+    "conv",
+    "conv_pow2scaled",
+    "conv_transpose",
+    "conv_transpose_pow2scaled",
+    "multi_conv_options",
+]
+
+# What all four share ------------------------------------------------------------------------------------------------
+
+
+def multi_conv_options(
+    sess_opts: Mapping[str, Any],
+    attr_param: Mapping[str, Any],
+    available_memory_proportions: Iterable[float] | None,
+    partials_types: Iterable[str] | None,
+    enable_conv_dithering: Iterable[int] | None,
+) -> dict[str, Any]:
+    """The hints that a convolution is given, as attributes of its op. None of them has a numerical effect.
+
+    Args:
+        sess_opts: hints for all convolutions of a program.
+        attr_param: hints for this one, which come before those.
+        available_memory_proportions, partials_types, enable_conv_dithering: hints for this one, as given to `conv`.
+            They come before all others; `None` and an empty list say nothing.
+
+    Returns:
+        The hints by name, lists as tuples.
+
+    Raises:
+        TypeError: if one of the last three is no list.
+
+    Example:
+        >>> multi_conv_options({"partials_types": ("half",)}, {}, [0.3], None, None)
+        {'partials_types': ('half',), 'available_memory_proportions': (0.3,)}
+    """
+    given = {
+        "available_memory_proportions": available_memory_proportions,
+        "partials_types": partials_types,
+        "enable_conv_dithering": enable_conv_dithering,
+    }
+    for name, hint in given.items():
+        if isinstance(hint, str) or not isinstance(hint, Iterable | None):
+            raise TypeError(f"`{name}` must be a list, with an entry for each convolution; got {hint!r}.")
+    return {**sess_opts, **attr_param, **{name: tuple(hint) for name, hint in given.items() if hint}}
+
+
+def _attributes(name: str, groups: int, pad_type: str, **sequences: Iterable[int]) -> dict[str, Any]:
+    """The arguments of a convolution that are numbers, as plain ones."""
+    plain = {key: integers(value, f"{name}: `{key}`") for key, value in sequences.items()}
+    return {**plain, "groups": integer(groups, f"{name}: `groups`"), "pad_type": pad_type}
+
+
+def _check_operands(t: Any, weight: Any, *, groups: int, pad_type: str, scaled: bool, **others: Any) -> None:
+    """What convolutions and their transposes check alike."""
+    if pad_type not in PAD_TYPES:
+        raise ValueError(f"`pad_type` is {pad_type!r}; expected {', '.join(map(repr, PAD_TYPES))}.")
+    if len(t.shape) < 3 or len(weight.shape) < 2:
+        raise PopxlError(
+            "expected `t` with batch, channels and at least one spatial axis, and `weight` of the same rank. A single "
+            "image has a batch of 1."
+        )
+    if not scaled and (t.dtype.is_float8 or weight.dtype.is_float8):
+        raise PopxlError("float8 is convolved with a scale; use the op whose name ends in `_pow2scaled`.")
+    if groups < 1:
+        raise PopxlError(f"`groups` is {groups}; expected 1 or more.")
+
+
+def _kernel(t: Any, weight: Any) -> tuple[int, ...]:
+    """Sizes of the kernel. A weight of another rank is not refused before it is run; until then sizes are made up."""
+    n = len(t.shape) - 2
+    return (tuple(weight.shape[2:]) + (1,) * n)[:n]
+
+
+def _check_steps(**sequences: tuple[int, ...]) -> None:
+    for name, steps in sequences.items():
+        if min(steps, default=1) < 1:
+            raise PopxlError(f"`{name}` is {steps}; expected numbers of 1 or more.")
+
+
+def _convolved(name: str, t: Any, weight: Any, sizes: tuple[int, ...], pads: list[tuple[int, int]], **how: Any) -> Any:
+    """The convolution of arrays, in float32, or float64 where that is what there is."""
+    if t.ndim != weight.ndim:
+        raise PopxlError(f"{name}: `t` has rank {t.ndim} and `weight` has rank {weight.ndim}; expected the same.")
+    if min(sizes) < 1:
+        raise PopxlError(
+            f"{name}: the result would have the spatial sizes {sizes}; expected positive ones. Pad more, or crop less."
+        )
+    wide = wide_dtype(t, weight)
+    # Halves are multiplied exactly by units too that are quicker, as they leave out some digits of float32.
+    narrow = t.dtype == weight.dtype == jnp.float16
+    precision = lax.Precision.HIGH if narrow else lax.Precision.HIGHEST
+    return lax.conv_general_dilated(t.astype(wide), weight.astype(wide), padding=pads, precision=precision, **how)
+
+
+def _declared(name: str, lowering: Callable[..., Any], shape: Callable[..., tuple[int, ...]]) -> tuple[OpKind, OpKind]:
+    """A convolution of floats, and that of scaled float8."""
+
+    def pow2scaled(t: Any, weight: Any, log2_scale: Any, **attributes: Any) -> Any:
+        # Halves hold every float8, and their products are quick.
+        operands = (decode(t).astype(jnp.float16), decode(weight).astype(jnp.float16))
+        return lowering(*operands, **attributes) * pow2(log2_scale)
+
+    def spec(t: Any, weight: Any, **attributes: Any) -> TensorSpec:
+        return TensorSpec(shape(t, weight, scaled=False, **attributes), t.dtype)
+
+    def spec_of_scaled(t: Any, weight: Any, log2_scale: Any, **attributes: Any) -> TensorSpec:
+        return TensorSpec(shape(t, weight, scaled=True, **attributes), dtypes.float16)
+
+    result = f"{name.lower()}_out"
+    return OpKind(name, lowering, shape=spec, result=result), OpKind(
+        name,
+        pow2scaled,
+        key=f"{name}Pow2Scaled",
+        shape=spec_of_scaled,
+        result=result,
+        gradient=REFUSED,
+        requires=SCALE,
+        colocated=("t", "weight"),
+    )
+
+
+# Convolution --------------------------------------------------------------------------------------------------------
+
+
+def _conv_windows(
+    t: Any,
+    weight: Any,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    pad_type: str,
+    **others: Any,
+) -> tuple[Windows, ...]:
+    n = len(t.shape) - 2
+    reaches = [step * (size - 1) + 1 for step, size in zip(dilation or (1,) * n, _kernel(t, weight), strict=True)]
+    return windows_over(t.shape[2:], reaches, stride or (1,) * n, padding or (0,) * 2 * n, pad_type)
+
+
+def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, ...]:
+    _check_operands(t, weight, scaled=scaled, **how)
+    n = len(t.shape) - 2
+    for name, expected in {"stride": n, "padding": 2 * n, "dilation": n}.items():
+        if len(how[name]) not in (0, expected):
+            which = "either end of each spatial axis" if name == "padding" else "each spatial axis"
+            raise PopxlError(f"`{name}` is {how[name]}; expected {expected} entries, for {which}, or none.")
+    _check_steps(stride=how["stride"], dilation=how["dilation"])
+    (filters, depth), channels, groups = weight.shape[:2], t.shape[1], how["groups"]
+    if channels != depth * groups:
+        raise PopxlError(
+            f"`t` has {channels} channels, `groups` is {groups} and `weight` has {depth} input channels for a group; "
+            f"expected {depth * groups} channels."
+        )
+    if filters % groups:
+        raise PopxlError(f"the {filters} output channels of `weight` cannot be divided into {groups} groups.")
+    return (t.shape[0], filters, *(w.count for w in _conv_windows(t, weight, **how)))
+
+
+def _conv_lowering(t: Any, weight: Any, *, dilation: tuple[int, ...], groups: int, **how: Any) -> Any:
+    windows = _conv_windows(t, weight, dilation=dilation, **how)
+    return _convolved(
+        "conv",
+        t,
+        weight,
+        tuple(w.count for w in windows),
+        [(w.begin, w.end) for w in windows],
+        window_strides=[w.stride for w in windows],
+        rhs_dilation=dilation or None,
+        feature_group_count=groups,
+    )
+
+
+_conv, _conv_pow2scaled = _declared("Conv", _conv_lowering, _conv_shape)
+
+
+def conv(
+    t: Tensor,
+    weight: Tensor,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, ...] = (0, 0, 0, 0),
+    dilation: tuple[int, ...] = (1, 1),
+    groups: int = 1,
+    pad_type: PadType = "not_set",
+    available_memory_proportions: list[float] | None = None,
+    partials_types: list[str] | None = None,
+    enable_conv_dithering: list[int] | None = None,
+) -> Tensor:
+    """Convolution, as neural networks call it: the kernel is not flipped, and there is no bias.
+
+    The defaults are for images. With one or three spatial axes `stride`, `padding` and `dilation` have to be given:
+    with an entry for each axis, or empty.
+
+    Along an axis of size `d`, with a kernel of size `k`, stride `s`, dilation `l` and a reach `r = l (k - 1) + 1`:
+
+    * `"not_set"`: `padding` is used; the result has the size `floor((d + begin + end - r) / s) + 1`.
+    * `"valid"`: there is no padding.
+    * `"same_upper"`, `"same_lower"`: the result has the size `ceil(d / s)`, by padding with
+      `max((ceil(d / s) - 1) s + r - d, 0)` zeros, half of them on either side; of an odd number one more at the end
+      (upper) or at the beginning (lower).
+
+    Computed in float32 and rounded once.
+
+    Args:
+        t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
+        weight: of shape `(M, C / groups, k, ...)`. If its dtype is another than that of `t`, both are widened.
+        stride: steps of the window along each spatial axis; empty for ones.
+        padding: zeros before each spatial axis, then zeros after each: `(b1, ..., bn, e1, ..., en)`; empty for none.
+            Negative numbers crop. Used for `"not_set"` only.
+        dilation: distance of kernel elements along each spatial axis; empty for ones.
+        groups: the channels of `t`, and those of the result, are divided into so many groups, which do not mix.
+        pad_type: see above.
+        available_memory_proportions, partials_types, enable_conv_dithering: accepted for programs that tune memory;
+            without effect. Sums are always accumulated in float32.
+
+    Returns:
+        A new tensor of shape `(N, M, o, ...)`, with the dtype of `t`.
+
+    Raises:
+        ValueError: for another `pad_type`.
+        PopxlError: if the number of entries of `stride`, `padding` or `dilation` does not fit `t`, if the channels
+            do not fit `weight` and `groups`, or for float8, which `conv_pow2scaled` is for.
+
+    See also: `torch.nn.functional.conv2d`.
+
+    Example:
+        >>> y = ops.conv(images, weight, stride=(2, 2), padding=(1, 1, 1, 1))
+        >>> z = ops.conv(signal, weight, stride=(2,), padding=(), dilation=())
+    """
+    attributes = _attributes("conv", groups, pad_type, stride=stride, padding=padding, dilation=dilation)
+    hints = multi_conv_options({}, {}, available_memory_proportions, partials_types, enable_conv_dithering)
+    return _conv(t, weight, **attributes, **hints)
+
+
+def conv_pow2scaled(
+    t: Tensor,
+    weight: Tensor,
+    log2_scale: Tensor,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, ...] = (0, 0, 0, 0),
+    dilation: tuple[int, ...] = (1, 1),
+    groups: int = 1,
+    pad_type: PadType = "not_set",
+    available_memory_proportions: list[float] | None = None,
+    enable_conv_dithering: list[int] | None = None,
+) -> Tensor:
+    """Convolution of float8, times `2**log2_scale`, as float16.
+
+    Float8 is decoded exactly; sums are accumulated and scaled in float32 and rounded once. No gradient: autodiff
+    refuses it.
+
+    Args:
+        t: float8 tensor of shape `(N, C, d, ...)`.
+        weight: float8 tensor of shape `(M, C / groups, k, ...)`; its format may be the other one.
+        log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
+        stride, padding, dilation, groups, pad_type: as for `conv`.
+        available_memory_proportions, enable_conv_dithering: accepted for programs that tune memory; without effect.
+
+    Returns:
+        A new float16 tensor of shape `(N, M, o, ...)`.
+
+    Raises:
+        TypeError: if `t` or `weight` is not float8, or `log2_scale` not int32.
+        ValueError: for a `log2_scale` that is no scalar, and for another `pad_type`.
+        PopxlError: for shapes that do not fit, as for `conv`.
+        ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
+            `throwIfLog2ScaleTensorNotInRange` is false.
+
+    Example:
+        >>> y = ops.conv_pow2scaled(small_images, small_weight, popxl.constant(-4))
+    """
+    check_float8("conv_pow2scaled", t=t, weight=weight)
+    check_scale("conv_pow2scaled", log2_scale)
+    attributes = _attributes("conv_pow2scaled", groups, pad_type, stride=stride, padding=padding, dilation=dilation)
+    hints = multi_conv_options({}, {}, available_memory_proportions, None, enable_conv_dithering)
+    return _conv_pow2scaled(t, weight, log2_scale, **attributes, **hints)
+
+
+# Transpose ----------------------------------------------------------------------------------------------------------
+
+
+def _fitted(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
+    """So many entries: the first ones, or with the missing ones filled in."""
+    return (entries + (missing,) * count)[:count]
+
+
+def _crops(
+    t: Any,
+    weight: Any,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    groups: int,
+    pad_type: str,
+    output_padding: tuple[int, ...],
+    output_shape: tuple[int, ...],
+    **others: Any,
+) -> list[tuple[int, int, int]]:
+    """Along each spatial axis: what is cropped from the full result at either side, and the size that it leaves.
+
+    The full result includes the output padding.
+    """
+    n = len(t.shape) - 2
+    axes = zip(t.shape[2:], _kernel(t, weight), _fitted(stride, n, 1), _fitted(output_padding, n, 0), strict=True)
+    full = [s * (d - 1) + k + more for d, k, s, more in axes]
+    padding = _fitted(padding, 2 * n, 0)
+    cropped = [(b, e, size - b - e) for size, b, e in zip(full, padding, padding[n:], strict=False)]
+    if not output_shape:
+        return cropped
+
+    if len(output_shape) not in (n, n + 2):
+        raise PopxlError(
+            f"`output_shape` is {output_shape}; expected the {n} spatial sizes, or all {n + 2} sizes of the result."
+        )
+    if len(output_shape) == n + 2:
+        result = (t.shape[0], weight.shape[1] * groups)
+        if output_shape[:2] != result:
+            raise PopxlError(f"`output_shape` is {output_shape}; expected it to begin with {result}.")
+        if output_shape[2:] == tuple(size for _, _, size in cropped):
+            return cropped
+    if pad_type == "valid":
+        raise PopxlError(
+            "`output_shape` is given and `pad_type` is 'valid', which leaves nothing to choose; use `padding` and "
+            "`output_padding`, or another `pad_type`."
+        )
+    wanted = output_shape[-n:]
+    larger_last = pad_type != "same_upper"
+    return [(*halves(size - wish, larger_last), wish) for size, wish in zip(full, wanted, strict=True)]
+
+
+def _conv_transpose_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, ...]:
+    _check_operands(t, weight, scaled=scaled, **how)
+    n = len(t.shape) - 2
+    _check_steps(stride=how["stride"][:n])
+    if any(step != 1 for step in how["dilation"][:n]):
+        raise PopxlError(f"`dilation` is {how['dilation']}; expected ones, as a transposed convolution has none.")
+    (channels, depth), groups = weight.shape[:2], how["groups"]
+    if t.shape[1] != channels:
+        raise PopxlError(
+            f"`t` has {t.shape[1]} channels and `weight` has {channels} input channels, on its first axis; expected "
+            "the same. The weight of a transposed convolution is laid out as (input channels, output channels, ...)."
+        )
+    if channels % groups:
+        raise PopxlError(f"the {channels} channels of `t` cannot be divided into {groups} groups.")
+    return (t.shape[0], depth * groups, *(size for _, _, size in _crops(t, weight, **how)))
+
+
+def _conv_transpose_lowering(t: Any, weight: Any, *, groups: int, **how: Any) -> Any:
+    n = t.ndim - 2
+    crops, kernel = _crops(t, weight, groups=groups, **how), _kernel(t, weight)
+    steps, more = _fitted(how["stride"], n, 1), _fitted(how["output_padding"], n, 0)
+    # A convolution of `t` with zeros between its elements: with the flipped kernel, its channels exchanged by group.
+    channels, depth, *sizes = weight.shape
+    grouped = weight.reshape(groups, channels // groups, depth, *sizes).swapaxes(1, 2)
+    flipped = jnp.flip(grouped.reshape(depth * groups, channels // groups, *sizes), range(2, weight.ndim))
+    return _convolved(
+        "conv_transpose",
+        t,
+        flipped,
+        tuple(size for _, _, size in crops),
+        [(k - 1 - b, k - 1 - e + extra) for (b, e, _), k, extra in zip(crops, kernel, more, strict=True)],
+        window_strides=(1,) * n,
+        lhs_dilation=steps,
+        feature_group_count=groups,
+    )
+
+
+_conv_transpose, _conv_transpose_pow2scaled = _declared(
+    "ConvTranspose", _conv_transpose_lowering, _conv_transpose_shape
+)
+
+
+def conv_transpose(
+    t: Tensor,
+    weight: Tensor,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, ...] = (0, 0, 0, 0),
+    dilation: tuple[int, ...] = (1, 1),
+    groups: int = 1,
+    pad_type: PadType = "not_set",
+    output_padding: tuple[int, ...] = (),
+    output_shape: tuple[int, ...] = (),
+    available_memory_proportions: list[float] | None = None,
+    partials_types: list[str] | None = None,
+    enable_conv_dithering: list[int] | None = None,
+) -> Tensor:
+    """Transposed convolution: what the gradient of a convolution is, as an op of its own. There is no bias.
+
+    Each element of `t` puts the kernel, times the element, into the result, `stride` positions further than the one
+    before it; where kernels overlap they add up. Along an axis of size `d`, with a kernel of size `k` and stride `s`,
+    that gives `s (d - 1) + k` positions. `output_padding` adds zeros at the end, then `padding` crops either side.
+
+    Where `output_shape` is given it says what to crop instead: half on either side, and of an odd number one more at
+    the end, or for `"same_upper"` at the beginning. (For this op upper and lower are the other way round than for
+    `conv`.) A larger shape than there is adds zeros. Otherwise `pad_type` has no effect.
+
+    Computed in float32 and rounded once. Unlike in PopXL, gradients flow to `t` and `weight`.
+
+    Args:
+        t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
+        weight: of shape `(C, M / groups, k, ...)`; note that input channels come first.
+        stride: for each spatial axis. Here and below, what is missing counts as the default, what is too much is not
+            read.
+        padding: positions cropped before each spatial axis, then after each: `(b1, ..., bn, e1, ..., en)`. Negative
+            numbers add zeros.
+        dilation: ones.
+        groups: the channels of `t`, and those of the result, are divided into so many groups, which do not mix.
+        pad_type: see above.
+        output_padding: positions added after each spatial axis; fewer than `stride`, usually.
+        output_shape: the spatial sizes of the result, or its whole shape, which is taken as the spatial sizes unless
+            `padding` leads to it.
+        available_memory_proportions, partials_types, enable_conv_dithering: accepted for programs that tune memory;
+            without effect. Sums are always accumulated in float32.
+
+    Returns:
+        A new tensor of shape `(N, M, o, ...)`, with the dtype of `t`. If so much is cropped that a size is not
+        positive, the graph can be built, and not run.
+
+    Raises:
+        ValueError: for another `pad_type`.
+        PopxlError: if the channels do not fit, for a dilation, for `output_shape` with `"valid"`, or for float8, which
+            `conv_transpose_pow2scaled` is for.
+
+    See also: `torch.nn.functional.conv_transpose2d`.
+
+    Example:
+        >>> y = ops.conv_transpose(x, weight, stride=(2, 2), output_shape=(64, 64))
+    """
+    attributes = _attributes(
+        "conv_transpose",
+        groups,
+        pad_type,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        output_padding=output_padding,
+        output_shape=output_shape,
+    )
+    hints = multi_conv_options({}, {}, available_memory_proportions, partials_types, enable_conv_dithering)
+    return _conv_transpose(t, weight, **attributes, **hints)
+
+
+def conv_transpose_pow2scaled(
+    t: Tensor,
+    weight: Tensor,
+    log2_scale: Tensor,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, ...] = (0, 0, 0, 0),
+    dilation: tuple[int, ...] = (1, 1),
+    groups: int = 1,
+    pad_type: PadType = "not_set",
+    output_padding: tuple[int, ...] = (),
+    output_shape: tuple[int, ...] = (),
+    available_memory_proportions: list[float] | None = None,
+    enable_conv_dithering: list[int] | None = None,
+) -> Tensor:
+    """Transposed convolution of float8, times `2**log2_scale`, as float16.
+
+    Float8 is decoded exactly; sums are accumulated and scaled in float32 and rounded once. No gradient: autodiff
+    refuses it.
+
+    Args:
+        t: float8 tensor of shape `(N, C, d, ...)`.
+        weight: float8 tensor of shape `(C, M / groups, k, ...)`; its format may be the other one.
+        log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
+        stride, padding, dilation, groups, pad_type, output_padding, output_shape: as for `conv_transpose`.
+        available_memory_proportions, enable_conv_dithering: accepted for programs that tune memory; without effect.
+
+    Returns:
+        A new float16 tensor of shape `(N, M, o, ...)`.
+
+    Raises:
+        TypeError: if `t` or `weight` is not float8, or `log2_scale` not int32.
+        ValueError: for a `log2_scale` that is no scalar, and for another `pad_type`.
+        PopxlError: for shapes that do not fit, as for `conv_transpose`.
+        ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
+            `throwIfLog2ScaleTensorNotInRange` is false.
+
+    Example:
+        >>> y = ops.conv_transpose_pow2scaled(small, small_weight, popxl.constant(-4), stride=(2, 2))
+    """
+    check_float8("conv_transpose_pow2scaled", t=t, weight=weight)
+    check_scale("conv_transpose_pow2scaled", log2_scale)
+    attributes = _attributes(
+        "conv_transpose_pow2scaled",
+        groups,
+        pad_type,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        output_padding=output_padding,
+        output_shape=output_shape,
+    )
+    hints = multi_conv_options({}, {}, available_memory_proportions, None, enable_conv_dithering)
+    return _conv_transpose_pow2scaled(t, weight, log2_scale, **attributes, **hints)

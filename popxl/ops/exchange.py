@@ -1,0 +1,98 @@
+"""`MultiExchange`: several ops that exchange data with the outside, carried out as one.
+
+Users do not create it; `popxl.transforms.merge_exchange` puts it in the place of the ops that it stands for. Those are
+kept as plain data, `Part`, and are ops again, on the inputs and outputs that the exchange has, in `op.parts`. Whoever
+wants to know what an op does asks its parts: there is no meaning of the exchange besides theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NoReturn
+
+from popxl.errors import PopxlInternalError
+from popxl.op import Op, OpKind
+from popxl.source import SourceLocation
+from popxl.spec import TensorSpec
+
+__all__ = ["Part", "multi_exchange_kind"]
+
+
+@dataclass(frozen=True, repr=False)
+class Part:
+    """One op of an exchange, as it was created.
+
+    Attributes:
+        kind, id, name, operands, attributes, source: those of the op.
+        inputs: how many of the exchange's inputs are its own; they come after those of the parts before.
+        outputs: specs of its outputs, likewise.
+    """
+
+    kind: OpKind
+    id: int
+    name: str
+    operands: tuple[str, ...] | None
+    attributes: dict[str, Any]
+    inputs: int
+    outputs: tuple[TensorSpec, ...]
+    source: SourceLocation
+
+    @staticmethod
+    def of(op: Op) -> Part:
+        """An op, as a part of an exchange."""
+        outputs = tuple(t.spec for t in op.outputs)
+        return Part(op.kind, op.id, op.name, op.operands, op.attributes, len(op.inputs), outputs, op.source)
+
+    def __repr__(self) -> str:
+        return f"Op[{self.name}.{self.id}]"
+
+
+def _parts(op: Op) -> tuple[Op, ...]:
+    """The ops that an exchange stands for."""
+    inputs, outputs = iter(op.inputs), iter(op.outputs)
+    return tuple(
+        Op.restore(
+            part.kind,
+            op.graph,
+            part.source,
+            id=part.id,
+            name=part.name,
+            inputs=tuple(islice(inputs, part.inputs)),
+            outputs=tuple(islice(outputs, len(part.outputs))),
+            operands=part.operands,
+            attributes=part.attributes,
+            modified=part.kind.modified(part.attributes, part.operands),
+            ipu=op.ipu,
+            io_tiles=op.io_tiles,
+            location=op.location,
+            execution_context=op.execution_context,
+            after=op.after,
+        )
+        for part in op.attributes["parts"]
+    )
+
+
+def _overwritten(attributes: Mapping[str, Any]) -> Iterator[int]:
+    """Positions of the inputs that some part overwrites."""
+    first = 0
+    for part in attributes["parts"]:
+        yield from (first + i for i in part.kind.modified(part.attributes, part.operands))
+        first += part.inputs
+
+
+def _by_its_parts(*ts: Any, parts: Any) -> NoReturn:
+    raise PopxlInternalError("A MultiExchange is carried out part by part; see `op.parts`.")
+
+
+multi_exchange_kind = OpKind(
+    "MultiExchange",
+    _by_its_parts,
+    shape=lambda *ts, parts: [spec for part in parts for spec in part.outputs],
+    gradient=None,
+    modifies=lambda attributes: frozenset(_overwritten(attributes)),
+    effect=True,
+    parts=_parts,
+    colocated=False,
+)

@@ -1,0 +1,217 @@
+"""Normalisation: over a batch whose statistics are known, and over groups of channels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from popxl.errors import PopxlError
+from popxl.op import REFUSED, OpKind
+from popxl.ops.precision import wide_dtype
+from popxl.shapes import integer, like_first
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+# Of a batch ---------------------------------------------------------------------------------------------------------
+
+
+def _batch_norm_spec(t: Any, scale: Any, bias: Any, mean: Any, var: Any, *, epsilon: float) -> TensorSpec:
+    if len(t.shape) < 3:
+        raise PopxlError(
+            f"expected `t` of rank 3 or more: batch, channels, and what they hold; it has rank {len(t.shape)}."
+        )
+    for name, vector in {"scale": scale, "bias": bias, "mean": mean, "var": var}.items():
+        if vector.shape != t.shape[1:2]:
+            raise PopxlError(f"expected `{name}` of shape ({t.shape[1]},), one number for each channel of `t`.")
+    return like_first(t)
+
+
+def _batch_norm(t: Any, scale: Any, bias: Any, mean: Any, var: Any, *, epsilon: float) -> Any:
+    columns = (1, -1, *(1,) * (t.ndim - 2))
+    scale, bias, mean, var = (v.astype(wide_dtype(t)).reshape(columns) for v in (scale, bias, mean, var))
+    return (t.astype(wide_dtype(t)) - mean) * (scale / jnp.sqrt(var + epsilon)) + bias
+
+
+_batch_normalization = OpKind(
+    "BatchNormalization", _batch_norm, shape=_batch_norm_spec, result="batch_norm_out", gradient=REFUSED
+)
+
+
+def batch_norm_inference(
+    t: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+) -> Tensor:
+    """Normalise each channel with statistics that are known: `(t - mean) / sqrt(var + epsilon) * scale + bias`.
+
+    This is the form for inference; autodiff refuses it. Computed in float32 and rounded once.
+
+    Args:
+        t: float tensor of shape `(N, C, D1, ...)`, rank 3 or more.
+        scale, bias: of shape `(C,)`.
+        mean, var: of shape `(C,)`; they may be float32 where `t` is float16.
+        epsilon: added to the variance.
+        momentum: accepted, as it belongs to the training form; without effect.
+
+    Returns:
+        A new tensor of the shape and dtype of `t`.
+
+    Raises:
+        PopxlError: if `t` has less than 3 dimensions, or another operand not the shape `(C,)`.
+
+    See also: `torch.nn.functional.batch_norm`.
+
+    Example:
+        >>> y = ops.batch_norm_inference(x, scale, bias, running_mean, running_var)
+    """
+    return _batch_normalization(t, scale, bias, mean, var, epsilon=float(epsilon))
+
+
+# Of groups ----------------------------------------------------------------------------------------------------------
+
+
+def _group_norm_specs(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: float) -> tuple[TensorSpec, ...]:
+    if len(t.shape) < 2:
+        raise PopxlError(f"expected `t` of rank 2 or more: batch and channels; it has rank {len(t.shape)}.")
+    statistics = TensorSpec((t.shape[0] * num_groups,), t.dtype)
+    return like_first(t), statistics, statistics
+
+
+def _grouped(t: Any, num_groups: int) -> Any:
+    """Batch, groups, channels of a group, and what these hold; in the dtype that statistics are made in."""
+    batch, channels, *rest = t.shape
+    return t.astype(wide_dtype(t)).reshape(batch, num_groups, channels // num_groups, math.prod(rest))
+
+
+def _check_channels(t: Any, weight: Any, bias: Any, num_groups: int) -> None:
+    """When it is run: programs that are only built may say otherwise."""
+    channels = t.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"the {channels} channels of `t` cannot be divided into {num_groups} groups.")
+    for name, vector in {"weight": weight, "bias": bias}.items():
+        if vector.shape != (channels,):
+            raise ValueError(
+                f"`{name}` has the shape {vector.shape}; expected ({channels},), one number for each "
+                "channel of `t`. To normalise over the last axis alone, make a matrix of `t` first."
+            )
+
+
+def _group_norm(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: float) -> tuple[Any, Any, Any]:
+    _check_channels(t, weight, bias, num_groups)
+    x = _grouped(t, num_groups)
+    mean = x.mean((2, 3), keepdims=True)
+    x = x - mean
+    inverse = lax.rsqrt((x * x).mean((2, 3), keepdims=True) + eps)
+    scale, offset = (v.astype(x.dtype).reshape(1, num_groups, -1, 1) for v in (weight, bias))
+    out = x * inverse * scale + offset
+    return out.reshape(t.shape), mean.reshape(-1), inverse.reshape(-1)
+
+
+def _group_norm_backward(
+    g: Any, t: Any, weight: Any, mean: Any, *, num_groups: int, eps: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of `t`, `weight` and `bias`.
+
+    The mean may be rounded, to float16 say, and so may the inverse standard deviation, which need not even be in
+    range there. So the mean only says where `t` is about, `x = t - mean`; what it is beyond the decimals, and the
+    deviation, come out of sums of `x`, made in one pass with the others.
+    """
+    g, x = _grouped(g, num_groups), _grouped(t, num_groups)
+    x = x - mean.astype(x.dtype).reshape(-1, num_groups, 1, 1)
+    w = weight.astype(x.dtype).reshape(1, num_groups, -1)
+    rest = x.mean((2, 3), keepdims=True)
+    inverse = lax.rsqrt(jnp.maximum((x * x).mean((2, 3), keepdims=True) - rest * rest, 0) + eps)
+
+    count = x.shape[2] * x.shape[3]
+    sums = g.sum(3)  # of g and of g times the normalised t, for each sample and channel
+    products = ((g * x).sum(3) - rest[..., 0] * sums) * inverse[..., 0]
+    level, slope = ((w * s).sum(2).reshape(rest.shape) / count for s in (sums, products))
+    dt = inverse * (w[..., None] * g - level - (x - rest) * inverse * slope)
+    return dt.reshape(t.shape), products.sum(0).reshape(-1), sums.sum(0).reshape(-1)
+
+
+def _group_norm_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+    """One op makes all three."""
+    op = forward.op
+    if gs[0] is None:
+        return {}
+    t, weight, mean = (forward.read(x) for x in (*op.inputs[:2], op.outputs[1]))
+    gradients = _group_normalization_grad(gs[0], t, weight, mean, **op.attributes)
+    return {i: gradient for i, gradient in enumerate(gradients) if forward.wants(i)}
+
+
+_group_normalization = OpKind(
+    "GroupNormalization",
+    _group_norm,
+    shape=_group_norm_specs,
+    gradient=_group_norm_gradient,
+    result=("group_norm_out", "group_norm_mean", "group_norm_inv_std_dev"),
+)
+_group_normalization_grad = OpKind(
+    "GroupNormalizationGrad",
+    _group_norm_backward,
+    shape=lambda g, t, weight, mean, **how: (like_first(t), like_first(weight), like_first(weight)),
+    result=("group_norm_t_grad", "group_norm_weight_grad", "group_norm_bias_grad"),
+)
+
+
+def group_norm(t: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float = 1e-5) -> Tensor:
+    """Normalise groups of channels: `(t - mean) / sqrt(var + eps) * weight + bias`.
+
+    For each sample and group, mean and variance are those of all that the group's channels hold. The variance is
+    divided by the count. Computed in float32 and rounded once.
+
+    Args:
+        t: float tensor of shape `(N, C, ...)`.
+        weight, bias: of shape `(C,)`, one number for each channel.
+        num_groups: how many groups of adjacent channels there are; it divides C.
+        eps: added to the variance.
+
+    Returns:
+        A new tensor of the shape and dtype of `t`. Mean and inverse standard deviation are in the graph as well.
+
+    Raises:
+        PopxlError: if `t` has less than 2 dimensions; when the session is made, if `num_groups` does not divide C, or
+            `weight` or `bias` has not the shape `(C,)`.
+
+    See also: `torch.nn.functional.group_norm`.
+
+    Example:
+        >>> y = ops.group_norm(x, weight, bias, num_groups=4)
+    """
+    groups = integer(num_groups, "group_norm: `num_groups`")
+    out, *_ = _group_normalization(t, weight, bias, num_groups=groups, eps=float(eps))
+    return out
+
+
+def layer_norm(t: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """`group_norm` with one group: each sample is normalised as a whole.
+
+    All dimensions but the first are normalised over, and the second holds the channels. To normalise over the last
+    axis of a `(B, S, H)` tensor, make a `(B * S, H)` matrix of it first.
+
+    Args:
+        t: float tensor of shape `(N, C, ...)`.
+        weight, bias: of shape `(C,)`, one number for each channel.
+        eps: added to the variance.
+
+    Returns:
+        A new tensor of the shape and dtype of `t`.
+
+    Raises:
+        PopxlError: if `t` has less than 2 dimensions; when the session is made, if `weight` or `bias` has not the
+            shape `(C,)`.
+
+    See also: `torch.nn.functional.layer_norm`.
+
+    Example:
+        >>> y = ops.layer_norm(ops.reshape(x, (-1, hidden)), weight, bias)
+    """
+    return group_norm(t, weight, bias, 1, eps)

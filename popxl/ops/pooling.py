@@ -1,0 +1,279 @@
+"""Pooling: one number for each window of the spatial axes. How windows lie is in `popxl.ops.windows`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.errors import PopxlError
+from popxl.op import OpKind
+from popxl.ops.precision import wide_dtype
+from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
+from popxl.shapes import integers, like_first
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+__all__ = ["average_pool", "max_pool"]
+
+
+# Windows of a tensor ------------------------------------------------------------------------------------------------
+
+
+def _windows(
+    t: Any,
+    *,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    auto_pad: str,
+    ceil_mode: bool,
+) -> dict[int, Windows]:
+    """The windows along each spatial axis."""
+    return dict(enumerate(windows_over(t.shape[2:], kernel_size, stride, padding, auto_pad, ceil_mode), 2))
+
+
+def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
+    n = len(t.shape) - 2
+    if n < 1:
+        raise PopxlError("expected `t` with batch, channels and at least one spatial axis.")
+    for name, count in {"kernel_size": n, "stride": n, "padding": 2 * n}.items():
+        if len(how[name]) != count:
+            raise PopxlError(f"`{name}` is {how[name]}; `t` has {n} spatial axes, expected {count} entries.")
+    for name, least in {"kernel_size": 1, "stride": 1, "padding": 0}.items():
+        if min(how[name]) < least:
+            raise PopxlError(f"`{name}` is {how[name]}; expected numbers of {least} or more.")
+    counts = tuple(w.count for w in _windows(t, **how).values())
+    if min(counts) < 1:
+        raise PopxlError(f"the result would have the spatial sizes {counts}; the window does not fit into `t`.")
+    return TensorSpec((*t.shape[:2], *counts), t.dtype)
+
+
+def _reduced(t: Any, windows: Mapping[int, Windows], start: Any, combine: Any) -> Any:
+    """The elements of each window, combined. Padding, and axes without windows, contribute nothing."""
+
+    def each(entry: str, otherwise: int) -> list[int]:
+        return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]
+
+    pads = list(zip(each("begin", 0), each("end", 0), strict=True))
+    return lax.reduce_window(t, np.asarray(start, t.dtype), combine, each("reach", 1), each("stride", 1), pads)
+
+
+def _inside(windows: Mapping[int, Windows]) -> Any:
+    """How many elements of each window are no padding: a number if it is the same for all, otherwise an array."""
+    along = [np.asarray(w.inside(), np.float32) for w in windows.values()]
+    if all((counts == counts[0]).all() for counts in along):
+        return math.prod(counts[0] for counts in along)
+    rank = len(along)
+    return math.prod(jnp.asarray(counts).reshape(-1, *(1,) * (rank - 1 - i)) for i, counts in enumerate(along))
+
+
+# Average ------------------------------------------------------------------------------------------------------------
+
+
+def _average(t: Any, **how: Any) -> Any:
+    windows = _windows(t, **how)
+    total = _reduced(t.astype(wide_dtype(t)), windows, 0, lax.add)
+    return total / jnp.maximum(_inside(windows), 1).astype(total.dtype)
+
+
+_average_pool = OpKind("AveragePool", _average, shape=_pooled_shape, result="averagepool_out")
+
+# Maximum ------------------------------------------------------------------------------------------------------------
+
+
+def _lowest(dtype: Any) -> Any:
+    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _largest(t: Any, windows: Mapping[int, Windows]) -> Any:
+    return _reduced(t, windows, _lowest(t.dtype), lax.max)
+
+
+def _max(t: Any, **how: Any) -> Any:
+    windows = _windows(t, **how)
+    largest, inside = _largest(t, windows), _inside(windows)
+    return largest if np.ndim(inside) == 0 and inside else jnp.where(inside > 0, largest, jnp.zeros((), t.dtype))
+
+
+def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
+    """One axis after the other: the largest of a window is the largest of the largest of its rows.
+
+    An element equals the first exactly if it equals the largest of its row, and that equals the largest of the window.
+    So ties get what they should, and a window of 3 x 3 costs two passes of 3.
+    """
+    windows = _windows(t, **how)
+    stages = [t]
+    for axis, along in windows.items():
+        stages.append(_largest(stages[-1], {axis: along}))
+    g = g.astype(wide_dtype(g))
+    for (axis, along), x, largest in reversed(list(zip(windows.items(), stages, stages[1:], strict=False))):
+        g = _to_largest(g, x, largest, axis, along)
+    return g
+
+
+def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:
+    """The gradient of the largest elements along one axis, where each that is equal to it receives all of it.
+
+    A position is in few windows, the last of which is the one that it is nearest to the beginning of: one turn of the
+    loop for each.
+    """
+    size, stride, begin = windows.size, windows.stride, windows.begin
+    positions = np.arange(begin, begin + size)
+    slots = -(-(begin + size) // stride)  # windows that begin before the last position
+    column = (-1, *(1,) * (x.ndim - axis - 1))
+
+    def at_positions(values: Any, before: int) -> Any:
+        """For each position the value of the window that began last, or so many before."""
+        edges = [(before, slots - before - windows.count, 0) if a == axis else (0, 0, 0) for a in range(x.ndim)]
+        padded = lax.pad(values, jnp.zeros((), values.dtype), edges)
+        return lax.slice_in_dim(jnp.repeat(padded, stride, axis), begin, begin + size, axis=axis)
+
+    total = jnp.zeros(x.shape, g.dtype)
+    for before in range(-(-windows.reach // stride)):
+        within = (positions % stride + before * stride < windows.reach).reshape(column)
+        total += jnp.where(within & (at_positions(largest, before) == x), at_positions(g, before), 0)
+    return total
+
+
+_max_pool_grad = OpKind("MaxPoolGrad", _max_gradient, shape=lambda g, t, **how: like_first(t))
+_max_pool = OpKind(
+    "MaxPool",
+    _max,
+    shape=_pooled_shape,
+    result="maxpool_out",
+    gradient={
+        "t": lambda g, t, kernel_size, stride, padding, auto_pad, ceil_mode: _max_pool_grad(
+            g, t, kernel_size=kernel_size, stride=stride, padding=padding, auto_pad=auto_pad, ceil_mode=ceil_mode
+        )
+    },
+)
+
+# What users call ----------------------------------------------------------------------------------------------------
+
+
+def _pool(
+    kind: OpKind,
+    name: str,
+    t: Tensor,
+    kernel_size: Iterable[int],
+    stride: Iterable[int] | None,
+    padding: Iterable[int] | None,
+    auto_pad: str | None,
+    ceil_mode: bool,
+    **neutral: Iterable[int] | None,
+) -> Tensor:
+    """Add a pooling op, with all arguments spelled out as plain numbers."""
+    auto_pad = auto_pad or "not_set"
+    if auto_pad not in PAD_TYPES:
+        raise KeyError(f"{name}: `auto_pad` is {auto_pad!r}; expected {', '.join(map(repr, PAD_TYPES))}.")
+    for argument, given in neutral.items():
+        only = 0 if argument == "out_pads" else 1
+        if given is not None and any(value != only for value in integers(given, f"{name}: `{argument}`")):
+            raise ValueError(f"{name}: `{argument}` is {given}; only {only} is supported. Leave it out.")
+    kernel = integers(kernel_size, f"{name}: `kernel_size`")
+    strides = () if stride is None else integers(stride, f"{name}: `stride`")
+    pads = () if padding is None else integers(padding, f"{name}: `padding`")
+    return kind(
+        t,
+        kernel_size=kernel,
+        stride=strides + (1,) * (len(kernel) - len(strides)),
+        padding=pads + (0,) * (2 * len(kernel) - len(pads)),
+        auto_pad=auto_pad,
+        ceil_mode=bool(ceil_mode),
+    )
+
+
+def average_pool(
+    t: Tensor,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+    padding: tuple[int, ...] | None = None,
+    out_pads: tuple[int, ...] | None = None,
+    dilation: tuple[int, ...] | None = None,
+    in_dilations: tuple[int, ...] | None = None,
+    auto_pad: PadType | None = "not_set",
+    ceil_mode: bool = False,
+) -> Tensor:
+    """The mean of each window, where padding does not count; 0 for a window of nothing but padding.
+
+    Along an axis of size `d`, with a kernel of size `k` and stride `s`:
+
+    * `"not_set"`: `padding` is used; there are `floor((d + begin + end - k) / s) + 1` windows, and with `ceil_mode`
+      the ceiling of the quotient plus 1. Unlike in PyTorch, a last window of nothing but padding is kept.
+    * `"valid"`: there is no padding, and what is left over at the end is in no window.
+    * `"same_upper"`, `"same_lower"`: there are `ceil(d / s)` windows; of the padding that this takes half is on either
+      side, and of an odd number one more at the end (upper) or at the beginning (lower).
+
+    Computed in float32 and rounded once.
+
+    Args:
+        t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
+        kernel_size: size of the window along each spatial axis.
+        stride: steps of the window along each spatial axis; what is missing is 1. (It is not the size of the kernel.)
+        padding: padding before each spatial axis, then after each: `(b1, ..., bn, e1, ..., en)`; what is missing is 0.
+            Used for `"not_set"` only.
+        out_pads: zeros, or left out.
+        dilation, in_dilations: ones, or left out.
+        auto_pad: see above; `None` and an empty string mean `"not_set"`.
+        ceil_mode: see above.
+
+    Returns:
+        A new tensor of shape `(N, C, o, ...)`, with the dtype of `t`.
+
+    Raises:
+        KeyError: for another `auto_pad`.
+        ValueError: for `out_pads`, `dilation` or `in_dilations` that would change something.
+        PopxlError: if the numbers of entries do not fit `t`, or no window does.
+
+    See also: `torch.nn.functional.avg_pool2d`, with `count_include_pad=False`.
+
+    Example:
+        >>> y = ops.average_pool(x, (2, 2), stride=(2, 2))
+    """
+    neutral = {"out_pads": out_pads, "dilation": dilation, "in_dilations": in_dilations}
+    return _pool(_average_pool, "average_pool", t, kernel_size, stride, padding, auto_pad, ceil_mode, **neutral)
+
+
+def max_pool(
+    t: Tensor,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+    padding: tuple[int, ...] | None = None,
+    out_pads: tuple[int, ...] | None = None,
+    dilation: tuple[int, ...] | None = None,
+    in_dilations: tuple[int, ...] | None = None,
+    auto_pad: PadType | None = "not_set",
+    ceil_mode: bool = False,
+    storage_order: Literal["row", "column"] = "row",
+) -> Tensor:
+    """The largest element of each window, where padding does not count; 0 for a window of nothing but padding.
+
+    Every element that equals the largest of a window receives the whole gradient of the window; ties are not split.
+
+    Args:
+        t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
+        kernel_size, stride, padding, out_pads, dilation, in_dilations, auto_pad, ceil_mode: as for `average_pool`.
+        storage_order: `"row"`; it would be the order of indices, which are not returned.
+
+    Returns:
+        A new tensor of shape `(N, C, o, ...)`, with the dtype of `t`.
+
+    Raises:
+        KeyError: for another `auto_pad`.
+        ValueError: for `out_pads`, `dilation` or `in_dilations` that would change something.
+        PopxlError: for another `storage_order`, if the numbers of entries do not fit `t`, or no window does.
+
+    See also: `torch.nn.functional.max_pool2d`.
+
+    Example:
+        >>> y = ops.max_pool(x, (3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
+    """
+    if storage_order != "row":
+        raise PopxlError(f"max_pool: `storage_order` is {storage_order!r}; expected 'row'. No indices are returned.")
+    neutral = {"out_pads": out_pads, "dilation": dilation, "in_dilations": in_dilations}
+    return _pool(_max_pool, "max_pool", t, kernel_size, stride, padding, auto_pad, ceil_mode, **neutral)

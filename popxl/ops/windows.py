@@ -1,0 +1,85 @@
+"""Windows that slide over the spatial axes of a tensor: how many there are, and how far they reach beyond its ends.
+
+Convolutions and pooling share this. It is arithmetic on sizes, and knows no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+PadType = Literal["not_set", "same_upper", "same_lower", "valid"]
+"""Who says how much padding there is: the caller (`not_set`), the wish that a stride of 1 keeps the size (`same_upper`
+and `same_lower`, with the odd one at the end or at the beginning), or nobody, as there is none (`valid`)."""
+
+PAD_TYPES: tuple[str, ...] = get_args(PadType)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows along one axis. Window `j` begins at position `j * stride - begin`, and is `reach` positions long.
+
+    Attributes:
+        size: of the axis, without padding.
+        reach, stride: see above. A kernel of 3 with dilation 2 reaches over 5 positions.
+        begin, end: padding at either side; negative where the axis is cropped.
+        count: how many windows there are. Not positive if not even one fits.
+    """
+
+    size: int
+    reach: int
+    stride: int
+    begin: int
+    end: int
+    count: int
+
+    def inside(self) -> NDArray[np.int64]:
+        """How many positions of each window are not padding."""
+        starts = np.arange(self.count) * self.stride - self.begin
+        return np.maximum(np.minimum(starts + self.reach, self.size) - np.maximum(starts, 0), 0)
+
+
+def windows_over(
+    sizes: Sequence[int],
+    reaches: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[int],
+    pad_type: str,
+    ceil_mode: bool = False,
+) -> tuple[Windows, ...]:
+    """The windows along each axis.
+
+    Args:
+        sizes, reaches, strides: one for each axis.
+        padding: all that is padded before, then all that is padded after; read for `not_set` only.
+        pad_type: a `PadType`.
+        ceil_mode: for `not_set`: as many windows as it takes to cover the end, which is padded for it. (Otherwise what
+            is left over at the end is in no window.)
+    """
+    axes = zip(sizes, reaches, strides, padding, padding[len(sizes) :], strict=False)
+    return tuple(_windows(*axis, pad_type, ceil_mode) for axis in axes)
+
+
+def _windows(size: int, reach: int, stride: int, begin: int, end: int, pad_type: str, ceil_mode: bool) -> Windows:
+    if pad_type in ("same_upper", "same_lower"):
+        count = -(-size // stride)
+        begin, end = halves(max((count - 1) * stride + reach - size, 0), larger_last=pad_type == "same_upper")
+    elif pad_type == "valid":
+        begin = end = 0
+        count = (size - reach) // stride + 1
+    else:
+        span = size + begin + end - reach
+        count = span // stride + 1
+        if ceil_mode and span % stride:
+            count, end = count + 1, end + stride - span % stride
+    return Windows(size, reach, stride, begin, end, count)
+
+
+def halves(total: int, larger_last: bool) -> tuple[int, int]:
+    """Two amounts that add up to the total and differ by one at most."""
+    smaller = total // 2
+    return (smaller, total - smaller) if larger_last else (total - smaller, smaller)

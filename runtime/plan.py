@@ -1,0 +1,393 @@
+"""A program as a plan: pieces that are compiled once each, and run one after the other by the host, without waiting.
+
+A graph that is called often is a piece; so are the ops between such calls. Pieces of equal structure share one
+executable, so that compile time does not grow with the number of calls, and programs that call the same graph share
+it too. What a piece overwrites is donated to it. The other way, one program whose calls XLA keeps, is in
+`runtime.program`, which chooses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from popxl.aliasing import storages
+from popxl.fp8_utils import to_device
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.ops.call import call_kind
+from popxl.options import SessionOptions
+from popxl.streams import HostToDeviceStream
+from popxl.tensor import Constant, Tensor
+from runtime.effects import Channel, Channels, Failure, channels_of_ops
+from runtime.lower import Lowering, view_of
+from runtime.structure import Encoding, Structure, Structures, encoded, structure_of
+
+Array = Any
+Values = dict[Tensor, Array]
+
+SMALLEST = 16
+"""A graph of fewer ops is not worth a dispatch of its own: it is part of the piece that calls it."""
+
+REPEATED = 2000
+"""A program is planned if XLA would otherwise compile this many ops that it has compiled already."""
+
+
+class Choice:
+    """Which calls of a program become pieces: those of graphs that are called twice or more, and are large enough.
+
+    Args:
+        main: the graph that the program runs.
+        smallest: how many ops are enough.
+    """
+
+    def __init__(self, main: Graph, smallest: int = SMALLEST) -> None:
+        self._structures = Structures()
+        calls = self._structures.calls(main)
+        sizes = {self._structures.of(graph): self._structures.size(graph) for graph in _called(main)}
+        self._pieces = {s for s, count in calls.items() if count > 1 and sizes[s] >= smallest}
+        self.repeated = sum((calls[s] - 1) * sizes[s] for s in self._pieces)
+
+    def is_worth_it(self) -> bool:
+        """Whether a plan pays."""
+        return self.repeated >= REPEATED
+
+    def is_piece(self, op: Op) -> bool:
+        """Whether an op is a call that is a piece of its own."""
+        return op.kind is call_kind and self._structures.of(op.called_graphs[0]) in self._pieces
+
+    def is_entered(self, op: Op) -> bool:
+        """Whether an op is a call that the host carries out step by step, because there are pieces in its graph."""
+        if op.kind is not call_kind or self.is_piece(op):
+            return False
+        (graph,) = op.called_graphs
+        whole = all(view_of(t.origin) is None for t in (*op.inputs, *graph.outputs))
+        made = not any(isinstance(t.origin, Constant) for t in graph.outputs)
+        inside = not self._pieces.isdisjoint(self._structures.calls(graph))
+        return inside and whole and made and len(op.inputs) == len(graph.inputs)
+
+    def encoded(self, ops: Iterable[Op]) -> Encoding:
+        """Ops, written down."""
+        return encoded(ops, self._structures)
+
+
+def _called(main: Graph) -> Iterator[Graph]:
+    """The graphs that calls lead to, each once."""
+    seen: set[Graph] = set()
+    waiting = [main]
+    while waiting:
+        for op in waiting.pop().ops:
+            if op.kind is call_kind and op.called_graphs[0] not in seen:
+                seen.add(op.called_graphs[0])
+                waiting.append(op.called_graphs[0])
+                yield op.called_graphs[0]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What pieces are compiled for: a device, the options, the number of transfers, and whether 64 bits are kept."""
+
+    sharding: Any
+    options: SessionOptions
+    transfers: int
+    wide: bool
+
+    def key(self) -> tuple[Any, ...]:
+        """What makes a difference."""
+        return (self.sharding, self.options.throwIfLog2ScaleTensorNotInRange, self.transfers, self.wide)
+
+
+# Steps --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """Something that the host does.
+
+    Attributes:
+        reads: the storages that it reads, the ones that it overwrites among them.
+        makes: the storages that have a new value afterwards.
+        frees: the storages that nobody needs afterwards.
+    """
+
+    reads: tuple[Tensor, ...]
+    makes: tuple[Tensor, ...]
+    frees: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Piece(Step):
+    """Ops that are compiled together, and run at once.
+
+    Attributes:
+        ops: what is run.
+        encoding: the ops, written down.
+        donated: the storages that the ops overwrite, and that nobody else holds.
+    """
+
+    ops: tuple[Op, ...] = ()
+    encoding: Any = None
+    donated: tuple[Tensor, ...] = ()
+
+    def compile(self, target: Target) -> None:
+        """Compile the ops, unless ops of the same structure have been compiled before."""
+        self.channels = channels_of_ops(self.ops)
+        self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
+        self.kept = tuple(t for t in self.reads if t not in self.donated)
+        number = self.encoding.numbers
+        results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
+        self.structure = structure_of((*self.encoding.code, results, target.key()))
+        if self.structure.executable is None:
+            lowering = Lowering(self.ops, target.options)
+
+            def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
+                channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
+                channels.move(self.channels, positions)
+                values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
+                environment = lowering.run(self.ops, values, channels)
+                return [environment.values[t] for t in self.makes], channels.positions(self.channels)
+
+            lowered = jax.jit(piece, donate_argnums=(0, 3)).lower(*self._arguments(target))
+            self.structure.text = lowered.as_text
+            self.structure.executable = lowered.compile()
+
+    def _arguments(self, target: Target) -> tuple[Any, ...]:
+        def spec(shape: tuple[int, ...], dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=target.sharding)
+
+        def transfers(c: Channel) -> Any:
+            if isinstance(c, Failure):
+                return spec(c.shape, c.start.dtype)
+            return spec((target.transfers, *c.shape), c.dtype.as_jax())
+
+        position = spec((), np.dtype(np.int32))
+        return (
+            [spec(t.shape, t.dtype.as_jax()) for t in self.donated],
+            [spec(t.shape, t.dtype.as_jax()) for t in self.kept],
+            [transfers(c) for c in self.feeds],
+            {i: position if c in self.feeds else (transfers(c), position) for i, c in enumerate(self.channels)},
+        )
+
+    def __call__(self, values: Values, channels: Channels) -> None:
+        made, positions = self.structure.executable(
+            [values[t] for t in self.donated],
+            [values[t] for t in self.kept],
+            [channels.transfers(c) for c in self.feeds],
+            channels.positions(self.channels),
+        )
+        channels.move(self.channels, positions)
+        values.update(zip(self.makes, made, strict=True))
+        for t in self.frees:
+            del values[t]
+
+
+@dataclass
+class Entry(Step):
+    """A call that the host carries out step by step.
+
+    Attributes:
+        op: the call.
+        inside: the steps.
+    """
+
+    op: Any = None
+    inside: Any = None
+
+    def compile(self, target: Target) -> None:
+        """Put the constants that are passed to where the steps run."""
+        self._constants = {
+            t: jax.device_put(to_device(t.data, t.dtype), target.sharding)
+            for t in self.op.inputs
+            if isinstance(t, Constant)
+        }
+
+    def __call__(self, values: Values, channels: Channels) -> None:
+        (graph,) = self.op.called_graphs
+        given = [self._constants[t] if t in self._constants else values[t.origin] for t in self.op.inputs]
+        inner = dict(zip(graph.inputs, given, strict=True))
+        del given
+        self.inside(inner, channels)
+        for t, result in zip(self.op.outputs, graph.outputs, strict=False):
+            values[t] = inner[result.origin]
+        for i in self.op.modified:
+            values[self.op.inputs[i].origin] = inner[graph.inputs[i]]
+        for t in self.frees:
+            del values[t]
+
+
+class Steps:
+    """What the host does for one graph, in order.
+
+    Args:
+        graph: the graph.
+        choice: which calls become pieces.
+        owned: the storages that nobody else holds at the start.
+        kept: the storages whose values are needed at the end.
+
+    Attributes:
+        owned: the storages that nobody else holds at the end.
+    """
+
+    def __init__(self, graph: Graph, choice: Choice, owned: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
+        self._choice = choice
+        self._made_of = storages(graph)
+        self.owned = set(owned)
+        self.steps: list[Piece | Entry] = list(self._cut(graph))
+        self._find_last_uses(set(kept))
+        for step in self.steps:
+            if isinstance(step, Piece):
+                written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
+                step.donated = tuple(t for t in step.reads if t in written & self.owned)
+                self.owned.update(step.makes)
+            else:
+                self._enter(step)
+
+    def _cut(self, graph: Graph) -> Iterator[Piece | Entry]:
+        """The pieces and entries: each call that is one, and the ops between."""
+        between: list[Op] = []
+        for op in graph.ops:
+            alone, entered = self._choice.is_piece(op), self._choice.is_entered(op)
+            if (alone or entered) and between:
+                yield self._piece(between)
+                between = []
+            if alone:
+                yield self._piece([op])
+            elif entered:
+                reads = dict.fromkeys(t.origin for t in op.inputs if not isinstance(t, Constant))
+                written = [op.inputs[i].origin for i in sorted(op.modified)]
+                yield Entry(tuple(reads), (*op.outputs, *written), op=op)
+            elif op.kind.put is None:  # a view is made when somebody looks through it
+                between.append(op)
+        if between:
+            yield self._piece(between)
+
+    def _piece(self, ops: Sequence[Op]) -> Piece:
+        encoding = self._choice.encoded(ops)
+        made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
+        made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
+        return Piece(tuple(encoding.roots), tuple(made), ops=tuple(ops), encoding=encoding)
+
+    def _find_last_uses(self, needed: set[Tensor]) -> None:
+        """What each step makes that somebody needs, and what nobody needs after it."""
+        for step in reversed(self.steps):
+            unread = [t for t in step.makes if t not in needed]
+            if isinstance(step, Piece):  # an entry makes all results; they are freed at once
+                step.makes = tuple(t for t in step.makes if t in needed)
+                unread = []
+            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *unread) if t not in needed))
+            needed -= set(step.makes) - set(step.reads)
+            needed |= set(step.reads)
+
+    def _enter(self, step: Entry) -> None:
+        """Plan the graph of an entry. Two storages may hold one array afterwards: neither is then owned."""
+        op: Op = step.op
+        (graph,) = op.called_graphs
+        origins = [t.origin for t in op.inputs]
+        given_up = {*step.frees, *(origins[i] for i in op.modified)}
+        owned = {
+            t
+            for t, origin in zip(graph.inputs, origins, strict=True)
+            if origin in self.owned & given_up and origins.count(origin) == 1
+        }
+        results = [(t, result.origin) for t, result in zip(op.outputs, graph.outputs, strict=False)]
+        results += [(origins[i], graph.inputs[i]) for i in sorted(op.modified)]
+        step.inside = Steps(graph, self._choice, owned, {inner for _, inner in results})
+        returned = Counter(inner for _, inner in results)
+        for t, origin in zip(graph.inputs, origins, strict=True):
+            if returned[t] and t not in step.inside.owned:
+                self.owned.discard(origin)
+        for t, inner in results:
+            if returned[inner] == 1 and inner in step.inside.owned:
+                self.owned.add(t)
+            else:
+                self.owned.discard(t)
+
+    def all(self) -> Iterator[Piece | Entry]:
+        """All steps, those inside of entries too."""
+        for step in self.steps:
+            yield step
+            if isinstance(step, Entry):
+                yield from step.inside.all()
+
+    def __call__(self, values: Values, channels: Channels) -> None:
+        for step in self.steps:
+            step(values, channels)
+
+    def peak(self) -> int:
+        """Bytes that are in use at most, besides what goes in: values between steps, and temporaries of a step."""
+        alive: dict[Tensor, int] = {}
+        peak = 0
+        for step in self.steps:
+            made = {t: t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
+            if isinstance(step, Piece):
+                inside = step.structure.executable.memory_analysis().temp_size_in_bytes
+            else:
+                inside = step.inside.peak()
+            alive |= made
+            peak = max(peak, sum(alive.values()) + inside)
+            for t in step.frees:
+                alive.pop(t, None)
+        return peak
+
+
+class Plan:
+    """A program that the host carries out: `(changing, constant, feeds) -> (changing, fetches)`.
+
+    Args:
+        main: the graph that the program runs.
+        choice: which calls become pieces.
+        changed, read: the variables that the program changes, and those that it only reads.
+        channels: the streams that it uses.
+        target: what to compile for.
+        begin: the first state of the channels, made of the feeds: a JAX function, compiled.
+        end: the fetches, made of the last state: likewise.
+    """
+
+    def __init__(
+        self,
+        main: Graph,
+        choice: Choice,
+        changed: Sequence[Tensor],
+        read: Sequence[Tensor],
+        channels: Sequence[Channel],
+        target: Target,
+        begin: Callable[[Any], Any],
+        end: Callable[[Any], Any],
+    ) -> None:
+        self._variables = (*changed, *read)
+        self._changed = changed
+        self._channels = channels
+        self._begin = begin
+        self._end = end
+        self._steps = Steps(main, choice, changed, changed)
+        for step in self._steps.all():
+            step.compile(target)
+
+    def __call__(self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
+        values = dict(zip(self._variables, (*changing, *constant), strict=True))
+        channels = Channels(dict(zip(self._channels, self._begin(feeds), strict=True)))
+        self._steps(values, channels)
+        return tuple(values[v] for v in self._changed), self._end(channels.take(self._channels))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, in the order in which they run."""
+        return tuple(step for step in self._steps.all() if isinstance(step, Piece))
+
+    @property
+    def structures(self) -> tuple[Structure, ...]:
+        """What the pieces are, each once."""
+        return tuple(dict.fromkeys(piece.structure for piece in self.pieces))
+
+    def text(self) -> str:
+        """What was compiled, each piece once."""
+        return "\n".join(structure.text() for structure in self.structures)
+
+    def temporaries(self) -> int:
+        """Bytes that one run needs at most, besides the variables and the feeds."""
+        return self._steps.peak()

@@ -1,0 +1,170 @@
+"""What a piece of a program is, whatever its tensors are called: pieces of equal structure share one executable.
+
+A structure is found once and compared by identity: that of a graph stands for its whole content. Equal graphs have the
+same one, also if they belong to different programs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.ops.call import call_kind
+from popxl.streams import Stream
+from popxl.tensor import Constant, Tensor
+
+
+class Structure:
+    """The content of a graph or of a run of ops. There is one object for each content.
+
+    Attributes:
+        executable: what the content was compiled to, once it has been.
+        text: gives the text that it was compiled from.
+    """
+
+    __slots__ = ("__weakref__", "code", "executable", "text")
+
+    def __init__(self, code: tuple[Any, ...]) -> None:
+        self.code = code
+        self.executable: Any = None
+        self.text: Callable[[], str] = str
+
+
+_known: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
+
+
+def structure_of(code: tuple[Any, ...]) -> Structure:
+    """The one structure with this content. It lives as long as somebody holds it."""
+    found = _known.get(code)
+    if found is None:
+        found = _known[code] = Structure(code)
+    return found
+
+
+class _Same:
+    """Stands for an object that is equal to itself only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+class Structures:
+    """The structures of the graphs of one program, each found once."""
+
+    def __init__(self) -> None:
+        self.of = cache(self._graph)
+        self.size = cache(self._size)
+        self.calls = cache(self._calls)
+
+    def _graph(self, graph: Graph) -> Structure:
+        """The structure of a graph."""
+        encoding = Encoding(self)
+        for t in graph.inputs:
+            encoding.add(t, ("input", t.spec, t.by_ref))
+        for op in graph.ops:
+            encoding.op(op)
+        encoding.code.append(tuple(map(encoding.operand, graph.outputs)))
+        return structure_of(tuple(encoding.code))
+
+    def _size(self, graph: Graph) -> int:
+        """How many ops XLA sees of a graph, where no call is kept."""
+        return sum(1 + sum(map(self.size, op.called_graphs)) for op in graph.ops)
+
+    def _calls(self, graph: Graph) -> Counter[Structure]:
+        """How often running a graph calls each structure. What loops and conditionals call is theirs."""
+        counts: Counter[Structure] = Counter()
+        for op in graph.ops:
+            if op.kind is call_kind:
+                (callee,) = op.called_graphs
+                counts[self.of(callee)] += 1
+                counts.update(self.calls(callee))
+        return counts
+
+
+class Encoding:
+    """Ops written down with numbers in place of tensors.
+
+    Attributes:
+        code: what is written down.
+        roots: the tensors that are read and that no op here makes, in the order in which they are first met.
+    """
+
+    def __init__(self, structures: Structures) -> None:
+        self.code: list[Any] = []
+        self.roots: list[Tensor] = []
+        self.numbers: dict[Tensor, int] = {}
+        self._structures = structures
+
+    def add(self, t: Tensor, code: Any) -> int:
+        """Give a tensor the next number."""
+        self.code.append(code)
+        number = self.numbers[t] = len(self.numbers)
+        return number
+
+    def op(self, op: Op) -> None:
+        """Write down an op. Views are written down where they are looked through."""
+        if op.kind.put is None:
+            inputs = tuple(map(self.operand, op.inputs))
+            self.code.append((op.kind, op.operands, self._attributes(op), inputs, op.modified))
+            for t in op.outputs:
+                if t.origin is t:
+                    self.add(t, t.spec)
+
+    def operand(self, t: Tensor) -> int:
+        """The number of a tensor, or of the tensor that it is an alias of."""
+        t = t.origin
+        if t in self.numbers:
+            return self.numbers[t]
+        producer = t.producer
+        if producer is not None and producer.kind.put is not None:
+            bases = tuple(map(self.operand, producer.inputs))
+            return self.add(t, (producer.kind, producer.operands, self._attributes(producer), bases))
+        if isinstance(t, Constant):
+            return self.add(t, (t.spec, self._token(t.data)))
+        self.roots.append(t)
+        return self.add(t, ("root", t.spec))
+
+    def _attributes(self, op: Op) -> tuple[Any, ...]:
+        return tuple((name, self._token(value)) for name, value in op.attributes.items())
+
+    def _token(self, value: Any) -> Any:
+        """A value as something that is equal for equal values only: 1, 1.0 and True are three."""
+        if isinstance(value, Graph):
+            return self._structures.of(value)
+        if isinstance(value, tuple | list):
+            return (type(value), *map(self._token, value))
+        if isinstance(value, dict):
+            return (dict, *((self._token(k), self._token(v)) for k, v in value.items()))
+        if isinstance(value, float):
+            return repr(value)
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
+            return (value.dtype, value.shape, value.tobytes())
+        if isinstance(value, np.ndarray | Stream) or type(value).__hash__ is None:
+            return _Same(value)
+        return (type(value), value)
+
+
+_LARGE = 4096  # bytes; larger arrays are equal to themselves only
+
+
+def encoded(ops: Iterable[Op], structures: Structures) -> Encoding:
+    """A run of ops, written down."""
+    encoding = Encoding(structures)
+    for op in ops:
+        encoding.op(op)
+    return encoding

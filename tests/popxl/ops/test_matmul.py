@@ -1,0 +1,58 @@
+"""Gradients of the matrix product: against torch, and what they are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.transforms import autodiff
+from tests.popxl.evaluate import evaluate
+
+SHAPES = [
+    ((2, 3), (3, 4)),
+    ((5, 2, 3), (3, 4)),
+    ((6, 5, 2, 3), (3,)),
+    ((3,), (3, 4)),
+    ((3,), (5, 3, 4)),
+    ((2, 3), (5, 3, 4)),
+    ((3,), (3,)),
+    ((6, 1, 2, 3), (5, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_as_in_torch(dtype) -> None:
+    """For float16 as exact as for products in float32 that are rounded once, however many are summed."""
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(0)
+    cases = [[random.uniform(-2, 2, shape).astype(dtype) for shape in shapes] for shapes in SHAPES]
+    gs = [random.uniform(-2, 2, np.matmul(a, b).shape).astype(dtype) for a, b in cases]
+
+    def build():
+        for (a, b), g in zip(cases, gs, strict=True):
+            lhs, rhs = popxl.variable(a), popxl.variable(b)
+            graph = popxl.gcg().ir.create_graph(ops.matmul, lhs, rhs)
+            info = autodiff(graph)
+            site = ops.call_with_info(graph, lhs, rhs)
+            yield from ops.call(info.graph, popxl.variable(g), inputs_dict=info.inputs_dict(site))
+
+    results = iter(evaluate(build))
+    for arrays, g in zip(cases, gs, strict=True):
+        tensors = [torch.from_numpy(a.astype(np.float64)).requires_grad_() for a in arrays]
+        torch.matmul(*tensors).backward(torch.from_numpy(g.astype(np.float64)))
+        for t in tensors:
+            found, expected = next(results), t.grad.numpy()
+            near = np.finfo(dtype).eps if dtype == "float16" else 1e-5  # one rounding is half of eps
+            np.testing.assert_allclose(found, expected, rtol=near, atol=1e-5, err_msg=str([a.shape for a in arrays]))
+
+
+def test_weights_get_their_gradient_from_one_product() -> None:
+    """Not one for each batch, which are then summed."""
+    with popxl.Ir().main_graph:
+        x, w = (popxl.variable(np.ones(shape, np.float32)) for shape in ((5, 2, 3), (3, 4)))
+        graph = popxl.gcg().ir.create_graph(ops.matmul, x, w)
+        info = autodiff(graph, grads_required=graph.inputs[1:])
+    made = [op.op_type for op in info.graph.ops]
+    assert made.count("MatMul") == 1 and "ReduceSum" not in made

@@ -91,11 +91,14 @@ class Environment:
             return joined.apply([self.read(base) for base in joined.inputs])
         if t not in self.values:
             if not isinstance(t, Constant):
-                raise PopxlError(
-                    f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to."
-                )
+                raise no_value(t)
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
         return self.values[t]
+
+
+def no_value(t: Tensor) -> PopxlError:
+    """The error for a storage that nothing gives a value."""
+    return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
 
 
 def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:

@@ -25,7 +25,7 @@ from popxl.options import SessionOptions
 from popxl.streams import HostToDeviceStream
 from popxl.tensor import Constant, Tensor
 from runtime.effects import Channel, Channels, Failure, channels_of_ops
-from runtime.lower import Lowering, view_of
+from runtime.lower import Lowering, no_value, view_of
 from runtime.structure import Encoding, Structure, Structures, encoded, structure_of
 
 Array = Any
@@ -248,23 +248,34 @@ class Steps:
                 self._enter(step)
 
     def _cut(self, graph: Graph) -> Iterator[Piece | Entry]:
-        """The pieces and entries: each call that is one, and the ops between."""
-        between: list[Op] = []
+        """The pieces and entries: each call that is one, and the ops between.
+
+        What follows a call joins its piece, if the two follow each other elsewhere too: the update of the weights goes
+        with the gradient, say.
+        """
+        runs: list[list[Op]] = [[]]  # an entry, or the ops between, or a call and what follows it
         for op in graph.ops:
-            alone, entered = self._choice.is_piece(op), self._choice.is_entered(op)
-            if (alone or entered) and between:
-                yield self._piece(between)
-                between = []
-            if alone:
-                yield self._piece([op])
-            elif entered:
-                reads = dict.fromkeys(t.origin for t in op.inputs if not isinstance(t, Constant))
-                written = [op.inputs[i].origin for i in sorted(op.modified)]
-                yield Entry(tuple(reads), (*op.outputs, *written), op=op)
+            if self._choice.is_entered(op):
+                runs += [[op], []]
+            elif self._choice.is_piece(op):
+                runs.append([op])
             elif op.kind.put is None:  # a view is made when somebody looks through it
-                between.append(op)
-        if between:
-            yield self._piece(between)
+                runs[-1].append(op)
+        codes = [structure_of(tuple(self._choice.encoded(run).code)) for run in runs]
+        count = Counter(codes)
+        for run, code in zip(runs, codes, strict=True):
+            if run and self._choice.is_entered(run[0]):
+                yield self._entry(run[0])
+            elif len(run) > 1 and count[code] == 1 and self._choice.is_piece(run[0]):
+                yield self._piece(run[:1])
+                yield self._piece(run[1:])
+            elif run:
+                yield self._piece(run)
+
+    def _entry(self, op: Op) -> Entry:
+        reads = dict.fromkeys(t.origin for t in op.inputs if not isinstance(t, Constant))
+        written = [op.inputs[i].origin for i in sorted(op.modified)]
+        return Entry(tuple(reads), (*op.outputs, *written), op=op)
 
     def _piece(self, ops: Sequence[Op]) -> Piece:
         encoding = self._choice.encoded(ops)
@@ -365,6 +376,12 @@ class Plan:
         self._begin = begin
         self._end = end
         self._steps = Steps(main, choice, changed, changed)
+        known = set(self._variables)
+        for step in self._steps.steps:
+            for t in step.reads:
+                if t not in known:
+                    raise no_value(t)
+            known.update(step.makes)
         for step in self._steps.all():
             step.compile(target)
 

@@ -48,6 +48,11 @@ def structure_of(code: tuple[Any, ...]) -> Structure:
     return found
 
 
+def forget() -> None:
+    """Let nobody find the structures that are known: what is compiled next is compiled anew."""
+    _known.clear()
+
+
 class _Same:
     """Stands for an object that is equal to itself only."""
 

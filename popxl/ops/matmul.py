@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from popxl import dtypes
 from popxl.context import get_current_context
@@ -20,11 +21,16 @@ from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
 
-def _matmul(lhs: Any, rhs: Any, *, output_type: dtype_ | None, **hints: Any) -> Any:
+def _matmul(
+    lhs: Any, rhs: Any, *, output_type: dtype_ | None, partials_type: dtype_ | None = None, **hints: Any
+) -> Any:
     wanted = lhs.dtype if output_type is None else output_type.as_jax()
     if not jnp.issubdtype(lhs.dtype, jnp.floating):
         return jnp.matmul(lhs, rhs)
-    return jnp.matmul(lhs, rhs, preferred_element_type=jnp.promote_types(wanted, jnp.float32))
+    # By themselves accelerators multiply float32 with fewer digits, as half partials allow.
+    precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else lax.Precision.HIGHEST
+    wide = jnp.promote_types(wanted, jnp.float32)
+    return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
 
 
 def _shape(
@@ -118,8 +124,9 @@ def matmul(
         rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result.
         available_memory_proportion: accepted for programs that tune memory; without effect.
         output_type: dtype of the result; that of the operands by default.
-        partials_type: float16 or float32: the precision that sums of products need at least. They are always
-            accumulated in float32 here, and rounded once.
+        partials_type: float32 (the default, unless the session option `partialsTypeMatMuls` says `"half"`) or
+            float16. Sums of products are made in float32 and rounded once in any case; float16 allows accelerators to
+            multiply float32 numbers with fewer digits, which is faster.
 
     Returns:
         A new tensor of shape `(..., m, n)`; leading dimensions broadcast.

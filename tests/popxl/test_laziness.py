@@ -3,8 +3,11 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 BUILD = """
     import numpy as np
@@ -27,10 +30,30 @@ BUILD = """
         popxl.OpKind("Softplus", jax.nn.softplus)(w)
 """
 
+EVERY_OP = """
+    import popxl
+    from popxl.transforms import autodiff
+    from tests.popxl.ops.rows import ROWS
+    from tests.popxl.ops.test_rows import flat, nested, tensors_for
+
+    for row in ROWS:
+        for sample in row.samples[:1]:
+            ir = popxl.Ir()
+            with ir.main_graph:
+                tensors = [t for t in flat(tensors_for(sample.operands)) if isinstance(t, popxl.Tensor)]
+                if row.name in ("host_load", "init"):
+                    row.op(*tensors_for(sample.operands), **sample.attributes)
+                    continue
+                graph = ir.create_graph(lambda *ts: nested(row.build or row.op, sample, ts), *tensors)
+                if row.differentiable:
+                    autodiff(graph, grads_required=[graph.inputs[i] for i in row.differentiable if i < len(tensors)])
+"""
+
 STEPS = {
     "import": "import popxl",
     "import of the addons": "import popxl_addons",
     "build": BUILD,
+    "every op": EVERY_OP,
     "print": BUILD + "    str(ir), ir.main_graph.print_schedule(), repr(info)\n",
 }
 
@@ -43,4 +66,4 @@ def test_no_device_is_started(step):
         + "\nfrom jax._src import xla_bridge"
         + "\nassert not xla_bridge.backends_are_initialized(), 'a device was started'\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120, cwd=ROOT)

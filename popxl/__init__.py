@@ -54,6 +54,7 @@ from popxl.context import (
 )
 from popxl.graph import Graph
 from popxl.ir import Ir
+from popxl.jax_functions import from_jax
 from popxl.module import Module
 from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds
@@ -61,7 +62,7 @@ from popxl.replica_grouping import ReplicaGrouping
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
 from popxl import errors, fp8_utils, ops, transforms, utils
-from popxl.session import Session
+from popxl.session import GraphFunction, Session, to_jax
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ __all__ = [
     "DeviceToHostStream",
     "ExecutionContext",
     "Graph",
+    "GraphFunction",
     "HostToDeviceStream",
     "Ir",
     "Module",
@@ -99,6 +101,7 @@ __all__ = [
     "float32",
     "float64",
     "fp8_utils",
+    "from_jax",
     "gcg",
     "get_current_graph",
     "get_ir",
@@ -118,6 +121,7 @@ __all__ = [
     "ipu",
     "name_scope",
     "ops",
+    "to_jax",
     "transforms",
     "uint8",
     "uint16",

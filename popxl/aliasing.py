@@ -18,10 +18,11 @@ def storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
     """
     found: dict[Tensor, tuple[Tensor, ...]] = {}
     for op in graph.ops:
-        for t in op.inputs:
-            found.setdefault(t, (t,))
-        if op.bases:
-            found[op.outputs[0]] = tuple(dict.fromkeys(s for base in op.bases for s in found[base]))
+        for part in op.parts:
+            for t in part.inputs:
+                found.setdefault(t, (t,))
+            if part.bases:
+                found[part.outputs[0]] = tuple(dict.fromkeys(s for base in part.bases for s in found[base]))
     return found
 
 

@@ -2,20 +2,24 @@
 
 One `Context` per thread holds the stack of entered graphs and the active placement, name scopes and ordering. The
 context managers below change it for the length of a block and always put back what was there, also when the block
-is left by an exception. What `in_sequence` remembers is in `popxl.sequence`; what an op does with all this is in
-`popxl.op`.
+is left by an exception. What `in_sequence` remembers is in `popxl.sequence`, how the user's line is found in
+`popxl.source`; what an op does with all this is in `popxl.op`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 from popxl.sequence import Mode, Sequencer
+from popxl.source import DebugRecord, SourceLocation, frame_above, user_line
+from popxl.tensor import Tensor
 from popxl.tensorlocation import ExecutionContext
 
 if TYPE_CHECKING:
@@ -31,15 +35,18 @@ __all__ = [
     "get_current_graph",
     "get_ir",
     "get_main_graph",
+    "get_source_location",
     "gir",
     "gmg",
     "in_sequence",
     "io_tiles",
     "ipu",
     "name_scope",
+    "op_debug_context",
 ]
 
 Fn = Callable[..., Any]
+F = TypeVar("F", bound=Fn)
 InSequenceKey = tuple[int, ExecutionContext]
 
 # Handles of op-created hooks are unique in the process, whichever thread or graph registered them.
@@ -65,6 +72,8 @@ class Context(threading.local):
         self.execution_context = ExecutionContext.Normal
         self.sequence = Sequencer()
         self.frame_offset = 0
+        self.debug_record: DebugRecord | None = None
+        self._held_back: list[Op] | None = None
 
     # The graph stack ------------------------------------------------------------------------------------------------
 
@@ -153,9 +162,23 @@ class Context(threading.local):
             raise ValueError(f"There is no op-created hook with handle {handle!r}; registered are {sorted(_hooks)}.")
         del _hooks[handle]
 
+    @contextmanager
+    def hooks_held_back(self) -> Iterator[None]:
+        """Tell the hooks about the ops of a block at its end, and not at all if it fails."""
+        before, self._held_back = self._held_back, []
+        try:
+            yield
+            created = self._held_back
+        finally:
+            self._held_back = before
+        for op in created:
+            self.op_created(op)
+
     def op_created(self, op: Op) -> None:
         """Tell the hooks about a new op."""
-        if _hooks:
+        if self._held_back is not None:
+            self._held_back.append(op)
+        elif _hooks:
             for fn, graph in list(_hooks.values()):
                 if graph is None or graph is op.graph:
                     fn(op)
@@ -242,36 +265,98 @@ def in_sequence(mode: bool | Literal["pass"] = True) -> Iterator[Mode]:
 
 
 @contextmanager
+def _execution_context(context: ExecutionContext) -> Iterator[ExecutionContext]:
+    """Put the ops created in the block into another part of the program.
+
+    Example:
+        >>> with popxl.context._execution_context(popxl.ExecutionContext.WeightsFromHostFragment):
+        ...     piece = ops.init((4,), popxl.float32)
+    """
+    with _context.set(execution_context=context):
+        yield context
+
+
+# The source line of an op -------------------------------------------------------------------------------------------
+
+
+def user_frame() -> tuple[CodeType, int]:
+    """Code object and line number of the user's line that is calling us."""
+    return user_line(sys._getframe(2), _context.frame_offset)
+
+
+@contextmanager
 def debug_context_frame_offset(i: int) -> Iterator[int]:
     """Attribute the ops of the block to the line of a caller further out.
 
     The source line of an op is that of the innermost frame outside popxl and popxl_addons. A function of yours that
     is itself a kind of op can step aside: with offset `i` that many further frames are passed over.
+
+    Example:
+        >>> @popxl.context.debug_context_frame_offset(1)
+        ... def twice(x):
+        ...     return x * 2
+        >>> y = twice(x)                      # y.producer.source is this line
     """
     offset = _context.frame_offset + i
     with _context.set(frame_offset=offset):
         yield offset
 
 
-# The source line of an op -------------------------------------------------------------------------------------------
+def get_source_location(offset: int) -> SourceLocation:
+    """The line that is being run `offset` levels above the function that asks. `IndexError` if there are fewer.
 
-_OURS = ("popxl", "popxl_addons", "contextlib")
-_is_ours: dict[str, bool] = {}
+    Example:
+        >>> def where_am_i():
+        ...     return popxl.context.get_source_location(1)
+        >>> where_am_i()                      # file, line and function of this call
+    """
+    frame = frame_above(offset)
+    return SourceLocation.of((frame.f_code, frame.f_lineno)).resolved
 
 
-def _module_is_ours(module: str) -> bool:
-    known = _is_ours.get(module)
-    if known is None:
-        known = _is_ours[module] = module.partition(".")[0] in _OURS
-    return known
+@overload
+def op_debug_context(name: F) -> F: ...
+@overload
+def op_debug_context(name: str) -> Callable[[F], F]: ...
+def op_debug_context(name: Any) -> Any:
+    """Make a function known as the maker of the ops that it creates: `@op_debug_context`.
+
+    The ops have one record of the call, `op.debug_record`: the name of the function, the tensors that it was given and
+    that it returned, and the line of the caller. That is also their `op.source`. A decorated function that is called by
+    another one has a record of its own.
+
+    Args:
+        name: the function; or what to call it, as in `@op_debug_context("gelu")`.
+
+    Example:
+        >>> @popxl.context.op_debug_context
+        ... def squared(x):
+        ...     return x * x
+        >>> y = squared(x)
+        >>> y.producer.debug_record.api, y.producer.debug_record.outputs
+        ('squared', ('mul_out',))
+    """
+    if isinstance(name, str):
+        return functools.partial(_recorded, api=name)
+    return _recorded(name, api=name.__name__)
 
 
-def user_frame() -> tuple[Any, int]:
-    """Code object and line number of the innermost frame that is not ours. Cheap: nothing is formatted."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and _module_is_ours(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    for _ in range(_context.frame_offset):
-        if frame.f_back is not None:
-            frame = frame.f_back
-    return frame.f_code, frame.f_lineno
+def _recorded(function: F, api: str) -> F:
+    """See `op_debug_context`."""
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        record = DebugRecord(
+            api,
+            f"{_context.scope_prefix}{api}",
+            tuple(value.id for value in (*args, *kwargs.values()) if isinstance(value, Tensor)),
+            SourceLocation.of(user_line(sys._getframe(1), _context.frame_offset)).resolved,
+        )
+        with _context.set(debug_record=record):
+            result = function(*args, **kwargs)
+        if isinstance(result, Tensor | Collection):
+            results = [result] if isinstance(result, Tensor) else result
+            record.outputs = tuple(t.id for t in results if isinstance(t, Tensor))
+        return result
+
+    return cast(F, recorded)

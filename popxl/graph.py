@@ -7,13 +7,16 @@ invents names: everything else passes a wish, and gets a tensor whose id is uniq
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Self
 
 from popxl.context import get_current_context
+from popxl.dependencies import dependencies
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.printing import algebra, schedule
+from popxl.sequence import Sequencer, with_ids_replaced
 from popxl.spec import TensorSpec
 from popxl.tensor import Constant, Tensor, Variable
 
@@ -259,12 +262,145 @@ class Graph:
         """Put an op that has its results after the ops of the graph, and let everybody it concerns know."""
         for t in op.inputs:
             t.used_by(op)
-        overwritten = op.inputs[min(op.modified)] if op.kind.aliased and op.modified else None
-        for t in op.outputs:
-            t.made_by(op, overwritten)
+        for part in op.parts:
+            overwritten = part.inputs[min(part.modified)] if part.kind.aliased and part.modified else None
+            for t in part.outputs:
+                t.made_by(op, overwritten)
         self.ops.append(op)
         for graph in op.called_graphs:
             graph.call_sites.append(op)
+
+    # Editing --------------------------------------------------------------------------------------------------------
+
+    def reorder(self, ops: Iterable[Op]) -> None:
+        """Put the ops of the graph in another order that means the same.
+
+        Costs one look at each op. Whoever iterates over `graph.ops` goes on in the order that was.
+
+        Args:
+            ops: the ops of the graph, in their new order.
+
+        Raises:
+            PopxlError: if these are not the ops of the graph, or one comes before an op that it needs: which makes an
+                input of it, uses the same storage while one of them changes it, uses the same stream, or comes first
+                by `in_sequence`. Nothing has changed then.
+
+        Example:
+            >>> loads = [op for op in graph.ops if not op.inputs]
+            >>> graph.reorder(loads + [op for op in graph.ops if op.inputs])
+        """
+        ops = list(ops)
+        if len(ops) != len(self.ops) or {*ops} != {*self.ops}:
+            raise PopxlError(f"reorder: the new order of {self.title} has to name each of its ops once.")
+        needs = dependencies(self)
+        met: set[Op] = set()
+        for op in ops:
+            if late := needs[op].all - met:
+                first = min(late, key=self.ops.index)
+                raise PopxlError(
+                    f"reorder: {op!r} ({op.source}) has to come after {first!r} ({first.source}) in {self.title}."
+                )
+            met.add(op)
+        self.ops = ops
+
+    def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
+        """Have other ops make the results of some ops. The results stay the same tensors, for everybody who uses them.
+
+        `by` is called in this graph to create the new ops. It gets the inputs of `ops`, of the first op first, and
+        returns tensors for all their outputs in the same order, each made by a new op. The new ops stand where `ops`
+        stood, in the schedule, on the device, in name scopes, and in what `in_sequence` has ordered. Hooks see them
+        when all is done.
+
+        Costs one look at each op of the graph. Whoever iterates over `graph.ops` goes on over the ops that were.
+
+        Args:
+            ops: ops of this graph that follow each other and do not need each other's results.
+            by: makes the new ops.
+
+        Raises:
+            PopxlError: if `ops` are not such ops, or the new tensors differ from the results in number, shape or dtype,
+                or in what they share storage with. Nothing has changed then, nor if `by` raises.
+
+        Example:
+            >>> (square,) = (op for op in graph.ops if op.op_type == "Mul")
+            >>> graph.replace([square], lambda lhs, rhs: ops.pow(lhs, 2))
+        """
+        start, inputs, outputs = self._replaceable(ops)
+        first, as_it_was, tensors = ops[0], self.ops, self._tensors
+        count = len(as_it_was)
+        context = get_current_context()
+        place = context.set(
+            ipu_id=first.ipu,
+            io_tile_set=first.io_tiles,
+            execution_context=first.execution_context,
+            scope_prefix=first.name.removesuffix(first.op_type),
+            sequence=Sequencer(),
+        )
+        with context.hooks_held_back():
+            self.ops, self._tensors = [*as_it_was], {**tensors}
+            try:
+                with self, place:
+                    made = by(*inputs)
+                results = [made] if isinstance(made, Tensor) else list(made or ())
+                self._check_replacement(outputs, results, self.ops[count:], {*self.ops[start:count]})
+            except BaseException:
+                for op in self.ops[count:]:
+                    for callee in op.called_graphs:
+                        callee.call_sites.remove(op)
+                self.ops, self._tensors = as_it_was, tensors
+                raise
+            self._put_in_place(start, ops, self.ops[count:], dict(zip(results, outputs, strict=True)))
+
+    def _replaceable(self, ops: Sequence[Op]) -> tuple[int, list[Tensor], list[Tensor]]:
+        """Where in the schedule some ops are, all their inputs, and all their outputs."""
+        start = self.ops.index(ops[0]) if ops and ops[0] in self.ops else -1
+        if start < 0 or self.ops[start : start + len(ops)] != list(ops):
+            raise PopxlError(f"replace: {list(ops)} are not ops that follow each other in {self.title}.")
+        inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
+        if not {*outputs}.isdisjoint(inputs) or any(op.kind.put is not None for op in ops):
+            raise PopxlError(f"replace: of {list(ops)}, one is a view, or needs the result of another.")
+        return start, inputs, outputs
+
+    def _check_replacement(
+        self, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
+    ) -> None:
+        """Check tensors that are to take the place of outputs, and that their ops need none of the `later` ones."""
+        own = [t for op in new if op.kind.put is None for t in op.outputs]
+        if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
+            raise PopxlError(
+                f"replace: for the results {list(outputs)} the new ops have to make {len(outputs)} tensors, no views; "
+                f"got {list(results)}."
+            )
+        for t, result in zip(outputs, results, strict=True):
+            same_storage = t._origin is result._origin
+            if t.spec != result.spec or not same_storage:
+                what = "another spec" if same_storage else "storage that is shared otherwise"
+                raise PopxlError(f"replace: {result!r}, which is to take the place of {t!r}, has {what}.")
+        for op in new:
+            for t in op.inputs:
+                if t.producer in later:
+                    raise PopxlError(f"replace: {op!r} needs {t!r}, which is made later in {self.title}.")
+
+    def _put_in_place(self, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
+        """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
+        for op in new:
+            op.inputs = tuple(given.get(t, t) for t in op.inputs)
+            op.outputs = tuple(given.get(t, t) for t in op.outputs)
+        for result, t in given.items():
+            t._producer = result._producer
+            self.forget(result)
+        for op in old:
+            for callee in op.called_graphs:
+                callee.call_sites.remove(op)
+        gone, come = {op.id for op in old}, [op.id for op in new]
+        before = tuple(dict.fromkeys(id for op in old for id in op.after if id not in gone))
+        for op in new:
+            op.after = before + op.after
+        self.ops = [*self.ops[:start], *new, *self.ops[start + len(old) : len(self.ops) - len(new)]]
+        for op in self.ops:
+            if not gone.isdisjoint(op.after):
+                op.after = with_ids_replaced(op.after, gone, come)
+        get_current_context().sequence.replace(gone, come)
 
     def _new_tensors(self, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
         """Several new tensors; none, if a name cannot be given."""

@@ -197,7 +197,8 @@ class Ir:
         return {s for s in self._streams() if isinstance(s, DeviceToHostStream)}
 
     def _streams(self) -> set[Any]:
-        return {op.attributes["stream"] for graph in self.graphs for op in graph.ops if "stream" in op.attributes}
+        parts = (part for graph in self.graphs for op in graph.ops for part in op.parts)
+        return {part.attributes["stream"] for part in parts if "stream" in part.attributes}
 
     def replica_grouping(self, stride: int = 1, group_size: int | None = None) -> ReplicaGrouping:
         """Groups of `group_size` replicas that are `stride` apart; by default one group of all. See "

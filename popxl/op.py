@@ -13,7 +13,6 @@ arrays. Nothing here computes. How a recorded op is carried out is in `runtime.l
 from __future__ import annotations
 
 import inspect
-import linecache
 import re
 import weakref
 from collections import defaultdict
@@ -26,6 +25,7 @@ from popxl.context import get_current_context, user_frame
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.shapes import like_first
+from popxl.source import DebugRecord, SourceLocation
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Location, Tensor
 from popxl.tracing import abstract_evaluation
@@ -75,29 +75,6 @@ class Requirement:
     option: str = ""
 
 
-@dataclass(frozen=True)
-class SourceLocation:
-    """Where the user created an op."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def text(self) -> str:
-        """The source line itself, or an empty string where it cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
-
-    @staticmethod
-    def of(frame: tuple[Any, int]) -> SourceLocation:
-        """From a code object and a line number."""
-        code, line = frame
-        return SourceLocation(code.co_filename, line, code.co_name)
-
-    def __str__(self) -> str:
-        return f"{self.file.rpartition('/')[2]}:{self.line}"
-
-
 class OpKind:
     """The declaration of an op. Call it on tensors to add the op to the current graph.
 
@@ -130,6 +107,9 @@ class OpKind:
             positions of the overwritten operands.
         requires: by operand name, what its numbers have to be when the op runs.
         effect: the op does more than compute its results (it talks to the host, say) and is never dropped.
+        exchange: the op moves data between the device and the outside: name of the attribute that says with what (a
+            stream, a buffer). Such ops can be merged into one that makes several moves together.
+        parts: for an op that stands for several ops that are carried out together, gives these.
         calls: names of attributes that hold graphs which the op runs.
         mirrors: makes the op gain a result for each output that its graph gains later. The function gives the spec of
             the result for that of the output, and the op's attributes.
@@ -160,6 +140,8 @@ class OpKind:
         aliased: bool = True,
         requires: Mapping[str, Requirement] | None = None,
         effect: bool = False,
+        exchange: str = "",
+        parts: Callable[[Op], tuple[Op, ...]] | None = None,
         calls: tuple[str, ...] = (),
         mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
         returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, callee, matter: (),
@@ -183,6 +165,8 @@ class OpKind:
         self.aliased = bool(modifies) and aliased
         self.requires = requires or {}
         self.effect = effect
+        self.exchange = exchange
+        self.parts = parts
         self.calls = calls
         self.mirrors = mirrors
         self.returns = returns
@@ -502,13 +486,13 @@ class Op:
         self.location: Location = here if kind.place is None else kind.place(inputs, attributes, here)
         self.execution_context: ExecutionContext = context.execution_context
         self.name = context.scope_prefix + kind.name
-        self._made_at: SourceLocation | tuple[Any, int] = user_frame()
+        self._made_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
         self.after: tuple[int, ...] = ()
         self.id = -1  # given by the graph that the op is appended to
 
     @classmethod
     def restore(cls, kind: OpKind, graph: Graph, source: SourceLocation, **state: Any) -> Op:
-        """An op that was saved, as it was. Only `popxl.saving` calls this."""
+        """An op as it was: one that was saved, or a part of one that stands for several."""
         op = object.__new__(cls)
         op.kind, op._graph, op._made_at = kind, graph.ref, source
         for name, value in state.items():
@@ -531,7 +515,25 @@ class Op:
     @property
     def source(self) -> SourceLocation:
         """The user's line that created the op."""
-        return self._made_at if isinstance(self._made_at, SourceLocation) else SourceLocation.of(self._made_at)
+        made_at = self._made_at
+        if isinstance(made_at, DebugRecord):
+            return made_at.location
+        return made_at if isinstance(made_at, SourceLocation) else SourceLocation.of(made_at)
+
+    @property
+    def debug_record(self) -> DebugRecord:
+        """Which call created the op: of a function with `popxl.context.op_debug_context`, or else of the op itself."""
+        if isinstance(self._made_at, DebugRecord):
+            return self._made_at
+        inputs, outputs = (tuple(t.id for t in tensors) for tensors in (self.inputs, self.outputs))
+        api = _snake(self.op_type)
+        scopes = self.name.removesuffix(self.op_type)
+        return DebugRecord(api, f"{scopes}{api}", inputs, self.source.resolved, outputs)
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        """The ops that are carried out, in order, when this one is: itself, unless it stands for several."""
+        return (self,) if self.kind.parts is None else self.kind.parts(self)
 
     @property
     def called_graphs(self) -> tuple[Graph, ...]:

@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +26,12 @@ import popxl
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import Op, OpKind, SourceLocation
+from popxl.jax_functions import kind_with_key
+from popxl.op import Op, OpKind
+from popxl.ops.exchange import Part
 from popxl.options import SessionOptions
 from popxl.replica_grouping import ReplicaGrouping
+from popxl.source import SourceLocation
 from popxl.spec import TensorSpec
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor, Variable
@@ -214,7 +218,7 @@ class _Writer:
             source=(op.source.file, op.source.line, op.source.function),
         )
 
-    def kind(self, kind: OpKind, op: Op) -> Any:
+    def kind(self, kind: OpKind, op: Op | Part) -> Any:
         """The key of a declaration; for a gradient op that JAX made, what it was made of."""
         of = kind.derivation
         if of is None:
@@ -249,6 +253,11 @@ class _Writer:
             return {"spec": [value.shape, value.dtype.name, value.meta_shape]}
         if isinstance(value, Graph):
             return {"graph": value.id}
+        if isinstance(value, Part):
+            known = {f.name: getattr(value, f.name) for f in fields(Part) if f.name not in ("kind", "source")}
+            source = [value.source.file, value.source.line, value.source.function]
+            saved = {name: self.value(v, f"`{name}` of {value!r}") for name, v in known.items()}
+            return {"part": {"kind": self.kind(value.kind, value), "source": source, **saved}}
         if isinstance(value, Stream):
             return {"stream": [type(value).__name__, value.tensor_id]}
         if isinstance(value, ReplicaGrouping):
@@ -287,7 +296,7 @@ def load(path: str | os.PathLike[str], ir: Ir) -> None:
 
 
 class _Reader:
-    """Makes a saved program again: tensors and graphs first, then the ops, in the order they were created."""
+    """Makes a saved program again: tensors and graphs first, then the ops, in the order they run."""
 
     def __init__(self, ir: Ir, program: SavedProgram, arrays: Mapping[str, np.ndarray]) -> None:
         self._ir = ir
@@ -315,9 +324,11 @@ class _Reader:
             for tensor in saved.tensors:
                 if tensor.bound is not None:
                     self._tensors[tensor.id].bound_to(self._tensors[tensor.bound])
-        ops = [(graph, op) for graph, saved in zip(ir.graphs, program.graphs, strict=True) for op in saved.ops]
-        for graph, op in sorted(ops, key=lambda item: item[1].id):
-            self._add_op(graph, op)
+        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
+            for op in saved.ops:
+                self._add_op(graph, op)
+        for graph in ir.graphs:
+            graph.call_sites.sort(key=lambda op: op.id)
 
     def _add_tensor(self, graph: Graph, saved: SavedTensor) -> None:
         t = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self.value(saved.spec))
@@ -357,7 +368,8 @@ class _Reader:
         graph.take_in(op)
         if not op.called_graphs:
             try:
-                op.kind.verify(op)
+                for checked in dict.fromkeys((op, *op.parts)):
+                    checked.kind.verify(checked)
             except PopxlError as problem:
                 raise ValueError(str(problem)) from problem
 
@@ -374,7 +386,7 @@ class _Reader:
                     "from the one that the program was saved with. Build the program again."
                 )
             return gradient
-        kind = OpKind.named(saved)
+        kind = OpKind.named(saved) or kind_with_key(saved)
         if kind is None:
             raise PopxlError(
                 f"Ir.load: the program uses an op with the key {saved!r}, and no op has been declared under it. "
@@ -393,6 +405,10 @@ class _Reader:
         shape, name, meta_shape = content
         return TensorSpec(tuple(shape), dtype_.from_name(name), tuple(meta_shape))
 
+    def _part(self, content: Any) -> Part:
+        known = {name: self.value(v) for name, v in content.items() if name not in ("kind", "source")}
+        return Part(self.kind(content["kind"], known["inputs"]), source=SourceLocation(*content["source"]), **known)
+
     def _stream(self, content: Any) -> Stream:
         type_, id = content
         if id not in self._streams:
@@ -407,6 +423,7 @@ class _Reader:
         "dtype": lambda self, name: dtype_.from_name(name),
         "spec": _spec,
         "graph": lambda self, id: self._graphs[id],
+        "part": _part,
         "stream": _stream,
         "strided": lambda self, pair: self._ir.replica_grouping(*pair),
         "assigned": lambda self, assignment: self._ir.replica_grouping_from_assignments(assignment),

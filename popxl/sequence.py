@@ -7,7 +7,7 @@ op follows only the first and joins the second. Nesting then needs no special ca
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -73,3 +73,14 @@ class Sequencer:
             self._memories[key] = _Memory(before=(op_id,))
         else:
             memory.members.append(op_id)
+
+    def replace(self, old: Collection[int], new: Iterable[int]) -> None:
+        """Put the ids of some ops in the place of those of others."""
+        for memory in self._memories.values():
+            memory.before = with_ids_replaced(memory.before, old, new)
+            memory.members = list(with_ids_replaced(memory.members, old, new))
+
+
+def with_ids_replaced(ids: Iterable[int], old: Collection[int], new: Iterable[int]) -> tuple[int, ...]:
+    """Some ids, each once, with the `new` ones in the place of the `old`."""
+    return tuple(dict.fromkeys(found for id in ids for found in (new if id in old else (id,))))

@@ -38,6 +38,13 @@ def abstract_evaluation(
     return TensorSpec(result.shape, dtype.as_dtype(result.dtype))
 
 
+def trace(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[Any, Any]:
+    """The jaxpr of a JAX function of arrays with these specs, and the tree of its results."""
+    arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+    with _precision(specs):
+        return jax.make_jaxpr(function, return_shape=True)(*arrays)
+
+
 def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
     """Which arguments the results of a JAX function really depend on, after dead code is dropped."""
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]

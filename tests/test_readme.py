@@ -26,4 +26,4 @@ def test_an_example_prints_what_is_shown(program: str, shown: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,7 +54,12 @@ _cast: OpKind = OpKind(
 _identity = OpKind("Identity", lambda t: t, shape=like_first, result="identity_{t}", gradient={"t": lambda g: g})
 _detach = OpKind("Detach", lambda t: t, shape=like_first, result="detach_out", gradient=None)
 _detach_ = OpKind(
-    "DetachInplace", lambda t: t, shape=like_first, result="detach_out", gradient=None, put=lambda t, view: (view,)
+    "DetachInplace",
+    lambda t: jax.lax.stop_gradient(t),  # for those who differentiate the lowered function
+    shape=like_first,
+    result="detach_out",
+    gradient=None,
+    put=lambda t, view: (view,),
 )
 
 

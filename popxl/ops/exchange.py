@@ -20,9 +20,9 @@ from popxl.spec import TensorSpec
 __all__ = ["Part", "multi_exchange_kind"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Part:
-    """One op of an exchange, as it was created.
+    """One op of an exchange, as it was created. Like an op it is equal to itself only.
 
     Attributes:
         kind, id, name, operands, attributes, source: those of the op.

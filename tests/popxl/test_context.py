@@ -451,6 +451,24 @@ def test_handles(ir, hooks):
         get_current_context().remove_op_created_hook(second)
 
 
+def test_hooks_can_be_held_back(ir, hooks):
+    seen = []
+    context = get_current_context()
+    hooks.append(context.register_op_created_hook(lambda op: seen.append(op.outputs[0].name)))
+    with ir.main_graph:
+        with context.hooks_held_back():
+            op("a")
+            with pytest.raises(KeyError), context.hooks_held_back():
+                op("b")
+                raise KeyError
+            with context.hooks_held_back():
+                op("c")
+            op("d")
+            assert seen == []
+        op("e")
+    assert seen == ["a", "c", "d", "e"]
+
+
 # Source lines ---------------------------------------------------------------------------------------------------------
 
 
@@ -478,6 +496,153 @@ def test_a_helper_can_step_aside(ir):
     with ir.main_graph:
         y = helper(popxl.variable(1.0))  # this line
     assert y.producer.source.text.endswith("# this line")
+
+
+def test_a_helper_can_step_aside_as_a_decorator(ir):
+    @popxl.context.debug_context_frame_offset(1)
+    def helper(x):
+        return x * 2
+
+    @popxl.context.debug_context_frame_offset(1)
+    def outer(x):
+        return helper(x)
+
+    with ir.main_graph:
+        x = popxl.variable(1.0)
+        y = helper(x)  # this line
+        z = outer(x)  # that line
+    assert y.producer.source.text.endswith("# this line")
+    assert z.producer.source.text.endswith("# that line")
+
+
+def test_where_a_function_is(tmp_path):
+    here = popxl.context.get_source_location(0)  # this line
+    assert (here.text.endswith("# this line"), here.file, here.function) == (True, __file__, "test_where_a_function_is")
+
+    def caller():
+        return popxl.context.get_source_location(1)
+
+    there = caller()  # that line
+    assert there.text.endswith("# that line")
+    link = tmp_path / "link.py"
+    script = tmp_path / "script.py"
+    script.write_text("import popxl\nhere = popxl.context.get_source_location(0)\n")
+    link.symlink_to(script)
+    found: dict = {}
+    exec(compile(link.read_text(), str(link), "exec"), found)
+    assert (found["here"].file, found["here"].line, found["here"].function) == (str(script), 2, "<module>")
+    with pytest.raises(IndexError, match="100000"):
+        popxl.context.get_source_location(100000)
+
+
+# Debug records --------------------------------------------------------------------------------------------------------
+
+
+@popxl.context.op_debug_context
+def squared(x, plus=None, several=()):
+    y = x * x
+    return y if plus is None else y + plus
+
+
+@popxl.context.op_debug_context("twice_as_much")
+def doubled(x):
+    return [x + x, squared(x)]
+
+
+@popxl.context.op_debug_context
+def fails(x):
+    ops.exp(x)
+    raise KeyError
+
+
+@popxl.context.op_debug_context
+def returns(value):
+    ops.init((), popxl.float32)
+    return value
+
+
+def test_a_record_of_the_call(ir):
+    """Positional tensors come before those given by name; those in lists are not listed."""
+    with ir.main_graph as main, popxl.name_scope("enc"):
+        x, p = popxl.variable(1.0, name="x"), popxl.variable(1.0, name="p")
+        y = squared(x, several=[p], plus=p)  # this line
+    multiply, add = main.ops
+    record = add.debug_record
+    assert multiply.debug_record is record
+    assert (record.layer, record.category, record.api, record.name) == ("popxl", "op", "squared", "enc/squared")
+    assert (record.inputs, record.outputs) == (("enc/x", "enc/p"), (y.id,))
+    assert record.location.text.endswith("# this line") and record.location.function == "test_a_record_of_the_call"
+    assert add.source == multiply.source == record.location
+    assert squared.__name__ == "squared"
+
+
+def test_a_call_in_a_call_has_a_record_of_its_own(ir):
+    with ir.main_graph as main:
+        x = popxl.variable(1.0, name="x")
+        doubled(x)  # this line
+        x + x  # and this
+    outer, inner, plain = (op.debug_record for op in main.ops)
+    assert (outer.api, outer.outputs) == ("twice_as_much", ("add_out", "mul_out"))
+    assert outer.location.text.endswith("# this line")
+    assert (inner.api, inner.location.text) == ("squared", "return [x + x, squared(x)]")
+    assert plain.location.text.endswith("# and this")
+
+
+def test_an_op_without_a_record_makes_one(ir):
+    with ir.main_graph as main, popxl.name_scope("s"):
+        a, b = popxl.variable(1.0, name="a"), popxl.variable(2.0, name="b")
+        c = a + b  # this line
+    record = main.ops[0].debug_record
+    assert (record.api, record.name, record.inputs, record.outputs) == ("add", "s/add", (a.id, b.id), (c.id,))
+    assert (record.layer, record.category) == ("popxl", "op")
+    assert record.location.text.endswith("# this line")
+
+
+def test_a_record_ends_with_its_call(ir):
+    context = get_current_context()
+    with ir.main_graph as main:
+        x = popxl.variable(1.0)
+        with pytest.raises(KeyError):
+            fails(x)
+        assert context.debug_record is None
+        ops.exp(x)  # this line
+    assert [op.debug_record.api for op in main.ops] == ["fails", "exp"]
+    assert main.ops[0].debug_record.outputs is None
+    assert main.ops[1].source.text.endswith("# this line")
+
+
+def test_what_a_function_may_return(ir):
+    with ir.main_graph as main:
+        x, y = popxl.variable(1.0, name="x"), popxl.variable(1.0, name="y")
+        values = [x, (x, y), [y], {x: 1}, "xy", None, 1.0, (t for t in (x, y))]
+        assert [returns(value) for value in values] == values
+    assert list(values[-1]) == [x, y]  # nobody else has taken them
+    outputs = [op.debug_record.outputs for op in main.ops]
+    assert outputs == [("x",), ("x", "y"), ("y",), ("x",), (), None, None, None]
+
+
+def test_a_decorated_function_can_be_passed_over(ir):
+    @popxl.context.debug_context_frame_offset(1)
+    def layer(x):
+        return squared(x)
+
+    with ir.main_graph as main:
+        layer(popxl.variable(1.0))  # this line
+    assert main.ops[0].debug_record.location.text.endswith("# this line")
+
+
+# Private names --------------------------------------------------------------------------------------------------------
+
+
+def test_the_execution_context(ir):
+    fragment = popxl.ExecutionContext.WeightsToHostFragment
+    with ir.main_graph as main:
+        with pytest.raises(KeyError), popxl.context._execution_context(fragment) as entered:
+            op("a")
+            raise KeyError
+        op("b")
+    assert entered is fragment
+    assert [o.execution_context for o in main.ops] == [fragment, popxl.ExecutionContext.Normal]
 
 
 def test_the_names_for_annotations():

@@ -1,0 +1,38 @@
+"""`decompose_sum`: sums of many tensors as additions of two, which need not hold all of them at once."""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+
+from popxl.graph import Graph
+from popxl.ops.elementwise import _sum as sum_kind
+from popxl.ops.elementwise import add
+from popxl.ops.host import init
+from popxl.spec import TensorSpec
+from popxl.tensor import Tensor
+
+__all__ = ["decompose_sum"]
+
+
+def decompose_sum(graph: Graph) -> Graph:
+    """Rewrite the sums of more than two different tensors (`ops.add_n`): zeros, and an addition for each of them.
+
+    Gradient graphs have such sums, for tensors that are read three times or more. The results stay the same tensors;
+    their values may be rounded differently. Graphs that the graph calls stay as they are.
+
+    Returns:
+        The same graph, changed.
+
+    Example:
+        >>> info = popxl.transforms.autodiff(graph)
+        >>> popxl.transforms.decompose_sum(info.graph)
+    """
+    for op in graph.ops:
+        if op.kind is sum_kind and len({*op.inputs}) > 2:
+            graph.replace([op], partial(_one_by_one, op.outputs[0].spec))
+    return graph
+
+
+def _one_by_one(spec: TensorSpec, *ts: Tensor) -> Tensor:
+    """The sum of tensors, each added to that of those before."""
+    return reduce(add, ts, init(**spec, name="sum_init"))

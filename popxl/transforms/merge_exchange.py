@@ -1,0 +1,110 @@
+"""`merge_exchange` and `io_tile_exchange`: what crosses to the outside in a block of code crosses at once.
+
+When the block ends, its loads and stores become as few `MultiExchange` ops as possible. The numbers do not change; what
+changes is how often the device has to wait for the outside. What such an op is, is in `popxl.ops.exchange`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from popxl.context import get_current_graph, in_sequence, io_tiles
+from popxl.dependencies import dependencies
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.ops.exchange import Part, multi_exchange_kind
+
+__all__ = ["io_tile_exchange", "merge_exchange"]
+
+
+@contextmanager
+def merge_exchange() -> Iterator[None]:
+    """Merge the loads and stores created in the block, in the graph that is current at its start.
+
+    At the end of the block they become as few `MultiExchange` ops as possible, and their tensors stay as they are. Ops
+    on different IPUs or tile sets are not merged, and neither are two ops one of which needs the other: by its data, by
+    `in_sequence` with other ops between, or because some op of the block has to run between them. So use it where the
+    order is free. Nothing is merged if the block raises.
+
+    Example:
+        >>> with popxl.in_sequence(False), popxl.transforms.merge_exchange():
+        ...     x = ops.host_load(images)
+        ...     ops.host_store(losses, loss)
+        >>> [op.op_type for op in popxl.gcg().ops]
+        ['Init', 'MultiExchange']
+    """
+    graph = get_current_graph()
+    first_id = graph.ir.counters["op_ids"]
+    yield
+    _merge(graph, first_id)
+
+
+@contextmanager
+def io_tile_exchange(verify_overlap: bool = True) -> Iterator[None]:
+    """Place the ops created in the block on the I/O tiles, without an order, and merge their loads and stores.
+
+    Args:
+        verify_overlap: check that one exchange is all that is left of the block, so that compute tiles are free to work
+            meanwhile.
+
+    Raises:
+        RuntimeError: if more than one op is left, and `verify_overlap`. Initialisations do not count. The ops stay.
+
+    Example:
+        >>> with popxl.transforms.io_tile_exchange():
+        ...     x = ops.host_load(images)
+        ...     ops.host_store(losses, loss)
+        >>> x.tile_set
+        'io'
+    """
+    graph = get_current_graph()
+    first_id = graph.ir.counters["op_ids"]
+    with io_tiles(), in_sequence(False), merge_exchange():
+        yield
+    left = [op for op in graph.ops if op.id >= first_id and (op.inputs or op.kind.effect)]
+    if verify_overlap and len(left) > 1:
+        told = ", ".join(f"{op.op_type}.{op.id} ({op.source})" for op in left)
+        raise RuntimeError(
+            f"More than one Op remained after io_tile_exchange in {graph.title}: {told}. Loads and stores are merged "
+            "only if none needs another's data. Move everything else out of the block, or pass `verify_overlap=False`."
+        )
+
+
+def _merge(graph: Graph, first_id: int) -> None:
+    """Merge the exchanges of a graph whose ids are `first_id` or more.
+
+    They are taken in rounds: an exchange is in the first round that comes after all it needs. So all exchanges of one
+    round are free to run together, and there are no more rounds than the longest chain of needs has exchanges.
+    """
+    candidates = {op: None for op in graph.ops if op.id >= first_id and all(part.kind.exchange for part in op.parts)}
+    if len(candidates) < 2:
+        return
+    start = graph.ops.index(next(iter(candidates)))
+    needs = dependencies(graph)
+    groups: dict[tuple[int, int], list[Op]] = defaultdict(list)
+    group_of: dict[Op, tuple[int, int]] = {}
+    places: dict[object, int] = {}
+    rank: dict[Op, tuple[int, int]] = {}
+    completed = {op: 0 for op in graph.ops[:start]}  # for each op, how many rounds are over after it
+    for op in graph.ops[start:]:
+        completed[op] = max((completed[before] for before in needs[op].all), default=0)
+        rank[op] = (completed[op], -1)
+        if op in candidates:
+            place = places.setdefault((op.ipu, op.io_tiles, op.execution_context), len(places))
+            # One that comes first only in order may be in the same exchange, where the order is kept.
+            beside = {b for b in needs[op].order - needs[op].data if b in group_of and group_of[b][1] == place}
+            rounds = [completed[b] for b in needs[op].all - beside] + [group_of[b][0] for b in beside]
+            rank[op] = group_of[op] = (max(rounds, default=0), place)
+            groups[rank[op]].append(op)
+            completed[op] = rank[op][0] + 1
+    merged = [ops for ops in groups.values() if len(ops) > 1]
+    if merged:
+        graph.reorder(graph.ops[:start] + sorted(graph.ops[start:], key=rank.__getitem__))
+    for ops in merged:
+        parts = [part for op in ops for part in op.parts]
+        # Free names: no number is used up for a suffix, and what comes later is called as without the merging.
+        names = [f"{t.name}/exchange" for part in parts for t in part.outputs]
+        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(Part.of, parts)), results=names))

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from tests.benchmarks import run
+from tests.benchmarks import curves, run
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, seconds, times
 
 
@@ -19,6 +19,17 @@ def test_row(row):
     assert all(math.isfinite(value) and value > 0 for values in result.measures.values() for value in values)
     assert all(len(line) == len(run.HEADER) for line in result.lines())
     json.dumps(result.raw())
+
+
+def test_curves(tmp_path):
+    """Of two sizes, and a party that was not measured everywhere."""
+    measures = {OURS: [1.0, 3.0, 2.0], "JAX": [4.0]}
+    rows = [{"row": f"blocks{n}_{what}", "measures": measures} for n in (4, 16) for what in curves.PANELS]
+    rows += [{"row": "blocks64_run", "measures": {OURS: [5.0]}}, {"row": "import", "measures": measures}]
+    assert curves.curves(rows)["run"] == {OURS: {4: 2.0, 16: 2.0, 64: 5.0}, "JAX": {4: 4.0, 16: 4.0}}
+    curves.draw(rows, tmp_path / "curves.svg")
+    text = (tmp_path / "curves.svg").read_text(encoding="utf-8")
+    assert "</svg>" in text
 
 
 def test_names_are_unique():

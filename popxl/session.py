@@ -259,7 +259,17 @@ class Session:
                 )
         if self._is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
             self.weights_to_host()
-        return {t: t.data for t in wanted}
+        return {t: self._numbers(t) for t in wanted}
+
+    def _numbers(self, t: Variable | Constant) -> np.ndarray:
+        """The host copy; for a variable that is read from all replicas, a row for each of them."""
+        if isinstance(t, Constant) or t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1:
+            return t.data
+        if t in self.program.values_of_all:
+            return self.program.values_of_all[t].copy()
+        grouping = t.replica_grouping
+        rows = t.data if grouping.num_groups > 1 else t.data[None]
+        return rows[np.asarray(grouping.assignment)]
 
     def write_variable_data(self, tensor: Variable, data: Any) -> None:
         """Give a variable new numbers, on the host and, if the session is attached, on the device.

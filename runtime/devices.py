@@ -1,7 +1,9 @@
-"""Which device a program runs on."""
+"""Which devices a program runs on."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 
 import jax
@@ -9,21 +11,36 @@ import jax
 from popxl.aliasing import reachable
 from popxl.ir import Ir
 
+CPU_DEVICES = "POPXL_CPU_DEVICES"
+"""Environment variable: how many devices the CPU is divided into, 8 by default. Replicas share them out."""
+
+
+def ask_for_cpu_devices() -> None:
+    """Have JAX divide the CPU into several devices, unless it runs already, or has been told how many to make.
+
+    They cost next to nothing where they are not used, and JAX cannot be asked for them later.
+    """
+    by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if by_flag or jax.config.values["jax_num_cpu_devices"] != -1:
+        return
+    with contextlib.suppress(RuntimeError):  # JAX runs already
+        jax.config.update("jax_num_cpu_devices", int(os.environ.get(CPU_DEVICES, "8")))
+
 
 @dataclass(frozen=True)
 class Device:
-    """A device that a session runs on.
+    """The device that a session runs on, which may be several of JAX's: one for each replica, if there are enough.
 
     Attributes:
         name: what the user asked for.
-        jax_device: the JAX device.
+        jax_devices: the JAX devices.
     """
 
     name: str
-    jax_device: jax.Device
+    jax_devices: tuple[jax.Device, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.jax_device})"
+        return f"{self.name} ({', '.join(map(str, self.jax_devices))})"
 
 
 def find_device(description: str | Device, ir: Ir) -> Device:
@@ -36,13 +53,7 @@ def find_device(description: str | Device, ir: Ir) -> Device:
 
     Raises:
         ValueError: for another description, or if `"cpu"` would have to be several devices.
-        NotImplementedError: if the program has several replicas.
     """
-    if ir.replication_factor > 1:
-        raise NotImplementedError(
-            f"Session: {ir!r} has {ir.replication_factor} replicas; replicated programs cannot be run yet. "
-            "Build the Ir with replication=1."
-        )
     if isinstance(description, Device):
         return description
     if description == "cpu" and devices_needed(ir) > 1:
@@ -50,10 +61,10 @@ def find_device(description: str | Device, ir: Ir) -> Device:
             f"Session: the program is placed on {devices_needed(ir)} devices, and 'cpu' is a single one. Use "
             "'ipu_model' or 'ipu_hw'."
         )
-    if description in ("cpu", "ipu_model"):
-        return Device(description, jax.devices("cpu")[0])
-    if description == "ipu_hw":
-        return Device(description, jax.devices()[0])
+    if description in ("cpu", "ipu_model", "ipu_hw"):
+        found = jax.devices() if description == "ipu_hw" else jax.devices("cpu")
+        count = ir.instance_replication_factor
+        return Device(description, tuple(found[: count if len(found) >= count else 1]))
     raise ValueError(
         f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw' or a device object."
     )
@@ -63,3 +74,6 @@ def devices_needed(ir: Ir) -> int:
     """Number of devices that the program is placed on: a power of two."""
     highest = max((op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops), default=0)
     return 1 << ((highest + 1) * ir.instance_replication_factor - 1).bit_length()
+
+
+ask_for_cpu_devices()

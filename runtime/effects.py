@@ -124,6 +124,7 @@ def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
     ops = tuple(ops)
     called = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
     ops += tuple(op for g in called for op in g.ops)
+    ops = tuple(part for op in ops for part in op.parts)
     used: set[Channel] = {op.attributes["stream"] for op in ops if op.kind in _TRANSFERS}
     if any(op.kind.requires for op in ops):
         used.add(FAILURE)
@@ -136,7 +137,7 @@ def transfers_of(graph: Graph) -> dict[Stream, int]:
     @cache
     def of(graph: Graph) -> Counter[Stream]:
         counts: Counter[Stream] = Counter()
-        for op in graph.ops:
+        for op in (part for each in graph.ops for part in each.parts):
             if op.kind in _TRANSFERS:
                 counts[op.attributes["stream"]] += 1
             one_turn: Counter[Stream] = Counter()
@@ -173,7 +174,9 @@ def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) ->
     title, style = op.attributes["title"], op.attributes["style"]
     if op.attributes["print_self"]:
         jax.debug.callback(
-            lambda array: _write(f"{title}: {_formatted(np.asarray(array), *style)}\n"), value, ordered=True
+            lambda array: _write(f"{title}: {_formatted(np.asarray(array), *style)}\n"),
+            value,
+            ordered=lowering.replicas.count == 1,  # JAX orders what one device does
         )
     environment.write(op.outputs[0], value)
 

@@ -239,7 +239,7 @@ class GraphFunction:
         if FAILURE not in channels_of(self.graph):
             return
         id, number = channels.transfers(FAILURE)
-        for op in (op for g in self._sizes for op in g.ops):
+        for op in (part for g in self._sizes for each in g.ops for part in each.parts):
             for k, (name, required) in enumerate(op.kind.requires.items()):
                 message = f"in {op!r} of {op.graph.title} ({op.source}), `{name}` {required.message}, and it is not."
                 as_format = message.replace("{", "{{").replace("}", "}}")

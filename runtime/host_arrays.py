@@ -75,7 +75,7 @@ class HostArrays:
         """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
         array: Any
         if isinstance(value, jax.Array):
-            array = jax.device_put(value, self._program.device.jax_device)
+            array = jax.device_put(value, self._program.device.jax_devices[0])
         else:
             array = to_numpy(value, downcast=downcast)
         array = self._fitted(stream, array, shape)
@@ -103,7 +103,7 @@ class HostArrays:
                     f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
                 )
             array = array[:transfers]
-        one_number_each = len(array.squeeze().shape) <= (1 if transfers > 1 else 0)
+        one_number_each = len(array.squeeze().shape) <= len(self._program.leading_dimensions)
         if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
             raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
         return array.reshape(shape)
@@ -130,7 +130,8 @@ class HostArrays:
     ) -> None:
         """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
         for s in self._program.outputs:
-            room, used = (self._program.transfers, *s.shape), self._program.counts[s]
+            room = (self._program.transfers, self._program.replicas.count, *s.shape)
+            used = self._program.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
 

@@ -36,6 +36,7 @@ from popxl.options import SessionOptions
 from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.effects import Channels, channels_of
+from runtime.replicas import Replicas
 
 Array = Any
 Meaning = Callable[["Lowering", Op, "Environment", Channels], None]
@@ -132,9 +133,17 @@ class Lowering:
         ops: what the program runs.
         options: those of the Ir; they switch some of the checks that ops make of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
+        replicas: those that run the program; what is lowered is the program of one of them.
     """
 
-    def __init__(self, ops: Iterable[Op], options: SessionOptions, keep_calls: bool = True) -> None:
+    def __init__(
+        self,
+        ops: Iterable[Op],
+        options: SessionOptions,
+        keep_calls: bool = True,
+        replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
+    ) -> None:
+        self.replicas = replicas
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._jitted)
@@ -142,7 +151,7 @@ class Lowering:
     def run(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Environment:
         """Run ops of one graph, in order. Returns what is in its storages afterwards."""
         environment = Environment(values)
-        for op in ops:
+        for op in (part for each in ops for part in each.parts):
             if op.kind in meanings:
                 meanings[op.kind](self, op, environment, channels)
             elif op.kind.put is None:  # a view is made when somebody looks through it

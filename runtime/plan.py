@@ -26,6 +26,7 @@ from popxl.streams import HostToDeviceStream
 from popxl.tensor import Constant, Tensor
 from runtime.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lower import Lowering, no_value, view_of
+from runtime.replicas import Replicas
 from runtime.structure import Encoding, Structure, Structures, encoded, structure_of
 
 Array = Any
@@ -90,16 +91,17 @@ def _called(main: Graph) -> Iterator[Graph]:
 
 @dataclass(frozen=True)
 class Target:
-    """What pieces are compiled for: a device, the options, the number of transfers, and whether 64 bits are kept."""
+    """What pieces are compiled for: replicas, options, the number of transfers, and whether 64 bits are kept."""
 
-    sharding: Any
+    replicas: Replicas
     options: SessionOptions
     transfers: int
     wide: bool
 
     def key(self) -> tuple[Any, ...]:
         """What makes a difference."""
-        return (self.sharding, self.options.throwIfLog2ScaleTensorNotInRange, self.transfers, self.wide)
+        replicas = (self.replicas.count, self.replicas.sharding())
+        return (*replicas, self.options.throwIfLog2ScaleTensorNotInRange, self.transfers, self.wide)
 
 
 # Steps --------------------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class Piece(Step):
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
         self.structure = structure_of((*self.encoding.code, results, target.key()))
         if self.structure.executable is None:
-            lowering = Lowering(self.ops, target.options)
+            lowering = Lowering(self.ops, target.options, replicas=target.replicas)
 
             def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
                 channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
@@ -152,13 +154,14 @@ class Piece(Step):
                 environment = lowering.run(self.ops, values, channels)
                 return [environment.values[t] for t in self.makes], channels.positions(self.channels)
 
-            lowered = jax.jit(piece, donate_argnums=(0, 3)).lower(*self._arguments(target))
+            spread = target.replicas.spread(piece)
+            lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
             self.structure.text = lowered.as_text
             self.structure.executable = lowered.compile()
 
     def _arguments(self, target: Target) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=target.sharding)
+            return target.replicas.spec(shape, dtype)
 
         def transfers(c: Channel) -> Any:
             if isinstance(c, Failure):
@@ -201,9 +204,7 @@ class Entry(Step):
     def compile(self, target: Target) -> None:
         """Put the constants that are passed to where the steps run."""
         self._constants = {
-            t: jax.device_put(to_device(t.data, t.dtype), target.sharding)
-            for t in self.op.inputs
-            if isinstance(t, Constant)
+            t: target.replicas.put(to_device(t.data, t.dtype)) for t in self.op.inputs if isinstance(t, Constant)
         }
 
     def __call__(self, values: Values, channels: Channels) -> None:

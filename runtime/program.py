@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from popxl.aliasing import reachable, storages, written_tensors
 from popxl.dtypes import dtype
@@ -22,6 +21,7 @@ from runtime.devices import Device
 from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
 from runtime.lower import Lowering
 from runtime.plan import Choice, Plan, Target
+from runtime.replicas import Replicas
 
 Array = Any
 
@@ -37,16 +37,19 @@ class Program:
         device: where it runs.
 
     Attributes:
+        replicas: those that run it. On the device, arrays have a leading dimension for them, if there are several.
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
         variables: those that the program uses.
         counts: how many transfers of each stream one run makes.
         calls: how called graphs are compiled: see the option `calledGraphs`.
         executable: what runs the program: a JAX executable, or a `runtime.plan.Plan`.
+        values_of_all: the values of variables on all replicas, as they were when they were last copied to the host.
     """
 
     def __init__(self, ir: Ir, device: Device) -> None:
         main = ir.main_graph
         self.device = device
+        self.replicas = Replicas(ir.instance_replication_factor, device.jax_devices)
         self.transfers = ir.num_host_transfers
         self._channels = channels_of(main)
         self.inputs = tuple(s for s in self._channels if isinstance(s, HostToDeviceStream))
@@ -66,6 +69,7 @@ class Program:
         self._options = ir.options
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
+        self.values_of_all: dict[Variable, np.ndarray] = {}
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
@@ -73,7 +77,9 @@ class Program:
         choice = Choice(main) if self.calls == "auto" else Choice(main, smallest=1)
         if self.calls == "auto":
             self.calls = "dispatched" if choice.is_worth_it() else "kept"
-        self._sharding = SingleDeviceSharding(device.jax_device)
+        # A variable that no replica changes, and that all share, is there once; a plan knows only one kind of arrays.
+        alone = [v for v in self._read if v.replica_grouping.num_groups == 1 and self.calls != "dispatched"]
+        self._shared = frozenset(alone if self.replicas.count > 1 else ())
         with self._precision():
             self.executable = self._plan(choice) if self.calls == "dispatched" else self._one_program()
 
@@ -81,16 +87,29 @@ class Program:
 
     def _one_program(self) -> Any:
         """The whole program as one executable."""
-        lowering = Lowering(self._main.ops, self._options, keep_calls=self.calls == "kept")
+        lowering = Lowering(self._main.ops, self._options, self.calls == "kept", self.replicas)
+        own = tuple(v for v in self._read if v not in self._shared)
+        shared = tuple(v for v in self._read if v in self._shared)
 
-        def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
-            """One run of the main graph."""
-            values: dict[Tensor, Array] = dict(zip((*self._changed, *self._read), (*changing, *constant), strict=True))
+        def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
+            """One run of the main graph by one replica."""
+            values: dict[Tensor, Array] = dict(
+                zip((*self._changed, *own, *shared), (*changing, *constant, *others), strict=True)
+            )
             channels = Channels(dict(zip(self._channels, self._begin(feeds), strict=True)))
             environment = lowering.run(self._main.ops, values, channels)
             return tuple(environment.values[v] for v in self._changed), self._end(channels.take(self._channels))
 
-        changing, constant = (tuple(self._spec(v.shape, v.dtype) for v in vs) for vs in (self._changed, self._read))
+        spread = self.replicas.spread(of_one, shared=True)
+
+        def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
+            """One run of the main graph by all replicas."""
+            known = dict(zip(self._read, constant, strict=True))
+            read, others = (tuple(known[v] for v in variables) for variables in (own, shared))
+            changed, fetches = spread(changing, read, self._replicas_first(feeds), others)
+            return changed, self._transfers_first(fetches)
+
+        changing, constant = (tuple(map(self._of_variable, vs)) for vs in (self._changed, self._read))
         lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, self._feeds())
         self.text: Callable[[], str] = lowered.as_text
         return lowered.compile()
@@ -98,13 +117,18 @@ class Program:
     def _plan(self, choice: Choice) -> Plan:
         """The program as pieces that the host runs one after the other."""
 
-        def begin(feeds: Sequence[Array]) -> Any:
+        def of_one(feeds: Sequence[Array]) -> Any:
             return jax.tree.map(jnp.asarray, self._begin(feeds))
 
+        def begin(feeds: Sequence[Array]) -> Any:
+            return self.replicas.spread(of_one)(self._replicas_first(feeds))
+
+        def end(states: Sequence[Any]) -> Any:
+            return self._transfers_first(self.replicas.spread(self._end)(states))
+
         started = jax.jit(begin).lower(self._feeds())
-        target = Target(self._sharding, self._options, self.transfers, self._wide)
         states = jax.tree.map(
-            lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._sharding), started.out_info
+            lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self.replicas.sharding()), started.out_info
         )
         plan = Plan(
             self._main,
@@ -112,9 +136,9 @@ class Program:
             self._changed,
             self._read,
             self._channels,
-            target,
+            Target(self.replicas, self._options, self.transfers, self._wide),
             started.compile(),
-            jax.jit(self._end).lower(states).compile(),
+            jax.jit(end).lower(states).compile(),
         )
         self.text = plan.text
         return plan
@@ -132,19 +156,32 @@ class Program:
         return tuple((transfers(channel), 0) for channel in self._channels)
 
     def _end(self, states: Sequence[tuple[Array, Any]]) -> tuple[Array, ...]:
-        """What is fetched: the arrays of the output streams; last, if anything is checked, which check failed."""
+        """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
         known = {channel: transfers for channel, (transfers, _) in zip(self._channels, states, strict=True)}
-        fetches = tuple(known[s].reshape(self.host_shape(s)) for s in self.outputs)
+        fetches = tuple(known[s] for s in self.outputs)
         return (*fetches, known[FAILURE]) if self._checks else fetches
 
+    def _replicas_first(self, feeds: Sequence[Array]) -> tuple[Array, ...]:
+        """Host arrays, whose first dimension is that of the transfers, for the replicas."""
+        if self.replicas.count == 1 or self.transfers == 1:
+            return tuple(feeds)
+        return tuple(jnp.moveaxis(feed, 1, 0) for feed in feeds)
+
+    def _transfers_first(self, fetches: Sequence[Array]) -> tuple[Array, ...]:
+        """What the replicas fetched, as host arrays."""
+        stored, checks = fetches[: len(self.outputs)], fetches[len(self.outputs) :]
+        if self.replicas.count > 1:
+            stored = [jnp.moveaxis(fetch, 0, 1) for fetch in stored]
+        return (*(fetch.reshape(self.host_shape(s)) for s, fetch in zip(self.outputs, stored, strict=True)), *checks)
+
     def _feeds(self) -> tuple[Any, ...]:
-        return tuple(self._spec(self.host_shape(s), s.dtype) for s in self.inputs)
+        sharding = self.replicas.sharding(1 if self.transfers > 1 else 0)
+        return tuple(jax.ShapeDtypeStruct(self.host_shape(s), s.dtype.as_jax(), sharding=sharding) for s in self.inputs)
 
-    def _spec(self, shape: tuple[int, ...], dtype: dtype) -> Any:
-        return self._array(shape, dtype.as_jax())
-
-    def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+    def _of_variable(self, v: Variable) -> Any:
+        if v in self._shared:
+            return jax.ShapeDtypeStruct(v.shape, v.dtype.as_jax(), sharding=self.replicas.sharding(None))
+        return self.replicas.spec(v.shape, v.dtype.as_jax())
 
     def temporaries(self) -> int:
         """Bytes of device memory that one run needs, besides the variables and the streams."""
@@ -157,13 +194,13 @@ class Program:
         return jax.enable_x64(True) if self._wide else contextlib.nullcontext()
 
     def host_shape(self, stream: Stream) -> tuple[int, ...]:
-        """Shape of the host array of a stream: all transfers of one run, a leading dimension if there are several."""
+        """Shape of the host array of a stream: all transfers of all replicas; dimensions for what there are several."""
         return self.leading_dimensions + stream.shape
 
     @property
     def leading_dimensions(self) -> tuple[int, ...]:
         """The dimensions that host arrays have before those of the stream."""
-        return (self.transfers,) if self.transfers > 1 else ()
+        return tuple(count for count in (self.transfers, self.replicas.count) if count > 1)
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -176,12 +213,22 @@ class Program:
     def _put(self, v: Variable) -> Array:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
-        return jax.device_put(to_device(np.array(v.data), v.dtype), self.device.jax_device)
+        array = to_device(np.array(v.data), v.dtype)
+        if v in self._shared:
+            return jax.device_put(array, self.replicas.sharding(None))
+        if v.replica_grouping.num_groups == 1:
+            return self.replicas.put(array)
+        return jax.device_put(array[np.asarray(v.replica_grouping.assignment)], self.replicas.sharding())
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""
         for v, value in zip(self._changed, self._state(), strict=True):
-            np.copyto(v.data, to_host(np.asarray(value), v.dtype))
+            array = to_host(np.asarray(value), v.dtype)
+            if self.replicas.count > 1:
+                self.values_of_all[v] = array
+                firsts = [v.replica_grouping.assignment.index(k) for k in range(v.replica_grouping.num_groups)]
+                array = array[firsts if len(firsts) > 1 else 0]
+            np.copyto(v.data, array)
 
     def release(self) -> None:
         """Free the device memory of the variables."""
@@ -209,12 +256,13 @@ class Program:
             jax.effects_barrier()
         if self._checks:
             *fetches, failure = fetches
-            self._raise_failure(*np.asarray(failure).tolist())
+            for id, number in np.asarray(failure).reshape(-1, 2).tolist():
+                self._raise_failure(id, number)
         return fetches
 
     def _raise_failure(self, id: int, number: int) -> None:
         """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
-        for op in (op for graph in reachable(self._main) for op in graph.ops if op.id == id):
+        for op in (op for graph in reachable(self._main) for each in graph.ops for op in each.parts if op.id == id):
             name, required = list(op.kind.requires.items())[number]
             text = f"`{op.source.text}` " if op.source.text else ""
             raise ApplicationRuntimeError(

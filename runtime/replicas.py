@@ -32,31 +32,63 @@ class Replicas:
             groups of the axis (`axis_index_groups`).
     """
 
-    def __init__(self, count: int, devices: Sequence[Any]) -> None:
+    def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
-        self.mesh = Mesh(np.asarray(devices), (AXIS,)) if count > 1 and len(devices) == count else None
+        self.mesh = Mesh(np.asarray(devices[:count]), (AXIS,)) if 1 < count <= len(devices) else None
         self._device = devices[0]
 
-    def spread(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of arrays, as one of the arrays of all replicas."""
+    def __str__(self) -> str:
+        if self.count == 1:
+            return "one replica"
+        return f"{self.count} replicas on {'as many devices' if self.mesh is not None else 'one device'}"
+
+    def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
+        """A function of arrays, as one of the arrays of all replicas.
+
+        Args:
+            function: takes trees of arrays.
+            shared: the last argument is the same for all replicas, and has no dimension for them.
+        """
         if self.count == 1:
             return function
-        if self.mesh is None:
-            return jax.vmap(function, axis_name=AXIS, axis_size=self.count)
-        each = PartitionSpec(AXIS)
+        return self._by_vmap(function, shared) if self.mesh is None else self._by_shard_map(function, shared)
 
-        def of_one(*blocks: Any) -> Any:  # a block has a leading dimension of size 1
-            results = function(*jax.tree.map(lambda block: block[0], blocks))
+    def _by_vmap(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
+        def of_all(*trees: Any) -> Any:
+            axes = (*[0] * (len(trees) - shared), *[None] * shared)
+            return jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)(*trees)
+
+        return of_all
+
+    def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
+        def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
+            own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
+            results = function(*jax.tree.map(lambda block: block[0], own), *others)
             return jax.tree.map(lambda result: result[None], results)
 
-        return jax.shard_map(of_one, mesh=self.mesh, in_specs=each, out_specs=each, check_vma=False)
+        def of_all(*trees: Any) -> Any:
+            specs = (*[PartitionSpec(AXIS)] * (len(trees) - shared), *[PartitionSpec()] * shared)
+            mapped = jax.shard_map(
+                of_one, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False
+            )
+            return mapped(*trees)
 
-    def sharding(self, axis: int = 0) -> Any:
-        """Where arrays of all replicas are, whose dimension `axis` counts the replicas."""
+        return of_all
+
+    def sharding(self, axis: int | None = 0) -> Any:
+        """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""
         if self.mesh is None:
             return SingleDeviceSharding(self._device)
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXIS))
+        return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the array of all replicas."""
         return shape if self.count == 1 else (self.count, *shape)
+
+    def spec(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The array of all replicas, for lowering, where each replica has an array of this shape."""
+        return jax.ShapeDtypeStruct(self.shape(shape), dtype, sharding=self.sharding())
+
+    def put(self, array: Array) -> Array:
+        """The array of all replicas, where each replica has this one."""
+        return jax.device_put(np.broadcast_to(array, self.shape(array.shape)), self.sharding())

@@ -124,11 +124,12 @@ class Encoding:
     def op(self, op: Op) -> None:
         """Write down an op. Views are written down where they are looked through."""
         if op.kind.put is None:
-            inputs = tuple(map(self.operand, op.inputs))
-            self.code.append((op.kind, op.operands, self._attributes(op), inputs, op.modified))
-            for t in op.outputs:
-                if t.origin is t:
-                    self.add(t, t.spec)
+            for part in op.parts:
+                inputs = tuple(map(self.operand, part.inputs))
+                self.code.append((part.kind, part.operands, self._attributes(part), inputs, part.modified))
+                for t in part.outputs:
+                    if t.origin is t:
+                        self.add(t, t.spec)
 
     def operand(self, t: Tensor) -> int:
         """The number of a tensor, or of the tensor that it is an alias of."""

@@ -19,6 +19,7 @@ _remote_code_load = OpKind(
     shape=lambda *, graph, destination: (),
     gradient=None,
     effect=True,
+    exchange="graph",
 )
 
 

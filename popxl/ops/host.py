@@ -57,8 +57,17 @@ host_load_kind = OpKind(
     shape=lambda t, *, stream: stream.spec,
     gradient=None,
     effect=True,
+    exchange="stream",
 )
-host_store_kind = OpKind("HostStore", _by_the_machine, operands=("t",), shape=_stored, gradient=None, effect=True)
+host_store_kind = OpKind(
+    "HostStore",
+    _by_the_machine,
+    operands=("t",),
+    shape=_stored,
+    gradient=None,
+    effect=True,
+    exchange="stream",
+)
 print_tensor_kind: OpKind = OpKind(
     "PrintTensor",
     _by_the_machine,

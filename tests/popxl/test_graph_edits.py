@@ -1,0 +1,299 @@
+"""Editing graphs: another order of the same ops, other ops for the same results; all of it or nothing."""
+
+import functools
+
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.context import get_current_context
+from popxl.errors import PopxlError
+from popxl.op import OpKind
+
+F32 = popxl.float32
+
+square_twice = OpKind("SquareTwice", lambda t: (t * t, t * t), shape=lambda t: [t.spec, t.spec], result=("a", "b"))
+
+
+@pytest.fixture
+def program(ir):
+    """x → a = x + x → b = a * a → c = exp(b), and d = sin(x) beside; the ops by their letters."""
+    with ir.main_graph:
+        x = popxl.variable([1.0, 2.0], name="x")
+        a = ops.add(x, x)
+        b = ops.mul(a, a)
+        c = ops.exp(b)
+        d = ops.sin(x)
+    return {name: t.producer for name, t in zip("abcd", (a, b, c, d), strict=True)}
+
+
+def state(ir):
+    """All that an edit that fails must leave alone."""
+    return str(ir), [
+        (g.ops, [(op.inputs, op.outputs, op.after) for op in g.ops], g.tensors, g.outputs, g.call_sites)
+        for g in ir.graphs
+    ]
+
+
+# reorder --------------------------------------------------------------------------------------------------------------
+
+
+def test_reorder(ir, run, program):
+    a, b, c, d = program.values()
+    before = ir.main_graph.ops
+    ir.main_graph.reorder([d, a, b, c])
+    assert ir.main_graph.ops == [d, a, b, c]
+    assert before == [a, b, c, d]  # who is iterating goes on in the order that was
+    assert run(ir, b.outputs[0]) == [[4.0, 16.0]]
+
+
+@pytest.mark.parametrize("order", ["bacd", "abdd", "abc", "abcda", "dcba"])
+def test_an_order_that_is_none(ir, program, order):
+    before = state(ir)
+    with pytest.raises(PopxlError, match="reorder"):
+        ir.main_graph.reorder([program[name] for name in order])
+    assert state(ir) == before
+
+
+def test_an_op_is_not_put_before_one_that_it_follows_in_sequence(ir):
+    with ir.main_graph as main:
+        x = popxl.variable(1.0)
+        with popxl.in_sequence():
+            ops.exp(x), ops.sin(x)
+    with pytest.raises(PopxlError, match=r"Exp.100\] .* has to come after .*Sin|Sin.101\] .* has to come after .*Exp"):
+        main.reorder(main.ops[::-1])
+
+
+def in_place(x, add_one):
+    ops.exp(x)
+    ops.add_(x, x)
+
+
+def in_place_after(x, add_one):
+    ops.add_(x, x)
+    ops.exp(x)
+
+
+def through_a_view(x, add_one):
+    view = ops.reshape_(x, (2, 1))
+    ops.exp(view)
+    ops.add_(x, x)
+
+
+def by_reference(x, add_one):
+    ops.exp(x)
+    ops.call(add_one, x)
+
+
+def stores_to_one_stream(x, add_one):
+    out = popxl.d2h_stream((2,), F32)
+    ops.host_store(out, x)
+    ops.host_store(out, x)
+
+
+def a_store_and_a_call_that_stores(x, add_one):
+    out = popxl.d2h_stream((2,), F32)
+    graph = x.ir.create_graph(lambda t: ops.host_store(out, t), x)
+    ops.host_store(out, x)
+    ops.call(graph, x)
+
+
+def prints(x, add_one):
+    ops.print_tensor(x)
+    ops.print_tensor(x)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        in_place,
+        in_place_after,
+        through_a_view,
+        by_reference,
+        stores_to_one_stream,
+        a_store_and_a_call_that_stores,
+        prints,
+    ],
+)
+def test_ops_that_share_something_keep_their_order(ir, build):
+    def add_one(t: popxl.TensorByRef):
+        t += 1
+
+    with ir.main_graph as main:
+        x = popxl.variable([1.0, 2.0], name="x")
+        build(x, ir.create_graph(add_one, x))
+    *others, first, last = main.ops
+    with pytest.raises(PopxlError, match="has to come after"):
+        main.reorder([*others, last, first])
+    assert main.ops == [*others, first, last]
+
+
+def test_ops_that_share_nothing_need_no_order(ir):
+    with ir.main_graph as main:
+        x, y = popxl.variable(1.0), popxl.variable(1.0)
+        ops.add_(x, x)
+        ops.add_(y, y)
+        for t in (x, y):
+            ops.host_store(popxl.d2h_stream((), F32), t)
+        ops.print_tensor(x)
+    first, *others = main.ops
+    main.reorder([others[0], first, others[3], others[2], others[1]])
+
+
+# replace --------------------------------------------------------------------------------------------------------------
+
+
+def test_replace(ir, run, program):
+    main, (a, b, c, d) = ir.main_graph, program.values()
+    y, main_ops = b.outputs[0], main.ops
+    tensors = main.tensors
+    main.replace([b], lambda lhs, rhs: ops.negate(ops.negate(ops.mul(lhs, rhs))))
+    assert [op.op_type for op in main.ops] == ["Add", "Mul", "Neg", "Neg", "Exp", "Sin"]
+    assert y.producer is main.ops[3] and main.ops[3].outputs == (y,) and c.inputs == (y,)
+    assert main.get_tensor(y.id) is y and len(main.tensors) == len(tensors) + 2
+    assert main_ops == [a, b, c, d]
+    assert str(main).splitlines()[1:] == [
+        "    x: f32[2]           = variable",
+        "    add_out: f32[2]     = Add(x, x)",
+        "    mul_out__t0: f32[2] = Mul(add_out, add_out)",
+        "    negate_out: f32[2]  = Neg(mul_out__t0)",
+        "    mul_out: f32[2]     = Neg(negate_out)",
+        "    exp_out: f32[2]     = Exp(mul_out)",
+        "    sin_out: f32[2]     = Sin(x)",
+    ]
+    assert run(ir, y) == [[4.0, 16.0]]
+
+
+def test_a_result_may_be_used_by_the_new_ops_themselves(ir, run, program):
+    b = program["b"]
+    y = b.outputs[0]
+
+    def by(lhs, rhs):
+        product = ops.mul(lhs, rhs)
+        ops.exp(product)
+        return product
+
+    ir.main_graph.replace([b], by)
+    assert [op.op_type for op in ir.main_graph.ops] == ["Add", "Mul", "Exp", "Exp", "Sin"]
+    assert ir.main_graph.ops[2].inputs == (y,)
+    assert run(ir, y) == [[4.0, 16.0]]
+
+
+def test_several_ops_are_replaced_by_one(ir, run):
+    with ir.main_graph as main:
+        x = popxl.variable([1.0, 3.0], name="x")
+        y, z = ops.mul(x, x), ops.mul(x, x)
+        total = y + z
+    main.replace(main.ops[:2], lambda a, b, c, d: square_twice(a))
+    assert [op.op_type for op in main.ops] == ["SquareTwice", "Add"]
+    assert main.ops[0].outputs == (y, z)
+    assert run(ir, y, z, total) == [[1.0, 9.0], [1.0, 9.0], [2.0, 18.0]]
+
+
+def test_new_ops_are_where_the_old_one_was(ir):
+    with ir.main_graph as main, popxl.ipu(2), popxl.io_tiles(), popxl.name_scope("enc"):
+        x = popxl.variable(1.0)
+        y = ops.mul(x, x)
+    with popxl.ipu(1), popxl.name_scope("elsewhere"), popxl.in_sequence():
+        main.replace([y.producer], lambda lhs, rhs: ops.exp(ops.exp(lhs)))
+    assert [(op.name, op.ipu, op.io_tiles) for op in main.ops] == [("enc/Exp", 2, True)] * 2
+    assert (y.ipu, y.tile_set, y.producer.inputs[0].name) == (2, "io", "enc/exp_out")
+
+
+def test_sequences_hold_after_an_edit(ir):
+    """Ops that came before and after, also those that are created later in the same block."""
+    with ir.main_graph as main:
+        x = popxl.variable(1.0)
+        with popxl.in_sequence():
+            first = ops.exp(x).producer
+            middle = ops.mul(x, x).producer
+            after = ops.sin(x).producer
+            main.replace([after], lambda t: ops.cos(t))
+            main.replace([middle], lambda lhs, rhs: ops.negate(ops.abs(lhs)))
+            ops.tanh(x)
+    _, absolute, negate, cos, tanh = main.ops
+    assert (absolute.after, negate.after) == ((first.id,), (first.id,))
+    assert (cos.after, tanh.after) == ((absolute.id, negate.id), (cos.id,))
+
+
+def test_calls_are_counted(ir):
+    graph = ir.create_graph(lambda x: ops.exp(x), popxl.TensorSpec((), F32))
+    with ir.main_graph as main:
+        x = popxl.variable(1.0)
+        y = ops.exp(x)
+    main.replace([y.producer], lambda t: ops.call(graph, t))
+    assert graph.call_sites == main.ops and main.called_graphs == (graph,)
+    main.replace(main.ops, lambda t: ops.exp(t))
+    assert graph.call_sites == [] and main.called_graphs == ()
+
+
+def test_hooks_see_new_ops_when_all_is_done(ir, program):
+    seen = []
+    y = program["b"].outputs[0]
+    handle = get_current_context().register_op_created_hook(
+        lambda op: seen.append((op.op_type, op.outputs == (y,), y.producer.op_type, op in ir.main_graph.ops))
+    )
+    ir.main_graph.replace([program["b"]], lambda lhs, rhs: ops.exp(ops.sin(lhs)))
+    with pytest.raises(PopxlError):
+        ir.main_graph.replace([program["c"]], lambda t: ops.reshape(t, (1, 2)))
+    get_current_context().remove_op_created_hook(handle)
+    assert seen == [("Sin", False, "Exp", True), ("Exp", True, "Exp", True)]
+
+
+BAD = {
+    "nothing": lambda x: None,
+    "too many": lambda x: (ops.exp(x), ops.exp(x)),
+    "an old tensor": lambda x: x,
+    "no tensor": lambda x: 1.0 and [1.0],
+    "another shape": lambda x: ops.reshape(x, (1, 2)),
+    "another dtype": lambda x: ops.cast(x, popxl.float16),
+    "a view": lambda x: ops.reshape_(x, (2,)),
+    "a changed operand": lambda x: ops.exp_(x),
+    "an error": lambda x: ops.exp(x) + 1.0 / 0,
+    "an op that fails": lambda x: ops.exp(x) @ ops.exp(x) @ popxl.constant(1.0),
+}
+
+
+@pytest.mark.parametrize("by", BAD.values(), ids=BAD)
+def test_a_replacement_that_does_not_fit(ir, program, by):
+    before = state(ir)
+    with pytest.raises((PopxlError, ZeroDivisionError)):
+        ir.main_graph.replace([program["c"]], by)
+    assert state(ir) == before
+
+
+def test_ops_that_cannot_be_replaced(ir, program):
+    a, b, c, d = program.values()
+    with ir.main_graph:
+        view = ops.reshape_(a.outputs[0], (1, 2)).producer
+    other = ir.create_graph(lambda x: ops.exp(x), popxl.TensorSpec((2,), F32))
+    before = state(ir)
+    for chosen in ([], [a, c], [b, a], [a, b], [other.ops[0]], [view]):
+        with pytest.raises(PopxlError, match="replace"):
+            ir.main_graph.replace(chosen, lambda *ts: [ops.exp(t) for t in ts])
+    assert state(ir) == before
+
+
+def test_new_ops_need_nothing_that_is_made_later(ir, program):
+    before = state(ir)
+    with pytest.raises(PopxlError, match="made later"):
+        ir.main_graph.replace([program["a"]], lambda *ts: ops.exp(program["d"].outputs[0]))
+    assert state(ir) == before
+
+
+def test_an_op_that_shares_storage_is_replaced_by_one_that_shares_the_same(ir, run):
+    with ir.main_graph as main, popxl.in_sequence():
+        x = popxl.variable(1.0, name="x")
+        y = ops.add_(x, x)
+        z = y + 1
+    with pytest.raises(PopxlError, match="storage"):
+        main.replace([y.producer], lambda lhs, rhs: ops.add(lhs, rhs))
+    main.replace([y.producer], lambda lhs, rhs: ops.scaled_add_(lhs, rhs, b=2.0))
+    assert run(ir, y, z) == [3.0, 4.0]
+
+
+def test_an_edited_program_is_saved_and_loaded_in_its_order(ir, tmp_path, program):
+    ir.main_graph.replace([program["b"]], lambda lhs, rhs: functools.reduce(ops.add, [lhs, rhs, lhs]))
+    ir.save(tmp_path / "program")
+    loaded = popxl.Ir.load(tmp_path / "program")
+    assert loaded.main_graph.print_schedule() == ir.main_graph.print_schedule()

@@ -1,0 +1,242 @@
+"""Replicas: one program, run by several, on a device for each or on one device for all, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.errors import ApplicationRuntimeError
+from popxl.op import OpKind, Requirement
+from popxl.transforms import autodiff
+from runtime.devices import Device
+
+WAYS = ("kept", "dispatched", "inlined")
+
+
+def devices(count: int) -> Device:
+    return Device("ipu_model", tuple(jax.devices("cpu")[:count]))
+
+
+@pytest.fixture(params=["one device", "a device each"])
+def device(request: pytest.FixtureRequest) -> Callable[[int], Device]:
+    """The device for so many replicas."""
+    if request.param == "one device":
+        return lambda count: devices(1)
+    if len(jax.devices("cpu")) < 6:
+        pytest.skip("JAX was started with fewer devices")
+    return devices
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def session_of(ir: popxl.Ir, device: Any, way: str = "kept") -> popxl.Session:
+    ir.options.calledGraphs = way  # type: ignore[assignment]
+    session = popxl.Session(ir, device(ir.replication_factor))
+    assert session.program.replicas.count == ir.replication_factor
+    return session
+
+
+def test_the_worked_example(device: Any) -> None:
+    """Three groups of two: what each replica starts with, and what is read back."""
+    for mode, rows in (("one_per_group", [0, 1, 2]), ("all_replicas", range(6))):
+        ir = popxl.Ir(replication=6)
+        with ir.main_graph, popxl.in_sequence():
+            grouping = ir.replica_grouping(stride=3, group_size=2)
+            v = popxl.variable([[1, 1], [2, 2], [3, 3]], replica_grouping=grouping, retrieval_mode=mode)  # type: ignore[arg-type]
+            index = popxl.h2d_stream((), popxl.int32)
+            out = popxl.d2h_stream((2,), popxl.int32)
+            ops.host_store(out, v)
+            ops.add_(v, ops.host_load(index))
+        with session_of(ir, device) as session:
+            shown = session.run({index: np.arange(6, dtype=np.int32)})[out]
+            np.testing.assert_array_equal(shown, [[1, 1], [2, 2], [3, 3]] * 2)
+            expected = [[1, 1], [3, 3], [5, 5], [4, 4], [6, 6], [8, 8]]
+            np.testing.assert_array_equal(session.get_tensor_data(v), [expected[r] for r in rows])
+        np.testing.assert_array_equal(session.get_tensor_data(v), [expected[r] for r in rows])
+
+
+@pytest.mark.parametrize("transfers", [1, 3])
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_shapes_of_host_arrays(device: Any, way: str, transfers: int, shape: tuple[int, ...]) -> None:
+    """Transfers first, then replicas."""
+    ir = popxl.Ir(replication=4)
+    ir.num_host_transfers = transfers
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream(shape, popxl.float32), popxl.d2h_stream(shape, popxl.float32)
+        graph = ir.create_graph(lambda: ops.host_store(out, ops.host_load(into) * 2))
+        ops.repeat(graph, transfers)
+    full = ((transfers,) if transfers > 1 else ()) + (4,) + shape
+    data = np.random.default_rng(0).normal(size=full).astype(np.float32)
+    with session_of(ir, device, way) as session:
+        assert session._full_input_shape(shape) == full
+        np.testing.assert_array_equal(session.run({into: data})[out], data * 2)
+        filled = {out: np.empty(full, np.float32)}
+        session.run_with_outputs({into: data}, filled)
+        np.testing.assert_array_equal(filled[out], data * 2)
+        with pytest.raises(ValueError, match="shape"):
+            session.run({into: np.zeros((*full[:-1], 7), np.float32)})
+
+
+def test_training_in_parallel(device: Any, way: str) -> None:
+    """Each replica trains on data of its own; without anything that joins them they go apart."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return ops.gelu(x @ w)
+
+    ir = popxl.Ir(replication=3)
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream((2, 4), popxl.float32), popxl.d2h_stream((), popxl.float32)
+        x = ops.host_load(into)
+        w = popxl.variable(np.eye(4), popxl.float32, "w", retrieval_mode="all_replicas")
+        frozen = popxl.variable(np.full((4, 4), 0.1), popxl.float32, "frozen")
+        graph = ir.create_graph(layer, x, w)
+        info = autodiff(graph)
+        first = ops.call_with_info(graph, x, w)
+        second = ops.call_with_info(graph, first.outputs[0], frozen)
+        y = second.outputs[0]
+        g, _ = ops.call(info.graph, y, inputs_dict=info.inputs_dict(second))
+        _, dw = ops.call(info.graph, g, inputs_dict=info.inputs_dict(first))
+        ops.scaled_add_(w, dw, b=-0.1)
+        ops.host_store(out, ops.sum(y * y))
+    data = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)
+    with session_of(ir, device, way) as session:
+        losses = [session.run({into: data})[out] for _ in range(3)]
+        weights = session.get_tensor_data(w)
+    for r in range(3):
+        alone = popxl.Ir()
+        with alone.main_graph, popxl.in_sequence():
+            into1, out1 = popxl.h2d_stream((2, 4), popxl.float32), popxl.d2h_stream((), popxl.float32)
+            x = ops.host_load(into1)
+            w1, frozen = popxl.variable(np.eye(4), popxl.float32), popxl.variable(np.full((4, 4), 0.1), popxl.float32)
+            whole = alone.create_graph(lambda x, w, u: layer(layer(x, w), u), x, w1, frozen)
+            site = ops.call_with_info(whole, x, w1, frozen)
+            (y,) = site.outputs
+            info = autodiff(whole, grads_required=[whole.inputs[1]])
+            (dw,) = ops.call(info.graph, y, inputs_dict=info.inputs_dict(site))
+            ops.scaled_add_(w1, dw, b=-0.1)
+            ops.host_store(out1, ops.sum(y * y))
+        with popxl.Session(alone) as single:
+            expected = [single.run({into1: data[r]})[out1] for _ in range(3)]
+        np.testing.assert_allclose([loss[r] for loss in losses], expected, rtol=1e-5)
+        np.testing.assert_allclose(weights[r], w1.data, rtol=1e-5, atol=1e-6)
+
+
+def test_every_replica_draws_from_its_own_seed(device: Any) -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        into, out = popxl.h2d_stream((2,), popxl.uint32), popxl.d2h_stream((64,), popxl.float32)
+        ops.host_store(out, ops.random_uniform(ops.host_load(into), (64,)))
+    seeds = popxl.create_seeds(5, replicas=2)
+    with session_of(ir, device) as session:
+        first, second = session.run({into: seeds})[out]
+        same = session.run({into: np.stack([seeds[1], seeds[1]])})[out]
+    assert (first != second).any()
+    np.testing.assert_array_equal(same, [second, second])
+
+
+def test_conditionals_and_loops_go_their_own_ways(device: Any, way: str) -> None:
+    ir = popxl.Ir(replication=2)
+    ir.num_host_transfers = 2
+    with ir.main_graph, popxl.in_sequence():
+        flags, numbers = popxl.h2d_stream((1,), popxl.bool), popxl.h2d_stream((), popxl.float32)
+        out = popxl.d2h_stream((), popxl.float32)
+        x = popxl.variable(1.0)
+        load = ir.create_graph(lambda x: x * ops.host_load(numbers), x)
+        other = ir.create_graph(lambda x: x - 1, x)
+
+        def turn(x: Any) -> Any:
+            (y,) = ops.conditional(ops.host_load(flags), load, other, [x], [x])
+            ops.host_store(out, y)
+            return y
+
+        ops.repeat(ir.create_graph(turn, x), 2, x)
+    taken = np.array([[[True], [False]], [[False], [True]]])
+    with session_of(ir, device, way) as session:
+        stored = session.run({flags: taken, numbers: np.float32([[3, 5], [7, 11]])})[out]
+    np.testing.assert_array_equal(stored, [[3, 0], [2, 0]])  # each replica takes its first number when it loads first
+
+
+def test_checks_of_one_replica_are_told(device: Any, way: str) -> None:
+    below = OpKind("Below", lambda t: t, shape=lambda t: t.spec, requires={"t": Requirement(lambda t: t < 3, "is < 3")})
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        into, out = popxl.h2d_stream((), popxl.float32), popxl.d2h_stream((), popxl.float32)
+        ops.host_store(out, below(ops.host_load(into)))
+    with session_of(ir, device, way) as session:
+        session.run({into: np.float32([1, 2])})
+        with pytest.raises(ApplicationRuntimeError, match="`t` is < 3"):
+            session.run({into: np.float32([1, 5])})
+
+
+def test_each_replica_prints(device: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        v = popxl.variable([1.0, 2.0], replica_grouping=ir.replica_grouping(group_size=1))
+        ops.print_tensor(v, "v")
+    with session_of(ir, device) as session:
+        session.run()
+    assert sorted(capfd.readouterr().err.split("\n")) == ["", "v: 1.0", "v: 2.0"]
+
+
+def test_writing_and_reading_grouped_variables(device: Any) -> None:
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph, popxl.in_sequence():
+        pairs = ir.replica_grouping_from_assignments([0, 1, 1, 0])
+        v = popxl.variable(np.float32([[1, 2], [3, 4]]), replica_grouping=pairs)
+        everyone = popxl.variable(np.float32([5, 6]))
+        out = popxl.d2h_stream((2,), popxl.float32)
+        ops.host_store(out, v * everyone)
+        ops.add_(v, popxl.constant(1.0))
+    with session_of(ir, device) as session:
+        np.testing.assert_array_equal(session.run()[out], np.float32([[5, 12], [15, 24], [15, 24], [5, 12]]))
+        np.testing.assert_array_equal(session.get_tensor_data(v), [[2, 3], [4, 5]])
+        session.write_variables_data({v: np.float32([[7, 7], [8, 8]]), everyone: np.float32([1, 2])})
+        np.testing.assert_array_equal(session.run()[out], np.float32([[7, 14], [8, 16], [8, 16], [7, 14]]))
+
+
+def test_cpu_is_a_single_device() -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        popxl.variable(1.0) + 1
+    with pytest.raises(ValueError, match="'cpu' is a single one"):
+        popxl.Session(ir, "cpu")
+    assert popxl.Session(ir, "ipu_model").program.replicas.count == 2
+
+
+def test_what_replicas_share_is_there_once(device: Any) -> None:
+    """A variable that nobody changes is not copied for each replica."""
+
+    def needed(count: int) -> int:
+        ir = popxl.Ir(replication=count)
+        with ir.main_graph:
+            w = popxl.variable(np.ones((64, 64), np.float32))
+            out = popxl.d2h_stream((), popxl.float32)
+            ops.host_store(out, ops.sum(w))
+        session = session_of(ir, device)
+        return session.program.executable.memory_analysis().argument_size_in_bytes
+
+    assert needed(4) == needed(2) < 2 * 64 * 64 * 4
+
+
+DTYPES = (popxl.float32, popxl.float16, popxl.int32, popxl.uint32, popxl.int8, popxl.bool, popxl.float8_143)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_dtypes(device: Any, dtype: popxl.dtype) -> None:
+    data = (np.arange(6).reshape(2, 3) % 2).astype(np.uint8 if dtype.is_float8 else dtype.as_numpy())
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        into, out = popxl.h2d_stream((3,), dtype), popxl.d2h_stream((3,), dtype)
+        ops.host_store(out, ops.reshape(ops.host_load(into), (3,)))
+    with session_of(ir, device) as session:
+        found = session.run({into: data})[out]
+    assert found.tobytes() == data.tobytes()

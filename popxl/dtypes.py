@@ -5,6 +5,7 @@ Nothing here converts data; for that see `popxl.utils.to_numpy` and, for float8,
 """
 
 import builtins
+import numbers
 import string
 import sys
 from collections.abc import Callable
@@ -110,6 +111,12 @@ class dtype:
     def is_floating_point(self) -> builtins.bool:
         """Whether this is a real floating point type, float8 included."""
         return self._kind == "f"
+
+    def holds(self, value: Any) -> builtins.bool:
+        """Whether a value is a plain number of the kind that the dtype holds: integers are floats, too."""
+        if self.is_floating_point:
+            return isinstance(value, numbers.Real)
+        return self.is_int and isinstance(value, numbers.Integral)
 
     @property
     def is_signed(self) -> builtins.bool:

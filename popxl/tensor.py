@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -228,72 +229,75 @@ class Tensor:
 
     # Operators ------------------------------------------------------------------------------------------------------
 
-    def _operand(self, value: Any, dtype: dtype_ | None = None) -> Tensor:
-        """The other operand of an operator: anything but a tensor becomes a constant of this tensor's dtype."""
-        if isinstance(value, Tensor):
-            return value
-        if np.size(value) == 0:
-            raise ValueError(f"An operand without elements was given to an operator of {self!r}: {value!r}.")
-        return create.constant(value, dtype or self.dtype)
+    def _apply(self, op: Callable[..., Tensor], other: Any, reflected: bool = False) -> Tensor:
+        """An op of this tensor and another operand: anything but a tensor becomes a constant of this tensor's dtype."""
+        if isinstance(other, Tensor):
+            return op(self, other)
+        if np.size(other) == 0:
+            raise ValueError(f"An operand without elements was given to an operator of {self!r}: {other!r}.")
+        operand = create.constant(other, self.dtype)
+        with taken_back_on_failure(operand):
+            return op(operand, self) if reflected else op(self, operand)
 
     def __add__(self, other: TensorLike) -> Tensor:
-        return ops.add(self, self._operand(other))
+        return self._apply(ops.add, other)
 
     def __radd__(self, other: TensorLike) -> Tensor:
-        return ops.add(self._operand(other), self)
+        return self._apply(ops.add, other, reflected=True)
 
     def __iadd__(self, other: TensorLike) -> Tensor:
-        ops.add_(self, self._operand(other))
+        self._apply(ops.add_, other)
         return self
 
     def __sub__(self, other: TensorLike) -> Tensor:
-        return ops.sub(self, self._operand(other))
+        return self._apply(ops.sub, other)
 
     def __rsub__(self, other: TensorLike) -> Tensor:
-        return ops.sub(self._operand(other), self)
+        return self._apply(ops.sub, other, reflected=True)
 
     def __mul__(self, other: TensorLike) -> Tensor:
-        return ops.mul(self, self._operand(other))
+        return self._apply(ops.mul, other)
 
     def __rmul__(self, other: TensorLike) -> Tensor:
-        return ops.mul(self._operand(other), self)
+        return self._apply(ops.mul, other, reflected=True)
 
     def __truediv__(self, other: TensorLike) -> Tensor:
-        return ops.div(self, self._operand(other))
+        return self._apply(ops.div, other)
 
     def __rtruediv__(self, other: TensorLike) -> Tensor:
-        return ops.div(self._operand(other), self)
+        return self._apply(ops.div, other, reflected=True)
 
     def __mod__(self, other: TensorLike) -> Tensor:
-        return ops.fmod(self, self._operand(other))
+        return self._apply(ops.fmod, other)
 
     def __rmod__(self, other: TensorLike) -> Tensor:
-        return ops.fmod(self._operand(other), self)
+        return self._apply(ops.fmod, other, reflected=True)
 
     def __matmul__(self, other: TensorLike) -> Tensor:
-        return ops.matmul(self, self._operand(other))
+        return self._apply(ops.matmul, other)
 
     def __rmatmul__(self, other: TensorLike) -> Tensor:
-        return ops.matmul(self._operand(other), self)
+        return self._apply(ops.matmul, other, reflected=True)
 
     def __and__(self, other: TensorLike) -> Tensor:
-        return ops.logical_and(self, self._operand(other))
+        return self._apply(ops.logical_and, other)
 
     def __rand__(self, other: TensorLike) -> Tensor:
-        return ops.logical_and(self._operand(other), self)
+        return self._apply(ops.logical_and, other, reflected=True)
 
     def __or__(self, other: TensorLike) -> Tensor:
-        return ops.logical_or(self, self._operand(other))
+        return self._apply(ops.logical_or, other)
 
     def __ror__(self, other: TensorLike) -> Tensor:
-        return ops.logical_or(self._operand(other), self)
+        return self._apply(ops.logical_or, other, reflected=True)
 
     def __pow__(self, other: TensorLike) -> Tensor:
         return ops.pow(self, other)
 
     def __rpow__(self, other: HostScalarTensor) -> Tensor:
-        number = isinstance(other, int | float) and self.dtype.is_floating_point
-        return ops.pow(create.constant(other, self.dtype if number else None), self)
+        base = create.constant(other, self.dtype if self.dtype.holds(other) else None)
+        with taken_back_on_failure(base):
+            return ops.pow(base, self)
 
     def __neg__(self) -> Tensor:
         return ops.negate(self)
@@ -362,6 +366,16 @@ class Tensor:
     def copy_to_ipu(self, destination: int, source: int | None = None) -> Tensor:
         """`ops.ipu_copy` of this tensor."""
         return ops.ipu_copy(self, destination, source)
+
+
+@contextmanager
+def taken_back_on_failure(t: Tensor) -> Iterator[None]:
+    """If the block fails, its graph forgets a tensor that was made for it."""
+    try:
+        yield
+    except BaseException:
+        t.graph.forget(t)
+        raise
 
 
 class Variable(Tensor, tensor_type="Variable"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -21,14 +20,13 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
-from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
 from popxl.ops.precision import rounded_once
 from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.spec import TensorSpec
-from popxl.tensor import Tensor, TensorLike
+from popxl.tensor import Tensor, TensorLike, taken_back_on_failure
 
 # Gradients that are one op of their own -----------------------------------------------------------------------------
 
@@ -357,14 +355,11 @@ def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:
     Example:
         >>> y = ops.pow(x, 3)
     """
-    if not isinstance(e, Tensor):
-        e = constant(e, t.dtype if isinstance(t, Tensor) and _is_one_of(t.dtype, e) else None)
-    return _pow(t, e)
-
-
-def _is_one_of(dtype: dtype_, value: Any) -> bool:
-    """Whether a value is a plain number of the kind that the dtype holds."""
-    return isinstance(value, Real) if dtype.is_floating_point else isinstance(value, Integral) and dtype.is_int
+    if isinstance(e, Tensor):
+        return _pow(t, e)
+    exponent = constant(e, t.dtype if isinstance(t, Tensor) and t.dtype.holds(e) else None)
+    with taken_back_on_failure(exponent):
+        return _pow(t, exponent)
 
 
 def add_n(*ts: Tensor) -> Tensor:

@@ -488,3 +488,23 @@ def test_tensors_on_two_ipus_do_not_meet(ir):
             here + on_io
         assert (here.copy_to_ipu(1) * there).ipu == 0  # where the op is, not the operands
         assert (ops.io_tile_copy(on_io) + here).tile_set == "compute"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda t: t + np.zeros(7),
+        lambda t: np.zeros(7) * t,
+        lambda t: t @ np.zeros((9, 9)),
+        lambda t: t ** np.zeros(7),
+        lambda t: np.zeros(7) ** t,
+        lambda t: t.__iadd__(np.zeros(7)),
+    ],
+    ids=range(6),
+)
+def test_an_operator_that_is_refused_leaves_nothing(build):
+    with popxl.Ir().main_graph as main:
+        t = popxl.variable(np.zeros((2, 3), np.float32))
+        with pytest.raises(popxl.errors.PopxlError):
+            build(t)
+        assert (main.constants, main.ops) == ((), [])

@@ -189,11 +189,7 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         else seed_or_zeros(seeds.pop(expected.fwd_tensor, None), expected.fwd_tensor)
         for expected in info.expected_inputs
     ]
-    if seeds:
-        raise PopxlError(
-            f"autodiff: a gradient reaches the outputs {', '.join(t.name for t in seeds)} of {graph.title}, and its "
-            f"gradient graph {info.graph.id} does not take them. Name them in its `grads_provided`."
-        )
+    refuse_unused(seeds, info)
     results = call(info.graph, *inputs)
     return {
         graph.inputs.index(expected.fwd_tensor): result
@@ -208,6 +204,16 @@ def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
         if g is not None:
             arrived.setdefault(t, []).append(g)
     return {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
+
+
+def refuse_unused(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
+    """`PopxlError` if gradients have arrived that a gradient graph does not take."""
+    if seeds:
+        names = ", ".join(t.name for t in seeds)
+        raise PopxlError(
+            f"autodiff: a gradient reaches the outputs {names} of {info.forward_graph.title}, and its gradient graph "
+            f"{info.graph.id} does not take them. Name them in its `grads_provided`."
+        )
 
 
 def _check_usable(info: Any, graph: Graph) -> None:
@@ -330,19 +336,24 @@ def bind_inputs(
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and value.graph_ref is not here.ref:
             raise foreign_tensor("call", f"input {i}", value, here)
-    bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
-    for key, value in (by_tensor or {}).items():
+    named = dict(by_tensor or {})
+    for key in named:
         if not isinstance(key, Tensor):
             raise TypeError(f"call: the keys of `inputs_dict` are inputs of the graph; got {key!r}.")
         if key.graph_ref is not graph.ref:
             raise ValueError(f"call: the key {key!r} of `inputs_dict` is not in the {which} graph {graph.name}.")
+    for key, value in named.items():
         if isinstance(value, Tensor) and value.graph_ref is not here.ref:
             raise foreign_tensor("call", f"input {key.name}", value, here)
-        if key not in graph.inputs:
+    own = {*graph.inputs}
+    for key in named:
+        if key not in own:
             raise PopxlError(f"call: the key {key!r} of `inputs_dict` is in {graph.title}, but is not an input of it.")
+    bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
+    for key in named:
         if key in bound:
             raise ValueError(f"Graph input tensor is specified twice for the {which} graph {graph.name}: {key!r}.")
-        bound[key] = value
+    bound |= named
     arrays = {t: _array(value, t) for t, value in bound.items() if not isinstance(value, Tensor)}
     missing = [t for t in graph.inputs if t not in bound]
     if missing:

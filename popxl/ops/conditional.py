@@ -17,6 +17,7 @@ from popxl.ops.call import (
     call,
     check_callable,
     check_fit,
+    refuse_unused,
     seed_or_zeros,
     seeds_of,
 )
@@ -170,12 +171,14 @@ def _gradient_branch(
         t = expected.fwd_tensor
         if expected.is_activation:
             return add_input(read(parents[t]), t.name)
-        return add_input(seeds[t], f"Gradient___{t.name}") if t in seeds else seed_or_zeros(None, t)
+        seed = seeds.pop(t, None)  # one tensor may be several outputs: the first gets all of it
+        return seed_or_zeros(None, t) if seed is None else add_input(seed, f"Gradient___{t.name}")
 
     with branch:
         found: dict[Tensor, list[Tensor]] = {}
         if info is not None:
             results = call(info.graph, *map(given, info.expected_inputs))
+            refuse_unused(seeds, info)
             for t, g in zip(info.outputs, results, strict=True):
                 found.setdefault(parents[t], []).append(g)
         for t in wanted:
@@ -273,10 +276,15 @@ def conditional_with_info(
             f"conditional: {then_branch.title} has {len(then_branch.outputs)} outputs and {else_branch.title} "
             f"{len(else_branch.outputs)}; the branches have to return the same number."
         )
-    bound = [
-        bind_inputs(then_branch, then_inputs or (), then_inputs_dict, check_inputs, "then_branch"),
-        bind_inputs(else_branch, else_inputs or (), else_inputs_dict, check_inputs, "else_branch"),
-    ]
+    bound = []
+    for which, graph, inputs, by_tensor in (
+        ("then", then_branch, then_inputs, then_inputs_dict),
+        ("else", else_branch, else_inputs, else_inputs_dict),
+    ):
+        if isinstance(inputs, Tensor):
+            raise TypeError(f"conditional: `{which}_inputs` is an iterable of values; write [{inputs.name}].")
+        values = () if inputs is None else inputs
+        bound.append(bind_inputs(graph, values, by_tensor, check_inputs, f"{which}_branch"))
     names = [f"{t.name}_or_{u.name}" for t, u in zip(then_branch.outputs, else_branch.outputs, strict=True)]
     site = ConditionalSiteInfo(
         conditional_kind.record(

@@ -384,3 +384,28 @@ def test_a_branch_may_be_called_too() -> None:
     for y, z in either(build, A):
         np.testing.assert_allclose(y, 2 * A * A)
         np.testing.assert_allclose(z, 2 * A * A)
+
+
+def test_gradient_of_a_tensor_that_is_several_outputs() -> None:
+    """Each of the gradients that arrive counts once."""
+
+    def build(flag: Any, a: Any) -> Any:
+        ir = popxl.gcg().ir
+
+        def twice(x: Any) -> Any:
+            y = ops.sin(x)
+            return y, y
+
+        graphs = [ir.create_graph(twice, a) for _ in range(2)]
+
+        def whole(flag: Any, a: Any) -> Any:
+            y, z = ops.conditional(flag, *graphs, [a], [a])
+            return ops.sum(y * 2.0 + z * 3.0)
+
+        graph = ir.create_graph(whole, flag, a)
+        info = autodiff(graph, grads_required=graph.inputs[1:])
+        site = ops.call_with_info(graph, flag, a)
+        return ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+
+    for (g,) in either(build, A):
+        np.testing.assert_allclose(g, 5 * np.cos(A), rtol=1e-5)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import jax.numpy as jnp
 
+from popxl import dtypes
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import REFUSED, VJP, Op, OpKind
@@ -54,6 +55,8 @@ class Forward:
 
 def passes(op: Op, i: int) -> bool:
     """Whether a gradient can flow through an op to its input `i`."""
+    if op.inputs[i].dtype is dtypes.bool:
+        return False
     rule = op.kind.gradient
     if rule is VJP:
         return op.inputs[i].dtype.is_floating_point

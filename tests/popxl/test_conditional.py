@@ -409,3 +409,29 @@ def test_gradient_of_a_tensor_that_is_several_outputs() -> None:
 
     for (g,) in either(build, A):
         np.testing.assert_allclose(g, 5 * np.cos(A), rtol=1e-5)
+
+
+def test_a_condition_that_is_computed_and_kept() -> None:
+    """No gradient is asked of it, in the second derivative either, though the forward graph returns it."""
+
+    def build(a: Any) -> Any:
+        ir = popxl.gcg().ir
+        graphs = [ir.create_graph(f, a) for f in (lambda x: x * x * x, lambda x: ops.sin(x))]
+
+        def inner(a: Any) -> Any:
+            return ops.conditional(ops.greater(a, popxl.constant(0.0)), *graphs, [a], [a])[0]
+
+        forward = ir.create_graph(inner, a)
+        first = autodiff(forward)
+
+        def gradient(a: Any) -> Any:
+            site = ops.call_with_info(forward, a)
+            return ops.call(first.graph, 1.0, inputs_dict=first.inputs_dict(site))
+
+        derived = ir.create_graph(gradient, a)
+        second = autodiff(derived)
+        site = ops.call_with_info(derived, a)
+        return ops.call(second.graph, 1.0, inputs_dict=second.inputs_dict(site))
+
+    for x, wish in ((np.float32(2), 12), (np.float32(-2), np.sin(2))):
+        np.testing.assert_allclose(evaluate(build, x)[0], wish, rtol=1e-5)

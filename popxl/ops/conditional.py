@@ -159,32 +159,25 @@ def _gradient_branch(
     graph: Graph, info: Any, parents: Mapping[Tensor, Tensor], wanted: Sequence[Tensor], gs: Any, read: Any
 ) -> tuple[Graph, list[Tensor]]:
     """A graph that returns the gradients of the wanted tensors of the caller, and what to bind to its inputs."""
+    expected = () if info is None else info.expected_inputs
     seeds = {} if info is None else seeds_of(graph, gs)
+    # What comes from the caller, read there; one tensor may be several outputs, and the first gets all of its gradient.
+    passed = [read(parents[e.fwd_tensor]) if e.is_activation else seeds.pop(e.fwd_tensor, None) for e in expected]
     branch = graph.ir.create_empty_graph(f"{graph.id}_bwd__branch")
-    inputs: list[Tensor] = []
-
-    def add_input(value: Tensor, name: str) -> Tensor:
-        inputs.append(value)
-        return branch.add_input(value.spec, name)
-
-    def given(expected: Any) -> Tensor:
-        t = expected.fwd_tensor
-        if expected.is_activation:
-            return add_input(read(parents[t]), t.name)
-        seed = seeds.pop(t, None)  # one tensor may be several outputs: the first gets all of it
-        return seed_or_zeros(None, t) if seed is None else add_input(seed, f"Gradient___{t.name}")
-
     with branch:
+        given = [
+            seed_or_zeros(None, e.fwd_tensor) if value is None else branch.add_input(value.spec, e.fwd_tensor.name)
+            for e, value in zip(expected, passed, strict=True)
+        ]
         found: dict[Tensor, list[Tensor]] = {}
         if info is not None:
-            results = call(info.graph, *map(given, info.expected_inputs))
             refuse_unused(seeds, info)
-            for t, g in zip(info.outputs, results, strict=True):
+            for t, g in zip(info.outputs, call(info.graph, *given), strict=True):
                 found.setdefault(parents[t], []).append(g)
         for t in wanted:
             parts = found.get(t, [])
             branch.add_output(add_n(*parts) if len(parts) > 1 else parts[0] if parts else init(t.shape, t.dtype))
-    return branch, inputs
+    return branch, [value for value in passed if value is not None]
 
 
 conditional_kind = OpKind(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, SupportsIndex
 
 from popxl import dtypes
 from popxl.aliasing import written_inputs
@@ -13,7 +14,17 @@ from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
-from popxl.ops.call import CallSiteInfo, bind_inputs, by_the_machine, call, call_op, check_fit, seed_or_zeros
+from popxl.ops.call import (
+    CallSiteInfo,
+    bind_inputs,
+    by_the_machine,
+    call,
+    call_op,
+    check_callable,
+    check_fit,
+    seed_or_zeros,
+)
+from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.ops.index import gather
 from popxl.spec import TensorSpec, brief
@@ -68,13 +79,14 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     """The gradient of a loop is a loop, over the turns in reverse, of the gradient of the wrapper.
 
     It carries the gradients of the carried values, and sums of the gradients of the others. What a turn's gradient
-    reads of that turn is stacked by the forward loop.
+    reads of that turn is stacked by the forward loop; gradients that arrive for such stacks (second derivatives have
+    them) are taken apart again, turn by turn.
     """
     op = forward.op
     wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
     own_inputs, results = wrapper.inputs[EXTRA_INPUTS:], _carried(op)
     flowing = [k for k, t in enumerate(results) if t.dtype.is_floating_point]
-    if count == 0:  # the results are the carried inputs themselves
+    if count == 0:  # the results are the carried inputs themselves, and `returns` says that the wrapper does not matter
         return {k: g for k in flowing if (g := gs[k]) is not None}
     info = forward.differentiate(wrapper)
     if info is None:
@@ -95,6 +107,11 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         for k in flowing
     }
     sums = {t: add_input(t.spec, f"Gradient___{t.name}", init(t.shape, t.dtype)) for t in same}
+    of_stacks = [
+        (t, add_input(g.spec, f"Gradient___{t.name}", g))
+        for t, g in zip(wrapper.outputs[EXTRA_OUTPUTS + carried :], gs[carried:], strict=False)  # some are just added
+        if g is not None
+    ]
     invariant: dict[Tensor, Tensor] = {}
     stacks: dict[Tensor, Tensor] = {}
     for t in (expected.fwd_tensor for expected in info.expected_inputs if expected.is_activation):
@@ -105,11 +122,14 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
             stacks[t] = add_input(stack.spec, t.name, stack)
     with turn:
         known = {wrapper.inputs[1]: go_on} | invariant
-        if stacks or wrapper.inputs[0] in info.inputs:
+        arrived = [(results[k], seed) for k, seed in seeds.items()]
+        if stacks or of_stacks or wrapper.inputs[0] in info.inputs:
             place = known[wrapper.inputs[0]] = constant(count - 1, dtypes.int32) - iteration
             known |= {t: gather(stack, place) for t, stack in stacks.items()}
-        given = [seeds[k] for k in flowing] + [
-            known[expected.fwd_tensor] for expected in info.expected_inputs if expected.is_activation
+            arrived += [(t, gather(stack, place)) for t, stack in of_stacks]
+        given = [
+            known[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
+            for expected in info.expected_inputs
         ]
         found = dict(zip(info.outputs, call(info.graph, *given), strict=True))
         for t in (go_on, *(seed_or_zeros(found.get(own_inputs[k]), results[k]) for k in flowing)):
@@ -121,12 +141,28 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     return dict(zip([*flowing, *map(own_inputs.index, same)], loop.outputs, strict=True))
 
 
+def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradient of an output of the wrapper, which may be several outputs."""
+    parts = [g for of, g in arrived if of is t]
+    return add_n(*parts) if len(parts) > 1 else seed_or_zeros(parts[0] if parts else None, t)
+
+
 def _stack_of(op: Op, t: Tensor) -> Tensor:
     """The result of a loop that holds a tensor of its wrapper for every turn; added to the loop if it is missing."""
     wrapper, first = op.called_graphs[0], EXTRA_OUTPUTS + op.attributes["carried"]
     if t not in wrapper.outputs[first:]:
         wrapper.add_output(t)
     return op.outputs[wrapper.outputs.index(t, first) - EXTRA_OUTPUTS]
+
+
+def _that_matter(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Tensor]:
+    """Outputs of the wrapper that matter: each carried value can come to depend on every other, from turn to turn."""
+    carried, count = op.attributes["carried"], op.attributes["repeat_count"]
+    if not count or matter.isdisjoint(op.outputs):
+        return []
+    stacked = zip(callee.outputs[EXTRA_OUTPUTS + carried :], op.outputs[carried:], strict=True)
+    found = [*_carried(op), *(t for t, result in stacked if result in matter)]
+    return [t for t in dict.fromkeys(found) if t.dtype.is_floating_point]
 
 
 _FLAG = TensorSpec((), dtypes.bool)
@@ -140,10 +176,7 @@ loop_kind: OpKind = OpKind(
     gradient=_loop_gradient,
     calls=("graph",),
     mirrors=_stacked,
-    # Each carried value can come to depend on every other, from turn to turn.
-    returns=lambda op, callee, matter: (
-        [] if matter.isdisjoint(op.outputs) else [t for t in _carried(op) if t.dtype.is_floating_point]
-    ),
+    returns=_that_matter,
     colocated=False,
 )
 
@@ -197,6 +230,9 @@ def repeat_with_info(
         >>> info.called_graph.called_graphs == (graph,)
         True
     """
+    check_callable(graph, get_current_context().graph)
+    if not isinstance(repeat_count, SupportsIndex):
+        raise TypeError(f"repeat: `repeat_count` must be an int; got {repeat_count!r} ({type(repeat_count).__name__}).")
     repeat_count = operator.index(repeat_count)
     if repeat_count < 0:
         raise ValueError(f"Repeat count must be >= 0; it is {repeat_count} for the graph {graph.name}.")
@@ -214,18 +250,22 @@ def repeat_with_info(
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
     context = get_current_context()
     ir = context.graph.ir
-    with context.set(scope_prefix=""), ir.undone_on_failure():
-        wrapper = ir.create_empty_graph(f"{graph.id}__loop_wrapper")
-        with wrapper:
-            wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
-            go_on = wrapper.add_input(_FLAG, "keep_going")
-            own = [wrapper.add_input(t.spec, t.name, t.by_ref) for t in graph.inputs]
-            results = call_op(graph, tuple(own), numbered(graph, ir)).outputs
-            for t in (go_on, *results):
-                wrapper.add_output(t)
-        op = call_op(
-            wrapper, bound, numbered(graph, ir), loop_kind, repeat_count=repeat_count, carried=len(graph.outputs)
-        )
+    wrapper = ir.create_empty_graph(f"{graph.id}__loop_wrapper")
+    try:
+        with context.set(scope_prefix=""):
+            with wrapper:
+                wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
+                go_on = wrapper.add_input(_FLAG, "keep_going")
+                own = [wrapper.add_input(t.spec, t.name, t.by_ref) for t in graph.inputs]
+                results = call_op(graph, tuple(own), numbered(graph, ir)).outputs
+                for t in (go_on, *results):
+                    wrapper.add_output(t)
+            op = call_op(
+                wrapper, bound, numbered(graph, ir), loop_kind, repeat_count=repeat_count, carried=len(graph.outputs)
+            )
+    except BaseException:
+        ir.remove_graph(wrapper)
+        raise
     op.name = context.scope_prefix + op.name  # the results take no name scope, the op does
     return RepeatSiteInfo(op)
 

@@ -435,3 +435,21 @@ def test_a_condition_that_is_computed_and_kept() -> None:
 
     for x, wish in ((np.float32(2), 12), (np.float32(-2), np.sin(2))):
         np.testing.assert_allclose(evaluate(build, x)[0], wish, rtol=1e-5)
+
+
+def test_gradient_that_reads_a_constant_of_the_caller() -> None:
+    def build(flag: Any, a: Any) -> Any:
+        ir = popxl.gcg().ir
+        graphs = [ir.create_graph(lambda x, k: x * k, a, a) for _ in range(2)]
+
+        def whole(flag: Any, a: Any) -> Any:
+            k = popxl.constant(np.float32([2, 3, 4]))
+            return ops.conditional(flag, *graphs, [a, k], [k, a])[0]
+
+        graph = ir.create_graph(whole, flag, a)
+        info = autodiff(graph, grads_required=graph.inputs[1:])
+        site = ops.call_with_info(graph, flag, a)
+        return ops.call(info.graph, popxl.constant(np.ones(3, np.float32)), inputs_dict=info.inputs_dict(site))
+
+    for (g,) in either(build, A):
+        np.testing.assert_array_equal(g, [2, 3, 4])

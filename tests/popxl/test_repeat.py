@@ -8,6 +8,8 @@ import pytest
 import popxl
 from popxl import TensorByRef, ops
 from popxl.errors import PopxlError, PopxlInternalError
+from popxl.transforms import autodiff
+from tests.popxl.evaluate import evaluate
 
 F32 = popxl.float32
 accumulate_ = ops.var_updates.accumulate_
@@ -399,3 +401,26 @@ def test_outputs_that_autodiff_adds_do_not_change_existing_loops(ir, run):
     assert len(g.outputs) > 1 and len(info.outputs) == 1
     (found,) = run(ir, *info.outputs)
     assert found == pytest.approx(np.sin(np.sin(1) * 2) * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_second_derivatives(count):
+    """What a gradient reads of each turn is stacked, and gradients flow through the stacks."""
+
+    def build(x):
+        ir = popxl.gcg().ir
+        body = ir.create_graph(lambda x: x * x, x)
+        forward = ir.create_graph(lambda x: ops.repeat(body, count, x)[0], x)
+        first = autodiff(forward)
+
+        def gradient(x):
+            site = ops.call_with_info(forward, x)
+            return ops.call(first.graph, 1.0, inputs_dict=first.inputs_dict(site))
+
+        derived = ir.create_graph(gradient, x)
+        second = autodiff(derived, grads_provided=derived.outputs[:1])
+        site = ops.call_with_info(derived, x)
+        return [site.outputs[0], *ops.call(second.graph, 1.0, inputs_dict=second.inputs_dict(site))]
+
+    n, x = 2**count, 1.1
+    np.testing.assert_allclose(evaluate(build, np.float32(x)), [n * x ** (n - 1), n * (n - 1) * x ** (n - 2)], 1e-5)

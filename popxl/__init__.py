@@ -40,6 +40,13 @@ from popxl.dtypes import (
 from popxl.spec import TensorByRef, TensorSpec
 from popxl.tensor import Tensor
 from popxl.create import constant, graph_input, graph_output, variable
+from popxl.remote import (
+    remote_replica_sharded_variable,
+    remote_variable,
+    replica_sharded_buffer,  # noqa: F401
+    replica_sharded_variable,
+)
+from popxl.remote_buffer import RemoteBuffer, remote_buffer
 from popxl.context import (
     gcg,
     get_current_graph,
@@ -63,6 +70,7 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
 from popxl import errors, fp8_utils, ops, transforms, utils
 from popxl.session import GraphFunction, Session, to_jax
+from popxl import compat as compat  # private names that programs in use reach for
 
 __version__ = "0.1.0"
 
@@ -76,6 +84,7 @@ __all__ = [
     "Module",
     "Op",
     "OpKind",
+    "RemoteBuffer",
     "ReplicaGrouping",
     "ReplicatedTensorSharding",
     "Session",
@@ -121,6 +130,10 @@ __all__ = [
     "ipu",
     "name_scope",
     "ops",
+    "remote_buffer",
+    "remote_replica_sharded_variable",
+    "remote_variable",
+    "replica_sharded_variable",
     "to_jax",
     "transforms",
     "uint8",

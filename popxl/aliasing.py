@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from popxl.tensor import Tensor
@@ -27,13 +28,31 @@ def storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
 
 
 def reachable(graph: Graph) -> tuple[Graph, ...]:
-    """A graph, and all graphs that running it runs; each once, in a fixed order."""
-    found = {graph: None}
+    """A graph, and all graphs that running it runs; each once, in the order in which they are first mentioned."""
+    found: dict[Graph, None] = {}
     waiting = [graph]
     while waiting:
-        new = [callee for callee in waiting.pop().called_graphs if callee not in found]
-        found.update(dict.fromkeys(new))
-        waiting += new
+        new = waiting.pop()
+        if new not in found:
+            found[new] = None
+            waiting += reversed(new.called_graphs)
+    return tuple(found)
+
+
+def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
+    """The graphs that running a graph runs, each once and after those that it calls; the graph itself is the last.
+
+    Those in `without` are left out, and so are graphs that only they call.
+    """
+    found: dict[Graph, None] = {}
+    waiting = [(graph, False)]
+    while waiting:
+        new, visited = waiting.pop()
+        if visited:
+            found[new] = None
+        elif new not in found:
+            waiting.append((new, True))
+            waiting += [(callee, False) for callee in new.called_graphs if callee not in without]
     return tuple(found)
 
 

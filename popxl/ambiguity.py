@@ -16,6 +16,7 @@ import numpy as np
 from popxl.aliasing import reachable, storages
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.nesting import Nested, done
 from popxl.op import Op
 from popxl.tensor import Tensor
 
@@ -117,14 +118,19 @@ class _Regions:
 
     def _elements(self, t: Tensor) -> np.ndarray:
         """A number for each element of a tensor: the same number for the same element of storage."""
-        t = t.origin
+        return done(self._numbered(t.origin))
+
+    def _numbered(self, t: Tensor) -> Nested[np.ndarray]:
         if t not in self._numbers:
             op = t.producer
             if op is None or self._made_of[t] == (t,):
                 numbers = np.arange(self._next, self._next + t.nelms, dtype=np.int32).reshape(t.shape)
                 self._next += t.nelms
             else:  # a view only moves elements, so what it does to values it does to their numbers
-                numbers = np.asarray(op.apply([self._elements(base) for base in op.bases]))
+                bases = []
+                for base in op.bases:
+                    bases.append((yield self._numbered(base.origin)))
+                numbers = np.asarray(op.apply(bases))
             self._numbers[t] = numbers
         return self._numbers[t]
 

@@ -13,6 +13,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.spec import TensorSpec
 from popxl.tensor import Constant, Tensor, Variable
+from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import to_numpy
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def variable(
     t.data = array
     t.replica_grouping = grouping
     t.retrieval_mode = retrieval_mode or "one_per_group"
+    t.location_info = ON_DEVICE
+    t.piece = None
     t._in_sync = True
     return t
 

@@ -29,6 +29,12 @@ class PopxlInternalError(PopxlError):
     """
 
 
+class PopxlRuntimeError(PopxlError):
+    """A run that does not work out: an array of another dtype than its stream, more transfers than were fed, or
+    variables that an earlier run which failed has lost.
+    """
+
+
 class UndefinedValue(Exception):
     """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
 

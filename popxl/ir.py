@@ -20,6 +20,7 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream
 
 if TYPE_CHECKING:
     from popxl.module import Module
+    from popxl.remote_buffer import RemoteBuffer
 
 __all__ = ["Ir"]
 
@@ -34,6 +35,7 @@ class Ir:
 
     Attributes:
         graphs: all graphs, the main graph first.
+        remote_buffers: all remote buffers, in the order of their numbers, which start at 1.
         options: the session options; see `popxl.options.SessionOptions`.
 
     Example:
@@ -58,6 +60,7 @@ class Ir:
         self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
+        self.remote_buffers: list[RemoteBuffer] = []
         self.replication_factor = replication
 
     @property

@@ -115,6 +115,7 @@ class OpKind:
             the result for that of the output, and the op's attributes.
         returns: which outputs of a graph that the op runs matter, if these tensors of the op's own graph do.
         colocated: all operands have to be on one device and tile set; or the names of those that have to be.
+        ipus: where each result is on an IPU of its own, name of the attribute that has these IPUs.
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
         operands: names of the operands, where those of `lowering`'s parameters would not do.
@@ -146,6 +147,7 @@ class OpKind:
         mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
         returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, callee, matter: (),
         colocated: bool | tuple[str, ...] = True,
+        ipus: str = "",
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
         key: str | None = None,
@@ -171,6 +173,7 @@ class OpKind:
         self.mirrors = mirrors
         self.returns = returns
         self.colocated = colocated
+        self.ipus = ipus
         self.place = place
         self._memory: dict[tuple[Any, ...], Any] = {}
         self._renamed = operands
@@ -506,6 +509,12 @@ class Op:
         if graph is None:
             raise ReferenceError(f"The Ir of the op {self} is gone; keep a reference to the Ir.")
         return graph
+
+    def location_of(self, t: Tensor) -> Location:
+        """Where one of the results is."""
+        if not self.kind.ipus:
+            return self.location
+        return (self.attributes[self.kind.ipus][self.outputs.index(t)], self.location[1])
 
     @property
     def op_type(self) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from popxl.log import Logger
+
 __all__ = ["SessionOptions"]
 
 
@@ -30,9 +32,14 @@ class SessionOptions(BaseModel):
     globalReplicationFactor: int = Field(default=1, description="Number of replicas over all processes.")
     globalReplicaOffset: int = Field(default=0, description="Number of the first replica of this process.")
     enableEngineCaching: bool = Field(
-        default_factory=lambda: bool(_cache_dir()), description="Keep compiled programs in `cachePath`."
+        default_factory=lambda: bool(_cache_dir()),
+        description="Keep compiled programs in `cachePath`, for sessions on hardware (`'ipu_hw'`); on at first if an "
+        "environment variable names a folder.",
     )
-    cachePath: str = Field(default_factory=lambda: _cache_dir(), description="Folder of compiled programs.")
+    cachePath: str = Field(
+        default_factory=lambda: _chosen_cache_dir(),
+        description="Folder of compiled programs; at first what `POPXL_CACHE_DIR` or `POPART_CACHE_DIR` says.",
+    )
     dotChecks: set[str] = Field(default_factory=set, description="Active checkpoints of `Ir.dot_checkpoint`.")
     logDir: str = Field(default=".", description="Folder that `Ir.dot_checkpoint` writes to.")
     enableInplaceAmbiguityChecking: bool = Field(
@@ -48,7 +55,15 @@ class SessionOptions(BaseModel):
         "the other; compile time does not grow with the number of calls. 'inlined': every call as if it had been "
         "written out. 'auto': dispatched, where much would be compiled again and again; kept otherwise.",
     )
-    engineOptions: dict[str, str] = Field(default_factory=dict)
+    remoteBuffers: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "
+        "the device's, which is faster, as long as there is room. 'auto': the host's on accelerators. Where one device "
+        "runs several replicas, always the device's.",
+    )
+    engineOptions: dict[str, str] = Field(
+        default_factory=dict, description="A program compiled under other engine options is another one to the cache."
+    )
     numIOTiles: int = 0
     enableStochasticRounding: bool = False
     partialsTypeMatMuls: Literal["", "half", "float"] | str = ""
@@ -82,4 +97,13 @@ class SessionOptions(BaseModel):
 
 
 def _cache_dir() -> str:
+    """The folder of compiled programs that the environment names."""
     return os.environ.get("POPXL_CACHE_DIR") or os.environ.get("POPART_CACHE_DIR") or ""
+
+
+def _chosen_cache_dir() -> str:
+    """The same, with a warning if two folders are named."""
+    ours, theirs = os.environ.get("POPXL_CACHE_DIR"), os.environ.get("POPART_CACHE_DIR")
+    if ours and theirs and ours != theirs:
+        Logger("session").warn(f"POPXL_CACHE_DIR={ours} is used; POPART_CACHE_DIR={theirs}, which differs, is not.")
+    return _cache_dir()

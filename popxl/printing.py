@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from popxl.aliasing import reachable
+from popxl.remote_buffer import RemoteBuffer
 from popxl.spec import brief
 from popxl.streams import Stream
-from popxl.tensor import Constant, Tensor
+from popxl.tensor import Constant, Tensor, Variable
 
 if TYPE_CHECKING:
     from popxl.graph import Graph
@@ -60,7 +62,7 @@ def algebra(graph: Graph) -> str:
 
     `&x` marks an operand that the op overwrites. Graphs are shown once, however often they are called.
     """
-    called = list(_called(graph, {graph}))
+    _, *called = reachable(graph)
     text = definition(graph)
     if called:
         text += "\n  where\n" + "\n\n".join(indent(definition(callee), "    ") for callee in called)
@@ -72,19 +74,10 @@ def definition(graph: Graph) -> str:
     return "\n".join(_lines(graph))
 
 
-def _called(graph: Graph, seen: set[Graph]) -> Iterator[Graph]:
-    """The graphs reachable by calls, each once, in order of first mention."""
-    for callee in graph.called_graphs:
-        if callee not in seen:
-            seen.add(callee)
-            yield callee
-            yield from _called(callee, seen)
-
-
 def _lines(graph: Graph) -> Iterator[str]:
     parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
     yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
-    rows: list[tuple[tuple[Tensor, ...], str]] = [((v,), "variable") for v in graph.variables]
+    rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
     width = max((len(_typed(t)) for tensors, _ in rows for t in tensors), default=0)
     for tensors, expression in rows:
@@ -95,6 +88,19 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield f"    return {', '.join(t.name for t in graph.outputs)}"
     elif not rows:
         yield "    pass"
+
+
+def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
+    """A variable: where it is, if not on the device, and the piece that a replica keeps of it."""
+    place = v.location_info
+    if v.piece is not None:
+        yield (v,), "variable in pieces"
+        yield (v.piece,), f"piece of {v.name}"
+    elif place.buffer is not None:
+        pieces = " in pieces" if place.sharded else ""
+        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
+    else:
+        yield (v,), "variable"
 
 
 def _typed(t: Tensor) -> str:
@@ -131,4 +137,6 @@ def _plain(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, Stream):
         return value.tensor.name
+    if isinstance(value, RemoteBuffer):
+        return str(value.remote_buffer_id)
     return str(value)

@@ -30,18 +30,19 @@ from popxl.jax_functions import kind_with_key
 from popxl.op import Op, OpKind
 from popxl.ops.exchange import Part
 from popxl.options import SessionOptions
+from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.source import SourceLocation
 from popxl.spec import TensorSpec
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor, Variable
-from popxl.tensorlocation import ExecutionContext
+from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
 from popxl.transforms.op_gradient import Derivation, vjp_kind
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["load", "save"]
+__all__ = ["fingerprint", "load", "replace_file", "save"]
 
 
 FORMAT = 1
@@ -61,7 +62,11 @@ class _Saved(BaseModel):
 
 
 class SavedTensor(_Saved):
-    """A tensor. The numbers of a variable or constant are found by its id."""
+    """A tensor. The numbers of a variable or constant are found by its id.
+
+    Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
+    the piece that programs use in its place, if there is one.
+    """
 
     id: str
     name: str
@@ -72,6 +77,8 @@ class SavedTensor(_Saved):
     used_at: tuple[int | None, bool | None] = (None, None)
     grouping: Any = None
     retrieval_mode: str | None = None
+    remote: tuple[int, int, bool] | None = None
+    piece: str | None = None
 
 
 class SavedOp(_Saved):
@@ -105,6 +112,14 @@ class SavedGraph(_Saved):
     ops: list[SavedOp]
 
 
+class SavedBuffer(_Saved):
+    """A remote buffer. Its number is its place in the list."""
+
+    slot: Any
+    entries: int
+    shard_over: int | None
+
+
 class SavedProgram(_Saved, Stamp):
     """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers."""
 
@@ -113,6 +128,7 @@ class SavedProgram(_Saved, Stamp):
     num_host_transfers: int
     counters: dict[str, int]
     graphs: list[SavedGraph]
+    buffers: list[SavedBuffer] = []
 
 
 # Writing ------------------------------------------------------------------------------------------------------------
@@ -127,14 +143,34 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     program.arrays = f"{path.stem}-{hashlib.sha256(arrays).hexdigest()[:16]}.safetensors"
     beside = path.with_name(program.arrays)
     if not beside.exists():
-        _replace(beside, arrays)
-    _replace(path, program.model_dump_json(indent=1).encode())
+        replace_file(beside, arrays)
+    replace_file(path, program.model_dump_json(indent=1).encode())
     for older in path.parent.glob(f"{glob.escape(path.stem)}-{'[0-9a-f]' * 16}.safetensors"):
         if older != beside:
             older.unlink()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def fingerprint(ir: Ir) -> str:
+    """A digest of what a program does: not of the numbers of its variables, nor of where it was written.
+
+    Raises:
+        PopxlError: if the program cannot be saved.
+    """
+    writer = _Writer(variables=False)
+    program = writer.program(ir).model_dump(
+        exclude={"options": _OF_NO_EFFECT, "counters": True, "graphs": {"__all__": {"ops": {"__all__": {"source"}}}}}
+    )
+    digest = hashlib.sha256(repr(program).encode())
+    for name, array in writer.arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+_OF_NO_EFFECT = {"enableEngineCaching", "cachePath", "dotChecks", "logDir"}
+
+
+def replace_file(path: Path, content: bytes) -> None:
     """Write a file, all of it or nothing."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
     try:
@@ -147,9 +183,14 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 class _Writer:
-    """The parts of a program, and the arrays that they name: by the id of a tensor, or a number."""
+    """The parts of a program, and the arrays that they name: by the id of a tensor, or a number.
 
-    def __init__(self) -> None:
+    Args:
+        variables: with the numbers of variables.
+    """
+
+    def __init__(self, variables: bool = True) -> None:
+        self._numbers_of = Variable | Constant if variables else Constant
         self.arrays: dict[str, np.ndarray] = {}
 
     def program(self, ir: Ir) -> SavedProgram:
@@ -161,6 +202,10 @@ class _Writer:
             num_host_transfers=ir.num_host_transfers,
             counters=ir.counters,
             graphs=[self.graph(graph) for graph in ir.graphs],
+            buffers=[
+                SavedBuffer(slot=self.value(b.spec, repr(b)), entries=b.entries, shard_over=b.shard_over)
+                for b in ir.remote_buffers
+            ],
         )
 
     def graph(self, graph: Graph) -> SavedGraph:
@@ -185,10 +230,13 @@ class _Writer:
             bound=None if bound is None else bound.id,
             used_at=t._used_at,
         )
-        if isinstance(t, Variable | Constant):
+        if isinstance(t, self._numbers_of):
             self.array(t.data, t.id)
         if isinstance(t, Variable):
             saved.grouping, saved.retrieval_mode = self.value(t.replica_grouping, t.id), t.retrieval_mode
+            if t.location_info.isRemote():
+                saved.remote = (*t.location_info.getRemoteBufferInfo(), t.location_info.sharded)
+            saved.piece = None if t.piece is None else t.piece.id
         return saved
 
     def array(self, array: np.ndarray, name: str | None = None) -> str:
@@ -260,6 +308,8 @@ class _Writer:
             return {"part": {"kind": self.kind(value.kind, value), "source": source, **saved}}
         if isinstance(value, Stream):
             return {"stream": [type(value).__name__, value.tensor_id]}
+        if isinstance(value, RemoteBuffer):
+            return {"buffer": value.remote_buffer_id}
         if isinstance(value, ReplicaGrouping):
             return {"strided": [value.stride, value.group_size]} if value.is_const else {"assigned": value.assignment}
         if isinstance(value, dict):
@@ -269,7 +319,8 @@ class _Writer:
                 return {container.__name__: [self.value(v, what) for v in value]}
         raise PopxlError(
             f"Ir.save: {what} is {value!r} ({type(value).__name__}), which cannot be saved. Attributes of ops that are "
-            "saved are numbers, strings, arrays, dtypes, specs, graphs, streams, and tuples, lists and dicts of these."
+            "saved are numbers, strings, arrays, dtypes, specs, graphs, streams, remote buffers, and tuples, lists and "
+            "dicts of these."
         )
 
 
@@ -311,6 +362,10 @@ class _Reader:
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
         ir.counters = {name: program.counters[name] for name in ir.counters}
+        for buffer in program.buffers:
+            spec = self.value(buffer.slot)
+            made = RemoteBuffer._make(ir, spec.shape, spec.dtype, buffer.entries)
+            made.meta_shape, made.shard_over = spec.meta_shape, buffer.shard_over
         ir.graphs = [Graph._make(ir, saved.id) for saved in program.graphs]
         self._graphs = {graph.id: graph for graph in ir.graphs}
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
@@ -322,8 +377,11 @@ class _Reader:
             graph.differentiable = saved.differentiable
             graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
             for tensor in saved.tensors:
+                t = self._tensors[tensor.id]
                 if tensor.bound is not None:
-                    self._tensors[tensor.id].bound_to(self._tensors[tensor.bound])
+                    t.bound_to(self._tensors[tensor.bound])
+                if tensor.piece is not None and isinstance(t, Variable):
+                    t.piece = self._tensors[tensor.piece]
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
             for op in saved.ops:
                 self._add_op(graph, op)
@@ -343,6 +401,10 @@ class _Reader:
         if isinstance(t, Variable):
             t.replica_grouping = self.value(saved.grouping)
             t.retrieval_mode = saved.retrieval_mode or "one_per_group"
+            t.location_info, t.piece = ON_DEVICE, None
+            if saved.remote is not None:
+                number, entry, sharded = saved.remote
+                t.location_info = LocationInfo(self._buffer(number), entry, sharded)
             t._in_sync = True
         graph._tensors[t.id] = self._tensors[t.id] = t
 
@@ -417,6 +479,11 @@ class _Reader:
             self._streams[id].tensor = self._tensors[id]
         return self._streams[id]
 
+    def _buffer(self, number: int) -> RemoteBuffer:
+        if not 0 < number <= len(self._ir.remote_buffers):
+            raise ValueError(f"there is no remote buffer with the number {number}")
+        return self._ir.remote_buffers[number - 1]
+
     _made: Mapping[str, Callable[[_Reader, Any], Any]] = {
         "array": lambda self, name: self._arrays[name],
         "float": lambda self, text: float(text),
@@ -425,6 +492,7 @@ class _Reader:
         "graph": lambda self, id: self._graphs[id],
         "part": _part,
         "stream": _stream,
+        "buffer": _buffer,
         "strided": lambda self, pair: self._ir.replica_grouping(*pair),
         "assigned": lambda self, assignment: self._ir.replica_grouping_from_assignments(assignment),
         "dict": lambda self, items: {self.value(k): self.value(v) for k, v in items},

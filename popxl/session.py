@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -10,13 +11,16 @@ import numpy as np
 
 from popxl.ambiguity import check_in_place_order
 from popxl.dot import write_checkpoint
+from popxl.errors import PopxlError
 from popxl.ir import Ir
+from popxl.log import Logger
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
 from runtime.devices import Device, find_device
 from runtime.functions import GraphFunction, to_jax
 from runtime.host_arrays import HostArrays, Outputs
-from runtime.program import Program
+from runtime.program import Program, Ready
+from runtime.session_files import read, write
 
 __all__ = [
     "GraphFunction",
@@ -31,18 +35,24 @@ d2hStreamBufferMaps = Mapping[DeviceToHostStream, np.ndarray]
 h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
 StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
 
+_log = Logger("session")
+_device_log = Logger("devicex")
+
 
 class Session:
     """A compiled Ir, with its variables, ready to run as often as you like.
 
     Args:
         ir: the program. It is taken as it is now; other sessions may be made of it later.
-        device_desc: `"cpu"`; `"ipu_model"` (the CPU too); `"ipu_hw"`, the best accelerator that JAX sees, else the CPU.
+        device_desc: `"cpu"`; `"ipu_model"` (the CPU too); `"ipu_hw"`, the best accelerator that JAX sees, else the CPU;
+            `"gpu"` or `"tpu"`, that one; or a device. On one that is attached already the session can run at once. The
+            environment variable `POPXL_OFFLINE_DEVICE` goes before a string.
         weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
 
     Raises:
         RuntimeError: if the Ir has no ops.
         ValueError: for an unknown device, or a program for several devices on `"cpu"`.
+        RuntimeError: if there is no device of this kind.
 
     Attributes:
         ir: the Ir.
@@ -58,22 +68,28 @@ class Session:
     """
 
     def __init__(self, ir: Ir, device_desc: str | Device = "cpu", weights_to_host_on_exit: bool = True) -> None:
+        self._prepare(ir, device_desc, weights_to_host_on_exit, None)
+
+    def _prepare(self, ir: Ir, device_desc: str | Device, weights_to_host_on_exit: bool, ready: Ready | None) -> None:
         if not ir.main_graph.ops:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
-        if ir.options.enableInplaceAmbiguityChecking:
+        if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)
         self._ir = ir
         self._variables = ir.main_graph.variables
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = find_device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = Program(ir, self._device)
+        self.program = Program(ir, self._device, ready)
+        self._made_of = self._state_of_ir()
         ir.frozen = True
-        self._is_attached = False
         self._was_attached_stack: list[bool] = []
         self._has_run = False
+        self._has_uploaded = False
         self._known_host_data = ir.host_data_version
         self._host_arrays = HostArrays(self.program)
+        if self.is_attached:
+            self._upload()
 
     def __repr__(self) -> str:
         return f"Session[{self._ir!r} on {self._device}]"
@@ -85,22 +101,83 @@ class Session:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the program is on the device, ready to run: inside a `with session:` block."""
-        return self._is_attached
+        """Whether the device is attached, and the program can run: inside a `with session:` block."""
+        return self._device.isAttached
+
+    # In a file ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compiled program to a file, with its Ir and the present values of its variables.
+
+        `Session.load` makes a session of it, in another process, that runs without tracing or compiling. Nothing in the
+        file is read as a Python object; but it holds machine code, so load it only if you trust who wrote it. A program
+        that came from a file or from a cache is compiled again to be written.
+
+        Raises:
+            PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the
+                Ir has changed since the session was made.
+
+        Example:
+            >>> with popxl.Session(ir, "ipu_hw") as session:
+            ...     session.save("program.session")
+            >>> with popxl.Session.load("program.session") as session:
+            ...     session.run(inputs)
+        """
+        if self._made_of != self._state_of_ir():
+            raise PopxlError(
+                f"Session.save: {self._ir!r} has changed since the session was made, so the compiled program is not of "
+                "this Ir. Make another session of it, and save that."
+            )
+        if self.is_attached and self._has_run and not self._has_read_only_data():
+            self.weights_to_host()
+        write(path, self._ir, self.program)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device_desc: str | Device | None = None,
+        weights_to_host_on_exit: bool = True,
+    ) -> Self:
+        """A session from a file that `save` has written. Its Ir is `session.ir`; streams are found there.
+
+        Args:
+            path: the file.
+            device_desc: as for a new session, by default as it was for the saved one. It must have the same kind and
+                number of devices.
+            weights_to_host_on_exit: as for a new session.
+
+        Raises:
+            ValueError: if the file is damaged, or of another kind.
+            PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
+        """
+        ir, device, ready = read(path, device_desc)
+        session = cls.__new__(cls)
+        session._prepare(ir, device, weights_to_host_on_exit, ready)
+        return session
+
+    def _state_of_ir(self) -> tuple[Any, ...]:
+        """Something that differs after ops, graphs or transfers have been added to the Ir."""
+        return (dict(self._ir.counters), self._ir.num_host_transfers, self._ir.options.replication_factor)
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if not self._is_attached:
-            self._upload()
-            self._is_attached = True
-            self._was_attached_stack.append(False)
-        else:
-            self._was_attached_stack.append(True)
+        was_attached = self.is_attached
+        if not was_attached:
+            self._device.attach()
+            try:
+                self._upload()
+            except BaseException:
+                self.detach()
+                raise
+        self._was_attached_stack.append(was_attached)
         return self
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
-        if self._was_attached_stack.pop() or not self._is_attached:
+        # Who detaches a session by hand inside of the block may have emptied the stack.
+        was_attached = self._was_attached_stack.pop() if self._was_attached_stack else False
+        if was_attached or not self.is_attached:
             return
         try:
             if exception is None and self.weights_to_host_on_exit:
@@ -110,12 +187,22 @@ class Session:
 
     def detach(self) -> None:
         """Release the device. The values of the variables there are lost unless they were copied to the host."""
-        self._is_attached = False
-        self.program.release()
+        self._device.detach()
+
+    def _set_device(self, device: Device) -> None:
+        """Use another device object, which must stand for the devices that the program was compiled for."""
+        if device.jax_devices != self._device.jax_devices:
+            raise ValueError(
+                f"Session._set_device: the program was compiled for {self._device}, which {device} is not. Make "
+                "another session for it."
+            )
+        self._device = self.program.device = device
 
     def _check_attached(self, what: str) -> None:
-        if not self._is_attached:
+        if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
+        if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
+            self._upload()
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -136,7 +223,8 @@ class Session:
         Raises:
             ValueError: if the session is not attached; for a missing or unexpected stream, or an array of the wrong
                 shape.
-            PopxlError: for an array of the wrong dtype, or a program that makes more transfers than there is room for.
+            PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
+                room for.
         """
         self._check_attached("run")
         fetches = self.program.run(self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs))
@@ -160,7 +248,7 @@ class Session:
                 `create_host_outputs`.
 
         Raises:
-            ValueError, PopxlError: as `run` does, for outputs too.
+            ValueError, PopxlRuntimeError: as `run` does, for outputs too.
         """
         self._check_attached("run_with_outputs")
         arrays = {} if outputs is None else outputs
@@ -207,7 +295,13 @@ class Session:
         return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
 
     def _upload(self) -> None:
+        _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
         self.program.upload()
+        if not self._has_uploaded:
+            self._has_uploaded = True
+            for v in self.program.variables:
+                if v.retrieval_mode == "one_per_group":
+                    _device_log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
         self._known_host_data = self._ir.host_data_version
 
     def weights_from_host(self) -> None:
@@ -223,6 +317,7 @@ class Session:
             )
         self._check_attached("weights_to_host")
         self.program.download()
+        _device_log.debug("Writing weights to host complete.")
         self._has_run = False
         self._host_data_changed()
         for v in self._variables:
@@ -257,7 +352,7 @@ class Session:
                 raise ValueError(
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
-        if self._is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
+        if self.is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
             self.weights_to_host()
         return {t: self._numbers(t) for t in wanted}
 
@@ -292,7 +387,7 @@ class Session:
         for t, data in checked.items():
             np.copyto(t.data, data)
         self._host_data_changed()
-        if self._is_attached:
+        if self.is_attached:
             self.weights_from_host()
 
     def _check_own(self, what: str, t: Tensor) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.spec import TensorSpec
+from popxl.tensorlocation import ON_DEVICE, LocationInfo
 from popxl.utils import to_numpy
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Tensor:
         """
         op = self.producer
         if op is not None:
-            return op.location
+            return op.location_of(self)
         bound = None if self._bound is None else self._bound()
         if bound is not None:
             ipu, tiles = bound.location
@@ -172,6 +173,11 @@ class Tensor:
         if io_tiles is None:
             raise UndefinedValue(f"The tile set of {self!r} is not known: no op makes or uses it.")
         return "io" if io_tiles else "compute"
+
+    @property
+    def location_info(self) -> LocationInfo:
+        """Whether the tensor is in a remote buffer, and in pieces: only variables are."""
+        return ON_DEVICE
 
     def made_by(self, op: Op, alias_of: Tensor | None = None) -> None:
         """Note the op that makes the tensor, and the operand whose storage it overwrites and hands on."""
@@ -385,13 +391,17 @@ class Variable(Tensor, tensor_type="Variable"):
         data: the host copy. It is the initial value, and later what the last transfer or write left there.
         replica_grouping: which replicas share one value.
         retrieval_mode: `"one_per_group"` or `"all_replicas"`: which replicas' values are read back.
+        location_info: whether it is in a remote buffer, and in pieces.
+        piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.
     """
 
-    __slots__ = ("_in_sync", "data", "replica_grouping", "retrieval_mode")
+    __slots__ = ("_in_sync", "data", "location_info", "piece", "replica_grouping", "retrieval_mode")
 
     data: np.ndarray
     replica_grouping: ReplicaGrouping
     retrieval_mode: str
+    location_info: LocationInfo
+    piece: Tensor | None
     _in_sync: bool
 
     @property
@@ -449,6 +459,12 @@ host_tensor_types: tuple[type, ...] = (np.ndarray, Iterable)
 # At the end: operators are written with ops, and ops with tensors.
 from popxl import create, ops  # noqa: E402
 from popxl.create import constant, graph_input, graph_output, variable  # noqa: E402
+from popxl.remote import (  # noqa: E402
+    remote_replica_sharded_variable,
+    remote_variable,
+    replica_sharded_buffer,
+    replica_sharded_variable,
+)
 from popxl.spec import TensorByRef  # noqa: E402
 
 __all__ = [
@@ -465,6 +481,10 @@ __all__ = [
     "graph_input",
     "graph_output",
     "host_tensor_types",
+    "remote_replica_sharded_variable",
+    "remote_variable",
+    "replica_sharded_buffer",
+    "replica_sharded_variable",
     "to_numpy",
     "variable",
 ]

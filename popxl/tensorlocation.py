@@ -4,8 +4,16 @@ Nothing here acts: memory is chosen by the functions that create variables, plac
 `popxl.io_tiles`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+from popxl.errors import PopxlError
+
+if TYPE_CHECKING:
+    from popxl.remote_buffer import RemoteBuffer
 
 
 class TensorStorage(Enum):
@@ -55,3 +63,35 @@ class TensorLocation:
 
     storage: TensorStorage = TensorStorage.OnChip
     replicated_tensor_sharding: ReplicatedTensorSharding = ReplicatedTensorSharding.Off
+
+
+@dataclass(frozen=True)
+class LocationInfo:
+    """Where the numbers of a tensor are: on the device, or in a slot of a remote buffer.
+
+    Attributes:
+        buffer: the buffer; `None` on the device.
+        entry: the number of the slot.
+        sharded: whether each replica has one piece of the value only.
+    """
+
+    buffer: RemoteBuffer | None = None
+    entry: int = 0
+    sharded: bool = False
+
+    def isRemote(self) -> bool:
+        """Whether they are in a remote buffer."""
+        return self.buffer is not None
+
+    def isSharded(self) -> bool:
+        """Whether each replica has one piece only."""
+        return self.sharded
+
+    def getRemoteBufferInfo(self) -> tuple[int, int]:
+        """The number of the buffer and that of the slot. `PopxlError` for a tensor that is in no buffer."""
+        if self.buffer is None:
+            raise PopxlError("getRemoteBufferInfo: the tensor is in no remote buffer; ask `isRemote()` first.")
+        return (self.buffer.remote_buffer_id, self.entry)
+
+
+ON_DEVICE = LocationInfo()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from dataclasses import dataclass
+import platform
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, Self
+from weakref import WeakSet
 
 import jax
 
@@ -13,6 +19,12 @@ from popxl.ir import Ir
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
 """Environment variable: how many devices the CPU is divided into, 8 by default. Replicas share them out."""
+
+OFFLINE_DEVICE = "POPXL_OFFLINE_DEVICE"
+"""Environment variable: the description of the device to use in place of the one that a program names."""
+
+PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
+"""Kinds of hardware that may be named, as JAX names them."""
 
 
 def ask_for_cpu_devices() -> None:
@@ -27,20 +39,133 @@ def ask_for_cpu_devices() -> None:
         jax.config.update("jax_num_cpu_devices", int(os.environ.get(CPU_DEVICES, "8")))
 
 
-@dataclass(frozen=True)
+class DeviceType(Enum):
+    """What kind of device a description means."""
+
+    Cpu = "Cpu"
+    IpuModel = "IpuModel"
+    Ipu = "Ipu"
+
+
+class _Loaded(Protocol):
+    """What has arrays on a device, and can let them go."""
+
+    def release(self) -> None: ...
+
+
 class Device:
     """The device that a session runs on, which may be several of JAX's: one for each replica, if there are enough.
 
-    Attributes:
+    A device is attached while a session is entered, or for as long as you like if you attach it yourself: a session
+    that is given an attached device can run at once.
+
+    Args:
         name: what the user asked for.
         jax_devices: the JAX devices.
+        type: what kind of device it is.
+        numIpus: how many IPUs it stands for.
+        id: its number among its kind.
+
+    Attributes:
+        name, jax_devices, type, numIpus, id: as given.
+
+    Example:
+        >>> with popart.DeviceManager().acquireAvailableDevice(numIpus=2) as device:
+        ...     session = popxl.Session(ir, device)
+        ...     session.run()
+        >>> device.isAttached
+        False
     """
 
-    name: str
-    jax_devices: tuple[jax.Device, ...]
+    def __init__(
+        self,
+        name: str,
+        jax_devices: Sequence[jax.Device],
+        type: DeviceType = DeviceType.Ipu,
+        numIpus: int = 1,
+        id: int = 0,
+    ) -> None:
+        self.name = name
+        self.jax_devices = tuple(jax_devices)
+        self.type = type
+        self.numIpus = numIpus
+        self.id = id
+        self._attached = False
+        self._loaded: WeakSet[Any] = WeakSet()
+
+    def __repr__(self) -> str:
+        return f"Device[{self}]"
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(map(str, self.jax_devices))})"
+
+    @property
+    def isAttached(self) -> bool:
+        """Whether the device is attached: programs may run on it."""
+        return self._attached
+
+    def attach(self) -> bool:
+        """Attach the device. Always possible, and so always true: JAX's devices are shared."""
+        self._attached = True
+        return True
+
+    def tryAttachUntilTimeout(self) -> bool:
+        """The same as `attach`: there is nothing to wait for."""
+        return self.attach()
+
+    def detach(self) -> None:
+        """Let go of the device. What programs had there is lost, unless it was copied to the host."""
+        self._attached = False
+        for program in tuple(self._loaded):
+            program.release()
+        self._loaded.clear()
+
+    def loads(self, program: _Loaded) -> None:
+        """Note that a program has arrays here, which `detach` frees."""
+        self._loaded.add(program)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+
+def cpu_device(name: str = "cpu") -> Device:
+    """The CPU, as a single device."""
+    return Device(name, jax.devices("cpu")[:1], DeviceType.Cpu)
+
+
+def model_device(count: int = 1, ipus: int | None = None) -> Device:
+    """The CPU in the place of IPUs: `count` devices if there are enough, else one."""
+    return Device("ipu_model", _some(jax.devices("cpu"), count), DeviceType.IpuModel, count if ipus is None else ipus)
+
+
+def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None) -> Device:
+    """The best accelerator that JAX sees, else the CPU: `count` devices if there are enough, else one.
+
+    Args:
+        count: how many devices.
+        ipus: how many IPUs they stand for, by default as many.
+        kind: which hardware to take; see `PLATFORMS`.
+
+    Raises:
+        RuntimeError: if there is no hardware of this kind.
+    """
+    try:
+        found = jax.devices(kind)
+    except RuntimeError as problem:
+        raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
+    return Device(kind or "ipu_hw", _some(found, count), DeviceType.Ipu, count if ipus is None else ipus)
+
+
+def all_devices() -> list[Device]:
+    """Each device of the best kind that JAX sees, by itself."""
+    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.devices())]
+
+
+def _some(found: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
+    return found[: count if len(found) >= count else 1]
 
 
 def find_device(description: str | Device, ir: Ir) -> Device:
@@ -48,26 +173,49 @@ def find_device(description: str | Device, ir: Ir) -> Device:
 
     Args:
         description: `"cpu"`; `"ipu_model"`, which is the CPU too; `"ipu_hw"`, the best accelerator that JAX sees, else
-            the CPU; or a device found before.
+            the CPU; `"gpu"`, `"cuda"`, `"rocm"` or `"tpu"`, that accelerator; or a device, which is taken as it is. The
+            environment variable `POPXL_OFFLINE_DEVICE` goes before a description.
         ir: the program.
 
     Raises:
-        ValueError: for another description, or if `"cpu"` would have to be several devices.
+        ValueError: for another description, or if the program needs several devices and the CPU as one is described.
+        RuntimeError: if there is no such accelerator.
     """
+    ipus = devices_needed(ir)
     if isinstance(description, Device):
-        return description
-    if description == "cpu" and devices_needed(ir) > 1:
+        found = description
+    else:
+        found = _described(os.environ.get(OFFLINE_DEVICE) or description, ir.instance_replication_factor, ipus)
+    if found.type is DeviceType.Cpu and ipus > 1:
         raise ValueError(
-            f"Session: the program is placed on {devices_needed(ir)} devices, and 'cpu' is a single one. Use "
-            "'ipu_model' or 'ipu_hw'."
+            f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
         )
-    if description in ("cpu", "ipu_model", "ipu_hw"):
-        found = jax.devices() if description == "ipu_hw" else jax.devices("cpu")
-        count = ir.instance_replication_factor
-        return Device(description, tuple(found[: count if len(found) >= count else 1]))
+    return found
+
+
+def _described(description: str, count: int, ipus: int) -> Device:
+    if description == "cpu":
+        return cpu_device()
+    if description == "ipu_model":
+        return model_device(count, ipus)
+    if description == "ipu_hw":
+        return hardware_device(count, ipus)
+    if description in PLATFORMS:
+        return hardware_device(count, ipus, description)
     raise ValueError(
-        f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw' or a device object."
+        f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw', a kind of hardware "
+        f"({', '.join(map(repr, PLATFORMS))}) or a device object."
     )
+
+
+def processor(device: Device) -> str:
+    """What XLA may make use of on a CPU: its architecture, and a digest of its features, where they are known."""
+    if device.jax_devices[0].platform != "cpu":
+        return ""
+    features = Path("/proc/cpuinfo")
+    lines = features.read_text(encoding="utf-8", errors="replace").splitlines() if features.is_file() else []
+    known = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(known.split())).encode()).hexdigest()[:8]}"
 
 
 def devices_needed(ir: Ir) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import jax
@@ -18,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from popxl.aliasing import reachable
+from popxl.aliasing import callees_first, reachable
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 
 Array = Any
@@ -37,11 +37,14 @@ class Failure:
 
 
 FAILURE = Failure()
-Channel = Stream | Failure
+Channel = Stream | Failure | RemoteBuffer
 
 
 class Channels:
-    """The streams that a graph can use: for each, the array of its transfers and the number of the next one."""
+    """What a graph can use: for each stream, the array of its transfers and the number of the next one.
+
+    A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one.
+    """
 
     def __init__(self, channels: dict[Channel, tuple[Array, Position]]) -> None:
         self._channels = channels
@@ -67,6 +70,19 @@ class Channels:
         """All elements of a stream."""
         return self._channels[stream][0]
 
+    def results(self) -> list[Array]:
+        """What is fetched: all that is no feed, and no remote buffer."""
+        kept = HostToDeviceStream | RemoteBuffer
+        return [transfers for c, (transfers, _) in self._channels.items() if not isinstance(c, kept)]
+
+    def slots(self, buffer: RemoteBuffer) -> Array:
+        """The slots of a remote buffer."""
+        return self._channels[buffer][0]
+
+    def set_slots(self, buffer: RemoteBuffer, slots: Array) -> None:
+        """Give a remote buffer other slots."""
+        self._channels[buffer] = (slots, 0)
+
     def check(self, op: Op, number: int, holds: Array) -> None:
         """Note that an op fails a check, if it does and is the first."""
         first, position = self._channels[FAILURE]
@@ -82,21 +98,31 @@ class Channels:
         self._channels.update(zip(streams, states, strict=True))
 
     def positions(self, streams: Sequence[Channel]) -> dict[int, Any]:
-        """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array."""
-        return {
-            i: (position if isinstance(stream, HostToDeviceStream) else (transfers, position))
-            for i, (stream, (transfers, position)) in enumerate(zip(streams, self.take(streams), strict=True))
-        }
+        """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array.
+
+        Of a remote buffer, the slots.
+        """
+        return {i: _carried(stream, *self._channels[stream]) for i, stream in enumerate(streams)}
 
     def move(self, streams: Sequence[Channel], positions: dict[int, Any]) -> None:
         """Set what `positions` gives."""
         for i, stream in enumerate(streams):
-            only_position = isinstance(stream, HostToDeviceStream)
-            self._channels[stream] = (self._channels[stream][0], positions[i]) if only_position else positions[i]
+            if isinstance(stream, HostToDeviceStream):
+                self._channels[stream] = (self._channels[stream][0], positions[i])
+            elif isinstance(stream, RemoteBuffer):
+                self.set_slots(stream, positions[i])
+            else:
+                self._channels[stream] = positions[i]
 
     def stepping(self, streams: Sequence[Channel]) -> Stepping:
         """The streams as a loop uses them."""
         return Stepping(self, streams)
+
+
+def _carried(stream: Channel, array: Array, position: Position) -> Any:
+    if isinstance(stream, HostToDeviceStream):
+        return position
+    return array if isinstance(stream, RemoteBuffer) else (array, position)
 
 
 class Stepping:
@@ -125,29 +151,34 @@ def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
     called = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
     ops += tuple(op for g in called for op in g.ops)
     ops = tuple(part for op in ops for part in op.parts)
-    used: set[Channel] = {op.attributes["stream"] for op in ops if op.kind in _TRANSFERS}
+    things = (op.attributes.get(op.kind.exchange) for op in ops)
+    used: set[Channel] = {thing for thing in things if isinstance(thing, Stream | RemoteBuffer)}
     if any(op.kind.requires for op in ops):
         used.add(FAILURE)
-    return tuple(sorted(used, key=lambda channel: channel.tensor_id))
+    return tuple(sorted(used, key=_order))
 
 
-def transfers_of(graph: Graph) -> dict[Stream, int]:
+def _order(channel: Channel) -> tuple[bool, Any]:
+    """Streams by their ids, then buffers by their numbers."""
+    if isinstance(channel, RemoteBuffer):
+        return (True, channel.remote_buffer_id)
+    return (False, channel.tensor_id)
+
+
+def transfers_of(main: Graph) -> dict[Stream, int]:
     """How many transfers of each stream one run of a graph makes, at most."""
-
-    @cache
-    def of(graph: Graph) -> Counter[Stream]:
-        counts: Counter[Stream] = Counter()
+    of: dict[Graph, Counter[Stream]] = {}
+    for graph in callees_first(main):
+        counts = of[graph] = Counter()
         for op in (part for each in graph.ops for part in each.parts):
             if op.kind in _TRANSFERS:
                 counts[op.attributes["stream"]] += 1
             one_turn: Counter[Stream] = Counter()
             for callee in op.called_graphs:  # of several, one is run
-                one_turn |= of(callee)
+                one_turn |= of[callee]
             for stream, count in one_turn.items():
                 counts[stream] += count * op.attributes.get("repeat_count", 1)
-        return counts
-
-    return of(graph)
+    return of[main]
 
 
 def prints(graph: Graph) -> bool:

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+import runtime.collectives  # noqa: F401
 from popxl.aliasing import reachable, storages, written_inputs, written_tensors
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from popxl.op import REFUSED, Op
+from popxl.op import REFUSED, VJP, Op
 from popxl.spec import TensorSpec, brief
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
@@ -317,9 +318,9 @@ class _Differentiable(Lowering):
             return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
         if rule is REFUSED:
             return _refusing(op)(*operands)
-        if isinstance(rule, Mapping):
-            return _by_rules(op)(*operands)
-        return op.apply(operands)
+        if rule is VJP:
+            return op.apply(operands)
+        return _by_rules(op)(*operands)
 
 
 def _named_after(op: Op) -> Callable[..., Any]:

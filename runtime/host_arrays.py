@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from popxl.errors import PopxlError
+from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import to_numpy
@@ -52,7 +52,7 @@ class HostArrays:
 
         Raises:
             ValueError: for a missing or unexpected stream, or an array of the wrong shape.
-            PopxlError: for an array of the wrong dtype.
+            PopxlRuntimeError: for an array of the wrong dtype.
         """
         self._program.check_transfers()
         if not isinstance(inputs, Mapping):
@@ -86,7 +86,7 @@ class HostArrays:
             return array.astype(np.int32)
         if array.dtype == host_dtype or (host_dtype.names and array.dtype == np.uint8):
             return np.ascontiguousarray(array).view(dtype)  # float8, as its bytes
-        raise PopxlError(
+        raise PopxlRuntimeError(
             f"Session.run: the array for {stream} has the dtype {array.dtype}; expected {host_dtype}. Nothing is "
             f"converted: pass `array.astype(np.{host_dtype})`."
         )
@@ -120,7 +120,7 @@ class HostArrays:
         for s in self._program.outputs:
             fitted = self._fitted(s, arrays[s], self._program.host_shape(s))
             if fitted.dtype != s.dtype.as_numpy():
-                raise PopxlError(
+                raise PopxlRuntimeError(
                     f"Session.run_with_outputs: the array for {s} has the dtype {fitted.dtype}; expected "
                     f"{s.dtype.as_numpy()}."
                 )

@@ -12,8 +12,10 @@ What a graph touches besides its inputs (the streams, and which check failed) go
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,15 +25,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from popxl.aliasing import reachable, written_inputs
+from popxl.aliasing import callees_first, reachable, written_inputs
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
+from popxl.nesting import Nested, done
 from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
 from popxl.tensor import Constant, Tensor
 from runtime import effects
@@ -39,10 +42,10 @@ from runtime.effects import Channels, channels_of
 from runtime.replicas import Replicas
 
 Array = Any
-Meaning = Callable[["Lowering", Op, "Environment", Channels], None]
+Meaning = Callable[["Lowering", Op, "Environment", Channels], "Nested[None] | None"]
 
 meanings: dict[OpKind, Meaning] = {}
-"""What ops do whose meaning needs the machine. Other ops say it themselves: `op.kind.lowering`."""
+"""What ops do whose meaning needs the machine: at once, or as nested work. Others say it: `op.kind.lowering`."""
 
 
 def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
@@ -71,30 +74,44 @@ class Environment:
 
     def write(self, t: Tensor, value: Array) -> None:
         """Change a tensor: its storage, or the part of it that the views between show."""
-        storage, views = _seen_through(t)
-        bases = [self._storage(storage)] if views else []
-        for view in views[:-1]:
-            bases.append(view.apply([bases[-1]]))
-        for view, base in zip(reversed(views), reversed(bases), strict=True):
-            (value,) = view.put([base], value)
-        joined = view_of(storage)
-        if joined is None:
-            self.values[storage] = value
-        else:
-            parts = joined.put([self.read(base) for base in joined.inputs], value)
-            for base, changed in zip(joined.inputs, parts, strict=True):
-                self.write(base, changed)
+        changes = [(t, value)]
+        while changes:
+            t, value = changes.pop()
+            storage, views = _seen_through(t)
+            bases = [self._storage(storage)] if views else []
+            for view in views[:-1]:
+                bases.append(view.apply([bases[-1]]))
+            for view, base in zip(reversed(views), reversed(bases), strict=True):
+                (value,) = view.put([base], value)
+            joined = view_of(storage)
+            if joined is None:
+                self.values[storage] = value
+            else:
+                parts = joined.put([self.read(base) for base in joined.inputs], value)
+                changes += reversed(list(zip(joined.inputs, parts, strict=True)))
 
     def _storage(self, t: Tensor) -> Array:
         """The value of a tensor that is no view of a single other."""
         joined = view_of(t)
         if joined is not None:
-            return joined.apply([self.read(base) for base in joined.inputs])
+            return done(self._joined(joined))
         if t not in self.values:
             if not isinstance(t, Constant):
                 raise no_value(t)
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
         return self.values[t]
+
+    def _joined(self, op: Op) -> Nested[Array]:
+        """What a view of several tensors shows; they may be such views themselves."""
+        parts = []
+        for base in op.inputs:
+            storage, views = _seen_through(base)
+            joined = view_of(storage)
+            part = self._storage(storage) if joined is None else (yield self._joined(joined))
+            for view in views:
+                part = view.apply([part])
+            parts.append(part)
+        return op.apply(parts)
 
 
 def no_value(t: Tensor) -> PopxlError:
@@ -150,10 +167,15 @@ class Lowering:
 
     def run(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Environment:
         """Run ops of one graph, in order. Returns what is in its storages afterwards."""
+        return done(self._running(ops, values, channels))
+
+    def _running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
         environment = Environment(values)
         for op in (part for each in ops for part in each.parts):
             if op.kind in meanings:
-                meanings[op.kind](self, op, environment, channels)
+                inside = meanings[op.kind](self, op, environment, channels)
+                if inside is not None:
+                    yield inside
             elif op.kind.put is None:  # a view is made when somebody looks through it
                 operands = [environment.read(t) for t in op.inputs]
                 try:
@@ -181,16 +203,20 @@ class Lowering:
 
     def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
         """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
+        return done(self.calling(graph, inputs, channels))
+
+    def calling(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
+        """The same, as work that is nested."""
         if graph not in self._kept:
-            return self._run_inline(graph, inputs, channels)
+            return (yield self._inline(graph, inputs, channels))
         streams = channels_of(graph)
         with set_xla_metadata(inlineable="false"):
             outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
         channels.put_back(streams, used)
         return Results(outputs, written)
 
-    def _run_inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
-        environment = self.run(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
+    def _inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
+        environment = yield self._running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
         return Results(
             tuple(environment.read(t) for t in graph.outputs),
             {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
@@ -202,11 +228,26 @@ class Lowering:
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            results = self._run_inline(graph, inputs, channels)
+            results = done(self._inline(graph, inputs, channels))
             return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "graph"
         return jax.jit(function)
+
+
+@contextmanager
+def room_to_recurse(main: Graph) -> Iterator[None]:
+    """Let JAX recurse as deep as a program has loops in loops and branches in branches. Calls need no recursion."""
+    depth: dict[Graph, int] = {}
+    for graph in callees_first(main):
+        inside = [depth[callee] + (op.kind is not call_kind) for op in graph.ops for callee in op.called_graphs]
+        depth[graph] = max(inside, default=0)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 1000 + 50 * depth[main]))  # JAX takes some 20 frames a level
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
@@ -254,24 +295,31 @@ meaning(print_tensor_kind)(effects.print_tensor)
 
 
 @meaning(call_kind)
-def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
     """Copy in, run, copy out; inputs by reference are copied back."""
     (graph,) = op.called_graphs
-    if len(op.inputs) < len(graph.inputs):
-        raise PopxlError(
-            f"Session: {graph.title} gained inputs after the call {op.name}.{op.id} ({op.source}) was made, and "
-            "nothing is bound to them there. Call a graph after it has all its inputs."
-        )
-    results = lowering.call(graph, [environment.read(t) for t in op.inputs], channels)
+    _check_bound(op)
+    results = yield lowering.calling(graph, [environment.read(t) for t in op.inputs], channels)
     for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.write(t, value)
     for i in sorted(op.modified & results.written.keys()):
         environment.write(op.inputs[i], results.written[i])
 
 
+def _check_bound(op: Op, own: int = 0) -> None:
+    """`PopxlError` if a graph has gained inputs since an op that runs it was made; `own` inputs are the op's."""
+    if len(op.inputs) - own < sum(len(graph.inputs) for graph in op.called_graphs):
+        titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
+        raise PopxlError(
+            f"Session: {titles} gained inputs after {op!r} ({op.source}) was made, and nothing is bound to them there. "
+            "Call a graph after it has all its inputs."
+        )
+
+
 @meaning(conditional_kind)
 def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Run one branch. It alone moves on the streams that it uses."""
+    _check_bound(op, own=1)
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
@@ -298,12 +346,14 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
 def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """One compiled body, however many turns.
 
-    Carried from turn to turn are the first inputs, as many as there are carried results; the inputs by reference; and
-    the streams. Everything else is the same in every turn. Further results are those of all turns, stacked.
+    Carried from turn to turn are the first inputs, as many as there are carried results; the inputs by reference, but
+    for those that each turn returns; and the streams. Everything else is the same in every turn. Further results are
+    those of all turns, stacked.
     """
     graph, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
     inputs = [environment.read(t) for t in op.inputs]
-    by_ref = sorted(op.modified)
+    carried_too = returned_by_ref(op) if op.modified else frozenset()
+    by_ref = sorted(op.modified - carried_too)
     streams = channels_of(graph)
     stepping = channels.stepping(streams)
 
@@ -325,5 +375,5 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     channels.put_back(streams, stepping.at(positions).take(streams))
     for t, value in zip(op.outputs, (*outputs, *stacked), strict=True):
         environment.write(t, value)
-    for k in by_ref:
-        environment.write(op.inputs[k], contents[k])
+    for k in sorted(op.modified):
+        environment.write(op.inputs[k], outputs[k] if k in carried_too else contents[k])

@@ -19,11 +19,14 @@ import numpy as np
 from popxl.aliasing import storages
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
+from popxl.nesting import Nested, done
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.options import SessionOptions
-from popxl.streams import HostToDeviceStream
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor
+from runtime import remote
 from runtime.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lower import Lowering, no_value, view_of
 from runtime.replicas import Replicas
@@ -48,7 +51,7 @@ class Choice:
     """
 
     def __init__(self, main: Graph, smallest: int = SMALLEST) -> None:
-        self._structures = Structures()
+        self._structures = Structures(main)
         calls = self._structures.calls(main)
         sizes = {self._structures.of(graph): self._structures.size(graph) for graph in _called(main)}
         self._pieces = {s for s, count in calls.items() if count > 1 and sizes[s] >= smallest}
@@ -91,9 +94,18 @@ def _called(main: Graph) -> Iterator[Graph]:
 
 @dataclass(frozen=True)
 class Target:
-    """What pieces are compiled for: replicas, options, the number of transfers, and whether 64 bits are kept."""
+    """What pieces are compiled for.
+
+    Attributes:
+        replicas: those that run the program.
+        slots: where the arrays of remote buffers are.
+        options: those of the Ir.
+        transfers: how many of each stream there are in a run.
+        wide: whether 64 bits are kept.
+    """
 
     replicas: Replicas
+    slots: Any
     options: SessionOptions
     transfers: int
     wide: bool
@@ -101,7 +113,7 @@ class Target:
     def key(self) -> tuple[Any, ...]:
         """What makes a difference."""
         replicas = (self.replicas.count, self.replicas.sharding())
-        return (*replicas, self.options.throwIfLog2ScaleTensorNotInRange, self.transfers, self.wide)
+        return (*replicas, self.slots, self.options.throwIfLog2ScaleTensorNotInRange, self.transfers, self.wide)
 
 
 # Steps --------------------------------------------------------------------------------------------------------------
@@ -129,7 +141,7 @@ class Piece(Step):
     Attributes:
         ops: what is run.
         encoding: the ops, written down.
-        donated: the storages that the ops overwrite, and that nobody else holds.
+        donated: the storages that the ops overwrite, whose new value somebody needs, and that nobody else holds.
     """
 
     ops: tuple[Op, ...] = ()
@@ -163,17 +175,22 @@ class Piece(Step):
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:
             return target.replicas.spec(shape, dtype)
 
-        def transfers(c: Channel) -> Any:
+        def transfers(c: Stream | Failure) -> Any:
             if isinstance(c, Failure):
                 return spec(c.shape, c.start.dtype)
             return spec((target.transfers, *c.shape), c.dtype.as_jax())
+
+        def carried(c: Channel) -> Any:
+            if isinstance(c, RemoteBuffer):
+                return remote.spec(c, target.replicas, target.slots)
+            return position if isinstance(c, HostToDeviceStream) else (transfers(c), position)
 
         position = spec((), np.dtype(np.int32))
         return (
             [spec(t.shape, t.dtype.as_jax()) for t in self.donated],
             [spec(t.shape, t.dtype.as_jax()) for t in self.kept],
             [transfers(c) for c in self.feeds],
-            {i: position if c in self.feeds else (transfers(c), position) for i, c in enumerate(self.channels)},
+            {i: carried(c) for i, c in enumerate(self.channels)},
         )
 
     def __call__(self, values: Values, channels: Channels) -> None:
@@ -207,12 +224,13 @@ class Entry(Step):
             t: target.replicas.put(to_device(t.data, t.dtype)) for t in self.op.inputs if isinstance(t, Constant)
         }
 
-    def __call__(self, values: Values, channels: Channels) -> None:
+    def running(self, values: Values, channels: Channels) -> Nested[None]:
+        """Carry out the call."""
         (graph,) = self.op.called_graphs
         given = [self._constants[t] if t in self._constants else values[t.origin] for t in self.op.inputs]
         inner = dict(zip(graph.inputs, given, strict=True))
         del given
-        self.inside(inner, channels)
+        yield self.inside.running(inner, channels)
         for t, result in zip(self.op.outputs, graph.outputs, strict=False):
             values[t] = inner[result.origin]
         for i in self.op.modified:
@@ -240,13 +258,17 @@ class Steps:
         self.owned = set(owned)
         self.steps: list[Piece | Entry] = list(self._cut(graph))
         self._find_last_uses(set(kept))
+
+    def planned(self) -> Nested[Steps]:
+        """These steps, with all that is inside of them."""
         for step in self.steps:
             if isinstance(step, Piece):
                 written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
-                step.donated = tuple(t for t in step.reads if t in written & self.owned)
+                step.donated = tuple(t for t in step.reads if t in written & self.owned & {*step.makes})
                 self.owned.update(step.makes)
             else:
-                self._enter(step)
+                yield self._enter(step)
+        return self
 
     def _cut(self, graph: Graph) -> Iterator[Piece | Entry]:
         """The pieces and entries: each call that is one, and the ops between.
@@ -295,7 +317,7 @@ class Steps:
             needed -= set(step.makes) - set(step.reads)
             needed |= set(step.reads)
 
-    def _enter(self, step: Entry) -> None:
+    def _enter(self, step: Entry) -> Nested[None]:
         """Plan the graph of an entry. Two storages may hold one array afterwards: neither is then owned."""
         op: Op = step.op
         (graph,) = op.called_graphs
@@ -308,7 +330,7 @@ class Steps:
         }
         results = [(t, result.origin) for t, result in zip(op.outputs, graph.outputs, strict=False)]
         results += [(origins[i], graph.inputs[i]) for i in sorted(op.modified)]
-        step.inside = Steps(graph, self._choice, owned, {inner for _, inner in results})
+        step.inside = yield Steps(graph, self._choice, owned, {inner for _, inner in results}).planned()
         returned = Counter(inner for _, inner in results)
         for t, origin in zip(graph.inputs, origins, strict=True):
             if returned[t] and t not in step.inside.owned:
@@ -321,16 +343,22 @@ class Steps:
 
     def all(self) -> Iterator[Piece | Entry]:
         """All steps, those inside of entries too."""
-        for step in self.steps:
+        waiting = self.steps[::-1]
+        while waiting:
+            step = waiting.pop()
             yield step
             if isinstance(step, Entry):
-                yield from step.inside.all()
+                waiting += reversed(step.inside.steps)
 
-    def __call__(self, values: Values, channels: Channels) -> None:
+    def running(self, values: Values, channels: Channels) -> Nested[None]:
+        """Do the steps."""
         for step in self.steps:
-            step(values, channels)
+            if isinstance(step, Piece):
+                step(values, channels)
+            else:
+                yield step.running(values, channels)
 
-    def peak(self) -> int:
+    def peak(self) -> Nested[int]:
         """Bytes that are in use at most, besides what goes in: values between steps, and temporaries of a step."""
         alive: dict[Tensor, int] = {}
         peak = 0
@@ -339,7 +367,7 @@ class Steps:
             if isinstance(step, Piece):
                 inside = step.structure.executable.memory_analysis().temp_size_in_bytes
             else:
-                inside = step.inside.peak()
+                inside = yield step.inside.peak()
             alive |= made
             peak = max(peak, sum(alive.values()) + inside)
             for t in step.frees:
@@ -353,11 +381,13 @@ class Plan:
     Args:
         main: the graph that the program runs.
         choice: which calls become pieces.
-        changed, read: the variables that the program changes, and those that it only reads.
+        changed, read: what holds the variables that the program changes, and those that it only reads.
+        buffers: the remote buffers that it uses; their arrays go in and come out after those of `changed`.
         channels: the streams that it uses.
         target: what to compile for.
-        begin: the first state of the channels, made of the feeds: a JAX function, compiled.
-        end: the fetches, made of the last state: likewise.
+        begin: the first state of the channels, made of the feeds: a JAX function, compiled. `None` in place of the
+            transfers of a feed means the feed itself.
+        end: the fetches, made of what is stored to: likewise.
     """
 
     def __init__(
@@ -366,6 +396,7 @@ class Plan:
         choice: Choice,
         changed: Sequence[Tensor],
         read: Sequence[Tensor],
+        buffers: Sequence[RemoteBuffer],
         channels: Sequence[Channel],
         target: Target,
         begin: Callable[[Any], Any],
@@ -373,10 +404,11 @@ class Plan:
     ) -> None:
         self._variables = (*changed, *read)
         self._changed = changed
+        self._buffers = buffers
         self._channels = channels
         self._begin = begin
         self._end = end
-        self._steps = Steps(main, choice, changed, changed)
+        self._steps: Steps = done(Steps(main, choice, changed, changed).planned())
         known = set(self._variables)
         for step in self._steps.steps:
             for t in step.reads:
@@ -387,10 +419,17 @@ class Plan:
             step.compile(target)
 
     def __call__(self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
-        values = dict(zip(self._variables, (*changing, *constant), strict=True))
-        channels = Channels(dict(zip(self._channels, self._begin(feeds), strict=True)))
-        self._steps(values, channels)
-        return tuple(values[v] for v in self._changed), self._end(channels.take(self._channels))
+        count = len(self._changed)
+        values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
+        streams = (c for c in self._channels if isinstance(c, HostToDeviceStream))
+        given: dict[Channel, Array] = dict(zip(streams, feeds, strict=True))
+        started = zip(self._channels, self._begin(feeds), strict=True)
+        channels = Channels({c: (given[c] if array is None else array, position) for c, (array, position) in started})
+        for buffer, slots in zip(self._buffers, changing[count:], strict=True):
+            channels.set_slots(buffer, slots)
+        done(self._steps.running(values, channels))
+        changed = (*(values[v] for v in self._changed), *map(channels.slots, self._buffers))
+        return changed, self._end(channels.results())
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -408,4 +447,4 @@ class Plan:
 
     def temporaries(self) -> int:
         """Bytes that one run needs at most, besides the variables and the feeds."""
-        return self._steps.peak()
+        return done(self._steps.peak())

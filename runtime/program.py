@@ -4,37 +4,61 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import runtime.collectives  # noqa: F401
 from popxl.aliasing import reachable, storages, written_tensors
 from popxl.dtypes import dtype
-from popxl.errors import ApplicationRuntimeError, PopxlError
+from popxl.errors import ApplicationRuntimeError, PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import to_device, to_host
 from popxl.ir import Ir
+from popxl.nesting import done
+from popxl.remote_buffer import RemoteBuffer
+from popxl.sharding import parts_of
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
+from runtime import remote
+from runtime.cache import compiling, compiling_afresh
 from runtime.devices import Device
-from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
-from runtime.lower import Lowering
-from runtime.plan import Choice, Plan, Target
+from runtime.effects import FAILURE, Channels, Failure, channels_of, prints, transfers_of
+from runtime.lower import Lowering, room_to_recurse
+from runtime.plan import Choice, Piece, Plan, Steps, Target
 from runtime.replicas import Replicas
+from runtime.structure import Structure, forget, structure_of
 
 Array = Any
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that is compiled already.
+
+    Attributes:
+        calls: as `Program.calls`.
+        executables: as `Program.executables` gives them.
+    """
+
+    calls: str
+    executables: Sequence[Any]
 
 
 class Program:
     """An Ir, compiled for a device: `(variables, feeds) -> (variables, fetches)`.
 
-    Variables that the program changes are donated at each run and replaced by their new values; the others are only
-    read. Nothing is fetched before somebody looks at it.
+    Variables that the program changes are donated at each run and replaced by their new values; so are the remote
+    buffers that it uses. Other variables are only read. Nothing is fetched before somebody looks at it.
 
     Args:
         ir: the program.
         device: where it runs.
+        ready: what compiling it would give, if that is known.
+        afresh: take no executable from anywhere else.
 
     Attributes:
         replicas: those that run it. On the device, arrays have a leading dimension for them, if there are several.
@@ -43,23 +67,39 @@ class Program:
         counts: how many transfers of each stream one run makes.
         calls: how called graphs are compiled: see the option `calledGraphs`.
         executable: what runs the program: a JAX executable, or a `runtime.plan.Plan`.
-        values_of_all: the values of variables on all replicas, as they were when they were last copied to the host.
+        is_loaded: whether the variables are on the device.
+        values_of_all: the values on all replicas of the variables that are read from all, as they were when they were
+            last copied to the host.
     """
 
-    def __init__(self, ir: Ir, device: Device) -> None:
+    def __init__(self, ir: Ir, device: Device, ready: Ready | None = None, afresh: bool = False) -> None:
         main = ir.main_graph
         self.device = device
         self.replicas = Replicas(ir.instance_replication_factor, device.jax_devices)
         self.transfers = ir.num_host_transfers
-        self._channels = channels_of(main)
+        channels = channels_of(main)
+        self._buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
+        self._channels = tuple(c for c in channels if not isinstance(c, RemoteBuffer))
         self.inputs = tuple(s for s in self._channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self._channels if isinstance(s, DeviceToHostStream))
         self._checks = FAILURE in self._channels
         used = {s for made_of in storages(main).values() for s in made_of}
         written = written_tensors(main)
-        self.variables = tuple(v for v in main.variables if v in used)
-        self._changed = tuple(v for v in self.variables if v in written)
-        self._read = tuple(v for v in self.variables if v not in written)
+        # What holds a variable on the device is the variable, or the piece that the program uses in its place.
+        holders = {v if v.piece is None else v.piece: v for v in main.variables}
+        self._held = {t: v for t, v in holders.items() if t in used}
+        self.variables = tuple(self._held.values())
+        self._changed = tuple(t for t in self._held if t in written)
+        self._read = tuple(t for t in self._held if t not in written)
+        self._in_buffers = {b: remote.variables_in(b, main.variables) for b in self._buffers}
+        self._stored_to = remote.stored_to(main)
+        self._slots = remote.sharding(self.replicas, ir.options)
+        for v in main.variables:
+            if v in used and v.location_info.isRemote():
+                raise PopxlError(
+                    f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
+                    "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
+                )
         self._prints = prints(main)
         self.counts = transfers_of(main)
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
@@ -67,38 +107,75 @@ class Program:
         self._wide = any(t.dtype in _WIDE for t in tensors)
         self._main = main
         self._options = ir.options
+        self.is_loaded = False
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
         self.values_of_all: dict[Variable, np.ndarray] = {}
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
-        self.calls = ir.options.calledGraphs
+        self.calls = ir.options.calledGraphs if ready is None else ready.calls
         choice = Choice(main) if self.calls == "auto" else Choice(main, smallest=1)
         if self.calls == "auto":
             self.calls = "dispatched" if choice.is_worth_it() else "kept"
         # A variable that no replica changes, and that all share, is there once; a plan knows only one kind of arrays.
-        alone = [v for v in self._read if v.replica_grouping.num_groups == 1 and self.calls != "dispatched"]
+        alone = [
+            t
+            for t in self._read
+            if t is self._held[t] and t.replica_grouping.num_groups == 1 and self.calls != "dispatched"
+        ]
         self._shared = frozenset(alone if self.replicas.count > 1 else ())
-        with self._precision():
-            self.executable = self._plan(choice) if self.calls == "dispatched" else self._one_program()
+        with self._precision(), room_to_recurse(main), self._compiling(ir, ready, afresh) as self._taken:
+            known = None if ready is None else ready.executables
+            self.executable = self._plan(choice, known) if self.calls == "dispatched" else self._one_program(known)
+        if self._taken and isinstance(self.executable, Plan):
+            _taken.update(self.executable.structures)
 
     # The function ---------------------------------------------------------------------------------------------------
 
-    def _one_program(self) -> Any:
+    def _compiling(self, ir: Ir, ready: Ready | None, afresh: bool) -> contextlib.AbstractContextManager[bool]:
+        if ready is not None:
+            return contextlib.nullcontext(True)
+        if not afresh:
+            return compiling(ir, self.device, self._prints)
+        forget()
+        return compiling_afresh()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether XLA compiled all executables in this process. Those from files and caches cannot be written again:
+        where XLA has loaded an executable for the CPU, it no longer has its code in a form that it could write."""
+        pieces = self.executable.structures if isinstance(self.executable, Plan) else ()
+        return not self._taken and _taken.isdisjoint(pieces)
+
+    def executables(self) -> tuple[Any, ...]:
+        """All JAX executables of the program, each once, in an order that depends on the program only."""
+        if isinstance(self.executable, Plan):
+            return (*self._ends, *(structure.executable for structure in self.executable.structures))
+        return (self.executable,)
+
+    def _one_program(self, known: Sequence[Any] | None) -> Any:
         """The whole program as one executable."""
+        if known is not None:
+            (executable,) = known
+            self.text: Callable[[], str] = executable.as_text
+            return executable
         lowering = Lowering(self._main.ops, self._options, self.calls == "kept", self.replicas)
         own = tuple(v for v in self._read if v not in self._shared)
         shared = tuple(v for v in self._read if v in self._shared)
 
         def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
             """One run of the main graph by one replica."""
+            count = len(self._changed)
             values: dict[Tensor, Array] = dict(
-                zip((*self._changed, *own, *shared), (*changing, *constant, *others), strict=True)
+                zip((*self._changed, *own, *shared), (*changing[:count], *constant, *others), strict=True)
             )
             channels = Channels(dict(zip(self._channels, self._begin(feeds), strict=True)))
+            for buffer, slots in zip(self._buffers, changing[count:], strict=True):
+                channels.set_slots(buffer, slots)
             environment = lowering.run(self._main.ops, values, channels)
-            return tuple(environment.values[v] for v in self._changed), self._end(channels.take(self._channels))
+            changed = (*(environment.values[t] for t in self._changed), *map(channels.slots, self._buffers))
+            return changed, self._end(channels.results())
 
         spread = self.replicas.spread(of_one, shared=True)
 
@@ -110,44 +187,71 @@ class Program:
             return changed, self._transfers_first(fetches)
 
         changing, constant = (tuple(map(self._of_variable, vs)) for vs in (self._changed, self._read))
+        changing += tuple(remote.spec(buffer, self.replicas, self._slots) for buffer in self._buffers)
         lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, self._feeds())
-        self.text: Callable[[], str] = lowered.as_text
+        self.text = lowered.as_text
         return lowered.compile()
 
-    def _plan(self, choice: Choice) -> Plan:
+    def _plan(self, choice: Choice, known: Sequence[Any] | None) -> Plan:
         """The program as pieces that the host runs one after the other."""
+        target = Target(self.replicas, self._slots, self._options, self.transfers, self._wide)
+        if known is None:
+            self._ends, held = self._begin_and_end(), []
+        else:
+            self._ends, held = (known[0], known[1]), self._adopt(choice, target, known[2:])
+        plan = Plan(self._main, choice, self._changed, self._read, self._buffers, self._channels, target, *self._ends)
+        del held  # by now the pieces have them
+        self.text = plan.text
+        return plan
+
+    def _adopt(self, choice: Choice, target: Target, executables: Sequence[Any]) -> list[Structure]:
+        """Have the pieces of the plan found compiled. They are, as long as somebody holds what this returns."""
+        steps: Steps = done(Steps(self._main, choice, self._changed, self._changed).planned())
+        structures: dict[Structure, None] = {}
+        for step in steps.all():
+            if isinstance(step, Piece):
+                number = step.encoding.numbers
+                results = (tuple(number[t] for t in step.donated), tuple(number[t] for t in step.makes))
+                structures[structure_of((*step.encoding.code, results, target.key()))] = None
+        for structure, executable in zip(structures, executables, strict=True):
+            if structure.executable is None:
+                structure.executable, structure.text = executable, executable.as_text
+        return [*structures]
+
+    def _begin_and_end(self) -> tuple[Any, Any]:
+        """What makes the first state of the channels of the feeds, and what makes the fetches of the last state.
+
+        Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
+        state, for the plan to fill in, and the others are donated.
+        """
+        alike = self.transfers > 1 and self.replicas.count == 1
 
         def of_one(feeds: Sequence[Array]) -> Any:
-            return jax.tree.map(jnp.asarray, self._begin(feeds))
+            states = zip(self._channels, self._begin(feeds), strict=True)
+            return tuple(
+                (None if alike and c in self.inputs else jnp.asarray(transfers), jnp.asarray(position))
+                for c, (transfers, position) in states
+            )
 
         def begin(feeds: Sequence[Array]) -> Any:
             return self.replicas.spread(of_one)(self._replicas_first(feeds))
 
-        def end(states: Sequence[Any]) -> Any:
-            return self._transfers_first(self.replicas.spread(self._end)(states))
+        def end(results: Sequence[Array]) -> Any:
+            return self._transfers_first(self.replicas.spread(self._end)(results))
 
         started = jax.jit(begin).lower(self._feeds())
-        states = jax.tree.map(
-            lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self.replicas.sharding()), started.out_info
-        )
-        plan = Plan(
-            self._main,
-            choice,
-            self._changed,
-            self._read,
-            self._channels,
-            Target(self.replicas, self._options, self.transfers, self._wide),
-            started.compile(),
-            jax.jit(end).lower(states).compile(),
-        )
-        self.text = plan.text
-        return plan
+        results = [
+            jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=self.replicas.sharding())
+            for c, (transfers, _) in zip(self._channels, started.out_info, strict=True)
+            if c not in self.inputs
+        ]
+        return started.compile(), jax.jit(end, donate_argnums=0 if alike else ()).lower(results).compile()
 
     def _begin(self, feeds: Sequence[Array]) -> tuple[tuple[Array, Any], ...]:
         """The first state of each channel: the array of its transfers, and the number of the next one."""
         given = dict(zip(self.inputs, feeds, strict=True))
 
-        def transfers(channel: Channel) -> Array:
+        def transfers(channel: Stream | Failure) -> Array:
             if isinstance(channel, Failure):
                 return jnp.asarray(channel.start)
             shape = (self.transfers, *channel.shape)
@@ -155,9 +259,9 @@ class Program:
 
         return tuple((transfers(channel), 0) for channel in self._channels)
 
-    def _end(self, states: Sequence[tuple[Array, Any]]) -> tuple[Array, ...]:
+    def _end(self, results: Sequence[Array]) -> tuple[Array, ...]:
         """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
-        known = {channel: transfers for channel, (transfers, _) in zip(self._channels, states, strict=True)}
+        known = dict(zip((c for c in self._channels if c not in self.inputs), results, strict=True))
         fetches = tuple(known[s] for s in self.outputs)
         return (*fetches, known[FAILURE]) if self._checks else fetches
 
@@ -178,10 +282,10 @@ class Program:
         sharding = self.replicas.sharding(1 if self.transfers > 1 else 0)
         return tuple(jax.ShapeDtypeStruct(self.host_shape(s), s.dtype.as_jax(), sharding=sharding) for s in self.inputs)
 
-    def _of_variable(self, v: Variable) -> Any:
-        if v in self._shared:
-            return jax.ShapeDtypeStruct(v.shape, v.dtype.as_jax(), sharding=self.replicas.sharding(None))
-        return self.replicas.spec(v.shape, v.dtype.as_jax())
+    def _of_variable(self, t: Tensor) -> Any:
+        if t in self._shared:
+            return jax.ShapeDtypeStruct(t.shape, t.dtype.as_jax(), sharding=self.replicas.sharding(None))
+        return self.replicas.spec(t.shape, t.dtype.as_jax())
 
     def temporaries(self) -> int:
         """Bytes of device memory that one run needs, besides the variables and the streams."""
@@ -205,34 +309,57 @@ class Program:
     # Running --------------------------------------------------------------------------------------------------------
 
     def upload(self) -> None:
-        """Copy the host values of all variables to the device."""
+        """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
+        slots = [None] * len(self._buffers) if self._changing is None else self._changing[len(self._changed) :]
+        buffers = zip(self._in_buffers.items(), slots, strict=True)
         with self._precision():
-            self._changing = tuple(self._put(v) for v in self._changed)
-            self._constant = tuple(self._put(v) for v in self._read)
+            self._changing = (
+                *(self._put(t) for t in self._changed),
+                *(remote.filled(buffer, vs, self.replicas, self._slots, before) for (buffer, vs), before in buffers),
+            )
+            self._constant = tuple(self._put(t) for t in self._read)
+        self.is_loaded = True
+        self.device.loads(self)
 
-    def _put(self, v: Variable) -> Array:
+    def _put(self, t: Tensor) -> Array:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
+        v = self._held[t]
         array = to_device(np.array(v.data), v.dtype)
-        if v in self._shared:
+        if t in self._shared:
             return jax.device_put(array, self.replicas.sharding(None))
-        if v.replica_grouping.num_groups == 1:
+        if v.replica_grouping.num_groups == 1 and t is v:
             return self.replicas.put(array)
-        return jax.device_put(array[np.asarray(v.replica_grouping.assignment)], self.replicas.sharding())
+        parts = parts_of(v).of(array)
+        return jax.device_put(parts.reshape(self.replicas.count, *t.shape), self.replicas.sharding())
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""
-        for v, value in zip(self._changed, self._state(), strict=True):
-            array = to_host(np.asarray(value), v.dtype)
-            if self.replicas.count > 1:
-                self.values_of_all[v] = array
-                firsts = [v.replica_grouping.assignment.index(k) for k in range(v.replica_grouping.num_groups)]
-                array = array[firsts if len(firsts) > 1 else 0]
-            np.copyto(v.data, array)
+        count = len(self._changed)
+        for t, value in zip(self._changed, self._state()[:count], strict=True):
+            self._take(self._held[t], np.asarray(value))
+        for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
+            if vs and buffer in self._stored_to:
+                for v, array in remote.parts_in(buffer, vs, slots).items():
+                    self._take(v, array)
+
+    def _take(self, v: Variable, array: np.ndarray) -> None:
+        """Make what the replicas hold of a variable its host copy. Elements that they have no room for stay."""
+        if self.replicas.count == 1 and not v.location_info.isRemote():
+            np.copyto(v.data, to_host(array, v.dtype))
+            return
+        parts, rows = parts_of(v), array.reshape(self.replicas.count, -1)
+        values = to_host(parts.values(rows), v.dtype)
+        v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
+        if v.retrieval_mode == "all_replicas" and v.replica_grouping.group_size > 1:
+            of_all = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
+            of_all[:, : values.shape[1]] = to_host(parts.values(rows, all_replicas=True), v.dtype)
+            self.values_of_all[v] = of_all.reshape(-1, *v.shape)
 
     def release(self) -> None:
         """Free the device memory of the variables."""
         self._changing, self._constant = None, ()
+        self.is_loaded = False
 
     def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run the program once. Returns the arrays of the output streams, still on the device.
@@ -272,20 +399,22 @@ class Program:
 
     def _state(self) -> tuple[Array, ...]:
         if self._changing is None:
-            raise PopxlError(
+            raise PopxlRuntimeError(
                 "Session: the values of the variables on the device were lost when a run failed. Upload the host "
                 "copies again with `session.weights_from_host()`."
             )
         return self._changing
 
     def check_transfers(self) -> None:
-        """`PopxlError` if one run makes more transfers of a stream than there is room for."""
+        """`PopxlRuntimeError` if one run makes more transfers of a stream than there is room for."""
         if self._excess:
             stream, count = max(self._excess.items(), key=lambda item: item[1])
-            raise PopxlError(
+            raise PopxlRuntimeError(
                 f"Session.run: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
                 f"was {self.transfers} when the session was made. Set it to at least {count} before that."
             )
 
+
+_taken: WeakSet[Structure] = WeakSet()  # pieces that may have come from a file or cache, whichever program has them
 
 _WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})

@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from popxl.aliasing import callees_first
 from popxl.graph import Graph
+from popxl.nesting import Nested, done
 from popxl.op import Op
 from popxl.ops.call import call_kind
+from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import Stream
 from popxl.tensor import Constant, Tensor
 
@@ -71,10 +74,12 @@ class _Same:
 class Structures:
     """The structures of the graphs of one program, each found once."""
 
-    def __init__(self) -> None:
+    def __init__(self, main: Graph) -> None:
         self.of = cache(self._graph)
         self.size = cache(self._size)
         self.calls = cache(self._calls)
+        for graph in callees_first(main)[:-1]:  # so that none of these has to look further than one call
+            self.of(graph), self.size(graph), self.calls(graph)
 
     def _graph(self, graph: Graph) -> Structure:
         """The structure of a graph."""
@@ -134,12 +139,18 @@ class Encoding:
     def operand(self, t: Tensor) -> int:
         """The number of a tensor, or of the tensor that it is an alias of."""
         t = t.origin
-        if t in self.numbers:
-            return self.numbers[t]
+        return self.numbers[t] if t in self.numbers else done(self._met(t))
+
+    def _met(self, t: Tensor) -> Nested[int]:
+        """The number of a tensor that is met for the first time. A view comes after what it is a view of."""
         producer = t.producer
         if producer is not None and producer.kind.put is not None:
-            bases = tuple(map(self.operand, producer.inputs))
-            return self.add(t, (producer.kind, producer.operands, self._attributes(producer), bases))
+            bases = [base.origin for base in producer.inputs]
+            for base in bases:
+                if base not in self.numbers:
+                    yield self._met(base)
+            numbers = tuple(self.numbers[base] for base in bases)
+            return self.add(t, (producer.kind, producer.operands, self._attributes(producer), numbers))
         if isinstance(t, Constant):
             return self.add(t, (t.spec, self._token(t.data)))
         self.roots.append(t)
@@ -160,6 +171,8 @@ class Encoding:
             return repr(value)
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
             return (value.dtype, value.shape, value.tobytes())
+        if isinstance(value, RemoteBuffer):  # what is compiled depends on the number of slots, which may be set
+            return (_Same(value), value.spec, value.entries)
         if isinstance(value, np.ndarray | Stream) or type(value).__hash__ is None:
             return _Same(value)
         return (type(value), value)

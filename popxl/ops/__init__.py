@@ -1,6 +1,6 @@
 """The ops. Calling one adds it to the current graph."""
 
-from popxl.ops import var_updates
+from popxl.ops import collectives, var_updates
 from popxl.ops.call import CallSiteInfo, call, call_with_info
 from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.conditional import conditional, conditional_with_info
@@ -78,6 +78,7 @@ from popxl.ops.reduce import (
     sum,
     sumsquare,
 )
+from popxl.ops.remote import remote_load, remote_load_, remote_store
 from popxl.ops.repeat import repeat, repeat_with_info
 from popxl.ops.resample import interpolate, roi_align
 from popxl.ops.scaled_add import scaled_add, scaled_add_
@@ -118,6 +119,7 @@ __all__ = [
     "ceil",
     "clamp",
     "clip",
+    "collectives",
     "concat",
     "concat_",
     "conditional",
@@ -194,6 +196,9 @@ __all__ = [
     "random_uniform",
     "relu",
     "relu_",
+    "remote_load",
+    "remote_load_",
+    "remote_store",
     "rename",
     "repeat",
     "repeat_with_info",

@@ -59,6 +59,13 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(i for i in by_ref if i < carried or i in changed)
 
 
+def returned_by_ref(op: Op) -> frozenset[int]:
+    """Positions of the carried inputs by reference that a turn returns: they end up as what the loop returns."""
+    (graph,) = op.called_graphs[0].called_graphs
+    pairs = zip(graph.inputs, graph.outputs[: op.attributes["carried"]], strict=False)
+    return frozenset(k for k, (t, result) in enumerate(pairs) if t.by_ref and result.origin is t)
+
+
 def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
     check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])
     results = [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from popxl.aliasing import has_effect, reachable
+from popxl.aliasing import callees_first, has_effect, reachable
 from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.nesting import Nested, done
 from popxl.op import REFUSED, Op
 from popxl.ops.call import call_kind
 from popxl.ops.convert import cast_if_needed, identity
@@ -70,7 +71,9 @@ def autodiff(
         >>> site = ops.call_with_info(graph, x, w)
         >>> dx, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
     """
-    infos = dict(called_graphs_grad_info or {})
+    if not isinstance(graph, Graph):
+        raise TypeError(f"autodiff: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    infos: Infos = dict(called_graphs_grad_info or {})
     if graph not in infos:
         required = list(graph.inputs if grads_required is None else grads_required)
         provided = list(graph.outputs if grads_provided is None else grads_provided)
@@ -84,8 +87,13 @@ def autodiff(
         with graph.ir.undone_on_failure():
             _bring_calls_up_to_date(graph)
             needed = _needed_by_callers(graph, provided, infos)
-            _Differentiation(graph, provided, required, infos, needed, complete=True).run()
-    return infos if return_all_grad_graphs else infos[graph]
+            done(_Differentiation(graph, provided, required, infos, needed, complete=True).run())
+    known = {forward: info for forward, info in infos.items() if info is not None}
+    return known if return_all_grad_graphs else known[graph]
+
+
+Infos = dict[Graph, GradGraphInfo | None]
+"""What is known of gradient graphs; `None` for a graph through which no gradient flows."""
 
 
 def _bring_calls_up_to_date(graph: Graph) -> None:
@@ -97,22 +105,8 @@ def _bring_calls_up_to_date(graph: Graph) -> None:
                     op.gain_output(t)
 
 
-def _callers_first(root: Graph, infos: Mapping[Graph, GradGraphInfo]) -> list[Graph]:
-    """The graphs to differentiate: `root` and what it calls, but for graphs whose gradient is known."""
-    finished: dict[Graph, None] = {}
-    waiting: list[tuple[Graph, bool]] = [(root, False)]
-    while waiting:
-        graph, visited = waiting.pop()
-        if visited:
-            finished[graph] = None
-        elif graph not in finished:
-            waiting.append((graph, True))
-            waiting += [(c, False) for c in graph.called_graphs if c not in finished and c not in infos]
-    return list(reversed(finished))
-
-
-def _refuse_modifying_ops(root: Graph, infos: Mapping[Graph, GradGraphInfo]) -> None:
-    for graph in _callers_first(root, infos):
+def _refuse_modifying_ops(root: Graph, infos: Infos) -> None:
+    for graph in reversed(callees_first(root, infos)):
         for op in graph.ops:
             if op.modified:
                 raise PopxlError(
@@ -121,12 +115,10 @@ def _refuse_modifying_ops(root: Graph, infos: Mapping[Graph, GradGraphInfo]) -> 
                 )
 
 
-def _needed_by_callers(
-    root: Graph, provided: list[Tensor], infos: Mapping[Graph, GradGraphInfo]
-) -> dict[Graph, list[Tensor]]:
+def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dict[Graph, list[Tensor]]:
     """For each graph to differentiate, the outputs whose gradients some call of it will provide."""
     needed: dict[Graph, list[Tensor]] = {root: provided}
-    for graph in _callers_first(root, infos):
+    for graph in reversed(callees_first(root, infos)):
         leads = _leading_to(graph, needed.get(graph, ()))
         for op in graph.ops:
             for callee in op.called_graphs:
@@ -151,7 +143,7 @@ class _Differentiation:
         graph: Graph,
         provided: list[Tensor],
         required: list[Tensor],
-        infos: dict[Graph, GradGraphInfo],
+        infos: Infos,
         needed: dict[Graph, list[Tensor]],
         complete: bool,
     ) -> None:
@@ -170,20 +162,22 @@ class _Differentiation:
         self.recomputes = any(site.kind.mirrors is None for site in graph.call_sites)
         self.again: dict[Op, Op] = {}
 
-    def run(self) -> GradGraphInfo | None:
-        """Build the gradient graph. `None` if no gradient is found and none has to be."""
+    def run(self) -> Nested[None]:
+        """Build the gradient graph, and write down what it is. If no gradient is found, and none has to be, say so."""
         ir = self.forward_graph.ir
         self.graph = ir.create_gradient_graph(self.forward_graph)
         with get_current_context().set(scope_prefix=""), self.graph:
-            outputs = self._build()
+            outputs = yield self._build()
         if not outputs:
             ir.remove_graph(self.graph)
-            return None
-        for t in outputs.values():
-            self.graph.add_output(t)
-        return self._connect(list(outputs))
+            self.infos[self.forward_graph] = None
+            return
+        required = [t for t in self.required if t in outputs]
+        for t in required:
+            self.graph.add_output(outputs[t])
+        self._connect(required)
 
-    def _build(self) -> dict[Tensor, Tensor]:
+    def _build(self) -> Nested[dict[Tensor, Tensor]]:
         """Fill the gradient graph. Returns the gradients, by the required tensors."""
         for t in self.provided:
             self._contribute(t, self.graph.add_input(t.spec, f"Gradient___{t.name}"))
@@ -191,6 +185,9 @@ class _Differentiation:
             gs = tuple(self.gradient(t) for t in op.outputs)
             wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
             if wanted and any(g is not None for g in gs):
+                for callee in op.called_graphs:
+                    if callee not in self.infos and self.needed[callee]:
+                        yield self._of_callee(callee)
                 with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
                     for i, contribution in gradients(self._forward(op), gs).items():
                         self._contribute(op.inputs[i], contribution)
@@ -208,7 +205,8 @@ class _Differentiation:
     def _named(self, t: Tensor, gradient: Tensor) -> Tensor:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
         name = f"Gradient___{t.name}"
-        return gradient if t.name in gradient.name else identity(gradient, name)
+        known = name in (gradient.name, gradient.name.rpartition("__t")[0])
+        return gradient if known else identity(gradient, name)
 
     def _connect(self, outputs: list[Tensor]) -> GradGraphInfo:
         """Order the activations, make them outputs of the forward graph where needed, and write all this down."""
@@ -231,19 +229,17 @@ class _Differentiation:
         return info
 
     def _forward(self, op: Op) -> Forward:
-        return Forward(op, self.follows, self.read, self._differentiate_callee)
+        return Forward(op, self.follows, self.read, self.infos.get)
 
-    def _differentiate_callee(self, callee: Graph) -> GradGraphInfo | None:
-        """The gradient graph of a graph that is called, for as many inputs as have a gradient; made once."""
-        if callee not in self.infos:
-            if not callee.differentiable:
-                raise PopxlError(
-                    f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
-                    "autodiff. Pass its gradient graph in `called_graphs_grad_info`."
-                )
-            provided, required = self.needed[callee], list(callee.inputs)
-            return _Differentiation(callee, provided, required, self.infos, self.needed, complete=False).run()
-        return self.infos[callee]
+    def _of_callee(self, callee: Graph) -> Nested[None]:
+        """Differentiate a graph that is called, for as many inputs as have a gradient."""
+        if not callee.differentiable:
+            raise PopxlError(
+                f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
+                "autodiff. Pass its gradient graph in `called_graphs_grad_info`."
+            )
+        provided, required = self.needed[callee], list(callee.inputs)
+        return _Differentiation(callee, provided, required, self.infos, self.needed, complete=False).run()
 
     # What rules ask for ---------------------------------------------------------------------------------------------
 
@@ -281,6 +277,12 @@ class _Differentiation:
 
     def _computed_again(self, t: Tensor) -> Tensor:
         """A forward tensor, made in the gradient graph by the same ops."""
+        made_by = cast(Op, t.producer)
+        if made_by not in self.again:
+            self._compute_again(t)
+        return self.again[made_by].outputs[made_by.outputs.index(t)]
+
+    def _compute_again(self, t: Tensor) -> None:
         missing = {t}
         ops = []
         for op in reversed(self.forward_graph.ops):
@@ -296,8 +298,6 @@ class _Differentiation:
                     "makes from both branches."
                 )
             self.again[op] = op.again([self.read(u) for u in op.inputs])
-        op = cast(Op, t.producer)
-        return self.again[op].outputs[op.outputs.index(t)]
 
 
 def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:

@@ -25,7 +25,7 @@ rows = pytest.mark.parametrize("row", ROWS, ids=repr)
 def test_every_op_has_a_row() -> None:
     public = {
         name
-        for module in (ops, ops.var_updates)
+        for module in (ops, ops.var_updates, ops.collectives)
         for name, f in vars(module).items()
         if inspect.isfunction(f) and not name.startswith("_")
     }

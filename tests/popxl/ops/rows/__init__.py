@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.popxl.ops.rows.code_copy import CODE_COPY
+from tests.popxl.ops.rows.collectives import COLLECTIVES
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
 from tests.popxl.ops.rows.float8 import FLOAT8
@@ -18,6 +19,7 @@ from tests.popxl.ops.rows.nn import NN
 from tests.popxl.ops.rows.norm import NORM
 from tests.popxl.ops.rows.random import RANDOM
 from tests.popxl.ops.rows.reduce import REDUCE
+from tests.popxl.ops.rows.remote import REMOTE
 from tests.popxl.ops.rows.resample import RESAMPLE
 from tests.popxl.ops.rows.scatter import SCATTER
 from tests.popxl.ops.rows.schema import Row
@@ -42,5 +44,7 @@ ROWS: Sequence[Row] = [
     *FLOAT8,
     *VAR_UPDATES,
     *CODE_COPY,
+    *COLLECTIVES,
     *GRAPHS,
+    *REMOTE,
 ]

@@ -115,7 +115,7 @@ class Row:
 
 def function_of(name: str) -> Callable[..., Any]:
     """The public function of this name."""
-    return getattr(ops, name, None) or getattr(ops.var_updates, name)
+    return next(getattr(module, name) for module in (ops, ops.var_updates, ops.collectives) if hasattr(module, name))
 
 
 # Writing samples ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""What existing programs take from `popart`: the errors they catch, the version they write down, devices, and the log.
+
+Only for them: `popxl`, `runtime` and `popxl_addons` do not import this package. New programs use `popxl.errors`, and
+describe devices to `popxl.Session` in words.
+
+Example:
+    >>> import popart
+    >>> try:
+    ...     session = popxl.Session(ir, "ipu_hw")
+    ... except popart.popart_exception as error:
+    ...     print(error)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import popxl
+from popxl.errors import (
+    ApplicationRuntimeError,
+    DeviceError,
+    DeviceRuntimeError,
+    PopxlError,
+    PopxlInternalError,
+    PopxlRuntimeError,
+)
+from popxl.log import Logger
+from runtime.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
+
+__all__ = [
+    "DeviceInfo",
+    "DeviceManager",
+    "DeviceType",
+    "getLogger",
+    "poplar_application_runtime_error",
+    "poplar_exception",
+    "poplar_runtime_error",
+    "poplibs_exception",
+    "popart_exception",
+    "popart_internal_exception",
+    "popart_runtime_error",
+    "versionString",
+]
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+popart_exception = PopxlError
+popart_internal_exception = PopxlInternalError
+popart_runtime_error = PopxlRuntimeError
+poplibs_exception = PopxlError  # what the libraries of the device refused is refused when the program is built
+
+poplar_exception = DeviceError
+poplar_runtime_error = DeviceRuntimeError
+poplar_application_runtime_error = ApplicationRuntimeError
+
+
+def versionString() -> str:
+    """The version of popxl, which is what stands in for popart.
+
+    Example:
+        >>> print(f"Running on popart {popart.versionString()}")
+    """
+    return f"popxl-jax {popxl.__version__}"
+
+
+# The log ------------------------------------------------------------------------------------------------------------
+
+
+def getLogger(name: str = "all") -> Logger:
+    """The messages of a module, or of all of them: what is shown, and a way to add to it.
+
+    Args:
+        name: the module: `"session"` and `"devicex"` are ours; `"all"` stands for every one.
+
+    Example:
+        >>> popart.getLogger().setLevel("DEBUG")
+        >>> popart.getLogger("session").info("Here we go.")
+    """
+    return Logger(name)
+
+
+# Devices ------------------------------------------------------------------------------------------------------------
+
+DeviceInfo = Device
+
+
+class DeviceManager:
+    """Finds devices, for a session that is to run on a certain one.
+
+    Example:
+        >>> device = popart.DeviceManager().createIpuModelDevice({"numIPUs": 2})
+        >>> with popxl.Session(ir, device) as session:
+        ...     session.run()
+    """
+
+    def createCpuDevice(self) -> DeviceInfo:
+        """The CPU, as a single device; not attached."""
+        return cpu_device()
+
+    def createIpuModelDevice(self, options: Mapping[str, object] | None = None) -> DeviceInfo:
+        """The CPU in the place of IPUs; not attached.
+
+        Args:
+            options: `numIPUs` says how many, 1 by default. What else describes an IPU makes no difference here.
+        """
+        return model_device(int(str((options or {}).get("numIPUs", 1))))
+
+    def acquireAvailableDevice(self, numIpus: int = 1) -> DeviceInfo:
+        """The best accelerators that JAX sees, else the CPU; attached.
+
+        Args:
+            numIpus: how many. If there are fewer, one of them stands for all.
+        """
+        device = hardware_device(numIpus)
+        device.attach()
+        return device
+
+    def enumerateDevices(self) -> list[DeviceInfo]:
+        """Each of the best accelerators that JAX sees, else of the CPU's devices, by itself; not attached."""
+        return all_devices()

@@ -1,0 +1,104 @@
+"""Private names of the original PopXL that published programs reach for, each by its public equivalent.
+
+    the private name                                what to write instead
+    ----------------------------------------------  --------------------------------------------
+    ir._pb_ir.getSessionOptions()                   ir.options
+    ir._pb_ir.getAllGraphs(), getMainGraph()        ir.graphs, ir.main_graph
+    ir._pb_ir.getId()                               ir.id
+    ir._pb_ir.logIr(), setPatterns(...),            nothing: what they did is not needed
+        applyPreAliasPatterns(graph), updateVertices()
+    graph._create_tensor_id(name)                   nothing: ids are given when tensors are made
+    session._pb_session.setEngineIsLoaded(False)    session.detach()
+    session._full_input_shape(shape)                session.host_shape(shape)
+
+The rest of what such programs use (`graph._ir`, `variable._memmap_arr`, `info._expected_inputs`, the underscored names
+of `Session` and `popxl.context`) are names that these classes have anyway. Nothing of ours uses what is in this file:
+without it, and the line of `popxl/__init__.py` that imports it, everything else works as before.
+
+Example:
+    >>> options = ir._pb_ir.getSessionOptions()
+    >>> options.numIOTiles = 32
+    >>> options is ir.options
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from popxl.dtypes import float32
+from popxl.graph import Graph
+from popxl.ir import Ir
+from popxl.options import SessionOptions
+from popxl.session import Session
+from popxl.spec import TensorSpec
+
+__all__: list[str] = []
+
+
+class _LowLevelIr:
+    """Stands for the `_pb_ir` of an Ir."""
+
+    def __init__(self, ir: Ir) -> None:
+        self._ir = ir
+
+    def getSessionOptions(self) -> SessionOptions:
+        """The options of the Ir, which may be assigned to."""
+        return self._ir.options
+
+    def getAllGraphs(self) -> Sequence[Graph]:
+        """All graphs, the main graph first."""
+        return tuple(self._ir.graphs)
+
+    def getMainGraph(self) -> Graph:
+        """The main graph."""
+        return self._ir.main_graph
+
+    def getId(self) -> int:
+        """The number of the Ir."""
+        return self._ir.id
+
+    def logIr(self) -> None:
+        """Does nothing: print the Ir."""
+
+    def setPatterns(self, *patterns: Any) -> None:
+        """Does nothing: XLA rewrites programs as it finds best."""
+
+    def applyPreAliasPatterns(self, graph: Graph) -> None:
+        """Does nothing, as `setPatterns`."""
+
+    def updateVertices(self) -> None:
+        """Does nothing: ops know their graph."""
+
+
+class _LowLevelSession:
+    """Stands for the `_pb_session` of a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def setEngineIsLoaded(self, loaded: bool) -> None:
+        """`False` frees what the program has on the device: it is copied there again before the next run."""
+        if not loaded:
+            self._session.program.release()
+
+
+def _create_tensor_id(graph: Graph, name: str | None = None) -> str:
+    """The id that a tensor of this name would get in the graph, if it were made now."""
+    t = graph.new_tensor(name, _ANY)
+    graph.forget(t)
+    return t.id
+
+
+_ANY = TensorSpec((), float32)
+
+_DOORS: dict[type, dict[str, Any]] = {
+    Ir: {"_pb_ir": property(_LowLevelIr)},
+    Session: {"_pb_session": property(_LowLevelSession)},
+    Graph: {"_create_tensor_id": _create_tensor_id},
+}
+
+for _of, _names in _DOORS.items():
+    for _name, _door in _names.items():
+        setattr(_of, _name, _door)

@@ -1,0 +1,49 @@
+"""Work that is nested as deep as graphs are, which may be deeper than Python recurses.
+
+A piece of such work is a generator: it yields the work that has to be done first, is sent what that returned, and
+returns its own result. Errors come out where the work was asked for, as they do of a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+__all__ = ["Nested", "done"]
+
+T = TypeVar("T")
+
+Nested = Generator[Any, Any, T]
+"""Work with a result, as a generator of the work that it needs done first."""
+
+
+def done(work: Nested[T]) -> T:
+    """Do nested work. Returns its result.
+
+    Example:
+        >>> def height(tree):
+        ...     heights = []
+        ...     for branch in tree:
+        ...         heights.append((yield height(branch)))
+        ...     return 1 + max(heights, default=0)
+        >>> done(height([[], [[]]]))
+        3
+    """
+    waiting = [work]
+    result: Any = None
+    problem: BaseException | None = None
+    while waiting:
+        try:
+            needed = waiting[-1].send(result) if problem is None else waiting[-1].throw(problem)
+        except StopIteration as end:
+            waiting.pop()
+            result, problem = end.value, None
+        except BaseException as raised:
+            waiting.pop()
+            result, problem = None, raised
+        else:
+            waiting.append(needed)
+            result, problem = None, None
+    if problem is not None:
+        raise problem
+    return result

@@ -1,0 +1,164 @@
+"""What collectives share: the names of what they compute, and the groups in which they do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+from jax import lax
+
+import popxl
+from popxl.context import get_current_context
+from popxl.ops.precision import widened
+from popxl.replica_grouping import ReplicaGrouping
+
+__all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "to_collective_op"]
+
+Array = Any
+CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square_add"]
+
+# What is computed ---------------------------------------------------------------------------------------------------
+
+
+def wide(t: Array) -> Array:
+    """The array as it takes part in sums: float16 as float32, bools and narrow integers with 32 bits."""
+    if jnp.issubdtype(t.dtype, jnp.floating):
+        return widened(t)
+    return t.astype(jnp.promote_types(t.dtype, jnp.uint32 if t.dtype.kind == "u" else jnp.int32))
+
+
+def share(total: Array, count: int) -> Array:
+    """A sum divided by the number of its terms; integers are rounded towards zero."""
+    return (
+        total / count if jnp.issubdtype(total.dtype, jnp.floating) else lax.div(total, jnp.asarray(count, total.dtype))
+    )
+
+
+def _in_turn(combine: Callable[[Array, Array], Array], prepare: Callable[[Array], Array]) -> Callable[..., Array]:
+    """Combine values one after the other: in the order of the members, which settles how floats are rounded."""
+    return lambda values: functools.reduce(combine, map(prepare, values))
+
+
+_sum = _in_turn(jnp.add, wide)
+
+OP_MAP: Mapping[str, Callable[[Sequence[Array]], Array]] = {
+    "add": _sum,
+    "mean": lambda values: share(_sum(values), len(values)),
+    "mul": _in_turn(jnp.multiply, wide),
+    "min": _in_turn(jnp.minimum, wide),
+    "max": _in_turn(jnp.maximum, wide),
+    "and": _in_turn(jnp.logical_and, lambda t: t != 0),
+    "or": _in_turn(jnp.logical_or, lambda t: t != 0),
+    "square_add": _in_turn(jnp.add, lambda t: jnp.square(wide(t))),
+}
+"""What the names of `CollectiveOps` mean: JAX functions of the values of all members, in order.
+
+The result may be wider than the values; an op rounds it once, to its own dtype.
+"""
+
+
+def to_collective_op(op: str) -> Callable[[Sequence[Array]], Array]:
+    """The function that a name stands for; see `OP_MAP`.
+
+    Raises:
+        ValueError: for a name that is not one of `CollectiveOps`.
+
+    Example:
+        >>> to_collective_op("max")([jnp.float32(1), jnp.float32(3)])
+        Array(3., dtype=float32)
+    """
+    if not isinstance(op, str) or op not in OP_MAP:
+        raise ValueError(
+            f"collectives: `op` is {op!r}; expected one of {', '.join(map(repr, get_args(CollectiveOps)))}."
+        )
+    return OP_MAP[op]
+
+
+# Groups -------------------------------------------------------------------------------------------------------------
+
+
+def members(name: str, group: ReplicaGrouping | None) -> dict[str, Any]:
+    """A group argument as attributes of an op: how far apart the members of a group are, and how many there are."""
+    count = get_current_context().ir.replication_factor
+    if group is None:
+        return {"stride": 1, "group_size": count}
+    if not isinstance(group, ReplicaGrouping):
+        raise TypeError(
+            f"{name}: `group` must be a ReplicaGrouping, or None for all replicas; got {group!r} "
+            f"({type(group).__name__}). Make one with `ir.replica_grouping(stride, group_size)`."
+        )
+    if not group.is_const:
+        raise NotImplementedError(
+            f"{name}: `group` is {group}, whose members are not always the same distance apart; replicas of such "
+            "groups cannot talk to each other. Use a grouping of `ir.replica_grouping(stride, group_size)`."
+        )
+    if count % (group.stride * group.group_size):
+        raise ValueError(
+            f"{name}: `group` is {group}, and the Ir has {count} replicas, which is no multiple of stride times group "
+            "size. Make groupings after `ir.replication_factor` has been set."
+        )
+    return {"stride": group.stride, "group_size": group.group_size}
+
+
+class CommGroupType(Enum):
+    """How the groups of a `CommGroup` lie."""
+
+    All = 0
+    """All replicas are one group."""
+    Consecutive = 1
+    """The members of a group follow each other."""
+    Orthogonal = 2
+    """The members of a group are as far apart as possible."""
+    Ungrouped = 3
+    """Each replica is a group."""
+
+
+class CommGroup:
+    """The older way to say which replicas form groups. Collectives take a `ReplicaGrouping`: see `toReplicaGrouping`.
+
+    Args:
+        type: how the groups lie; or a grouping to describe.
+        replicaGroupSize: how many members a group has. It is not asked of `All` and `Ungrouped`.
+
+    Raises:
+        ValueError: for a grouping that no type describes.
+
+    Example:
+        >>> CommGroup(CommGroupType.Orthogonal, 2).toReplicaGrouping(8)
+        ReplicaGrouping(num_replicas=8, stride=4, group_size=2, num_groups=4)
+    """
+
+    def __init__(self, type: CommGroupType | ReplicaGrouping = CommGroupType.All, replicaGroupSize: int = 0) -> None:
+        self.type = _type_of(type) if isinstance(type, ReplicaGrouping) else CommGroupType(type)
+        self.replicaGroupSize = type.group_size if isinstance(type, ReplicaGrouping) else replicaGroupSize
+
+    def toReplicaGrouping(self, numReplicas: int) -> ReplicaGrouping:
+        """The grouping of so many replicas. It is good for collectives; variables take groupings of their own Ir.
+
+        Raises:
+            ValueError: if the groups cannot be of that size.
+        """
+        size = {CommGroupType.All: numReplicas, CommGroupType.Ungrouped: 1}.get(self.type, self.replicaGroupSize)
+        if not 0 < size <= numReplicas or numReplicas % size:
+            raise ValueError(f"{self!r}: {numReplicas} replicas cannot form groups of {size}.")
+        stride = numReplicas // size if self.type is CommGroupType.Orthogonal else 1
+        return popxl.Ir(replication=numReplicas).replica_grouping(stride, size)
+
+    def __repr__(self) -> str:
+        return f"CommGroup({self.type}, {self.replicaGroupSize})"
+
+
+def _type_of(grouping: ReplicaGrouping) -> CommGroupType:
+    if grouping.is_const:
+        if grouping.num_groups == 1:
+            return CommGroupType.All
+        if grouping.group_size == 1:
+            return CommGroupType.Ungrouped
+        if grouping.stride == 1:
+            return CommGroupType.Consecutive
+        if grouping.stride == grouping.num_groups:
+            return CommGroupType.Orthogonal
+    raise ValueError(f"CommGroup: {grouping} is neither consecutive nor orthogonal; use the grouping itself.")

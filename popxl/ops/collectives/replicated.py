@@ -1,0 +1,336 @@
+"""Collectives between replicas: reductions, gathers, and slices that differ from replica to replica.
+
+The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
+the front and back by ordinary ops. What they mean needs the machine and is in `runtime.collectives`. A gather and a
+slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, get_args
+
+import numpy as np
+
+from popxl.errors import PopxlError
+from popxl.op import REFUSED, OpKind
+from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
+from popxl.ops.shape import flatten, reshape, transpose
+from popxl.replica_grouping import ReplicaGrouping
+from popxl.shapes import integer, like_first, one_axis
+from popxl.spec import TensorSpec, brief
+from popxl.tensor import Tensor
+
+OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
+
+
+def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
+    raise PopxlError("this op talks to other replicas, and is carried out by a Session only.")
+
+
+def chunk_size(count: int, group_size: int) -> int:
+    """How many elements each member of a group has of so many; the last members may have padding."""
+    return -(-count // group_size)
+
+
+# Reductions ---------------------------------------------------------------------------------------------------------
+
+all_reduce_kind = OpKind(
+    "ReplicatedAllReduce",
+    _by_the_machine,
+    shape=like_first,
+    gradient=REFUSED,
+    result="{t}_all_reduce",
+    operands=("t",),
+)
+all_reduce_inplace_kind = all_reduce_kind.inplace("ReplicatedAllReduceInplace", "{t}_all_reduce")
+reduce_scatter_kind = OpKind(
+    "ReplicatedReduceScatter",
+    _by_the_machine,
+    shape=lambda t, *, op, stride, group_size, sharded: TensorSpec(
+        (chunk_size(math.prod(t.shape), group_size),), t.dtype, t.shape if sharded else ()
+    ),
+    gradient=REFUSED,
+    result="{t}_reduce_scattered",
+    operands=("t",),
+)
+
+
+def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: ReplicaGrouping | None = None) -> Tensor:
+    """Combine the values that `t` has on the replicas of a group, elementwise; every member gets the result.
+
+    No gradient is defined: autodiff raises when one reaches this op.
+
+    Args:
+        t: tensor of any shape.
+        op: what is computed: `"add"`, `"mean"`, `"mul"`, `"min"`, `"max"`, `"square_add"` (the sum of squares), or
+            `"and"`, `"or"` of what is not zero. Float16 is computed in float32 and rounded once; the mean of integers
+            is rounded towards zero.
+        group: which replicas talk to each other; all of them by default.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: for another `op`, or if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    See also: `jax.lax.psum`, `torch.distributed.all_reduce`.
+
+    Example:
+        >>> gradient = ops.collectives.replicated_all_reduce(gradient, "mean")
+    """
+    to_collective_op(op)
+    return all_reduce_kind(t, op=op, **members("replicated_all_reduce", group))
+
+
+def replicated_all_reduce_(t: Tensor, op: CollectiveOps = "add", group: ReplicaGrouping | None = None) -> Tensor:
+    """`replicated_all_reduce`, written over `t` on every replica.
+
+    Returns:
+        An alias of `t`, which holds the new value from now on. Autodiff refuses graphs with this op.
+
+    Example:
+        >>> gradient = ops.collectives.replicated_all_reduce_(gradient, "mean")
+    """
+    to_collective_op(op)
+    return all_reduce_inplace_kind(t, op=op, **members("replicated_all_reduce_", group))
+
+
+def replicated_reduce_scatter(
+    t: Tensor,
+    op: CollectiveOps = "add",
+    group: ReplicaGrouping | None = None,
+    configure_output_for_replicated_tensor_sharding: bool = False,
+) -> Tensor:
+    """Combine the values that `t` has on the replicas of a group, elementwise; every member gets its chunk of them.
+
+    The result is flattened and cut into as many equal chunks as there are members, in order; what lacks at the end is
+    0. Autodiff raises when a gradient reaches this op.
+
+    Args:
+        t: tensor of any shape.
+        op: what is computed, as for `replicated_all_reduce`.
+        group: which replicas talk to each other; all of them by default.
+        configure_output_for_replicated_tensor_sharding: make the result a sharded tensor: its `meta_shape` is the
+            shape of `t`, and `replicated_all_gather` puts it together again.
+
+    Returns:
+        A new tensor of rank 1, of the same dtype.
+
+    Raises:
+        ValueError: for another `op`, or if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    See also: `jax.lax.psum_scatter`, `torch.distributed.reduce_scatter_tensor`.
+
+    Example:
+        >>> shard = ops.collectives.replicated_reduce_scatter(gradient, "mean", None, True)
+    """
+    to_collective_op(op)
+    sharded = bool(configure_output_for_replicated_tensor_sharding)
+    return reduce_scatter_kind(t, op=op, sharded=sharded, **members("replicated_reduce_scatter", group))
+
+
+# Gathers and slices -------------------------------------------------------------------------------------------------
+
+
+def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -> TensorSpec:
+    there, wanted = group_size * math.prod(t.shape), math.prod(shape)
+    if there < wanted:
+        raise PopxlError(
+            f"the {group_size} members of a group have {there} elements together, and the meta-shape {shape} takes "
+            f"{wanted}. Gather over the group that the tensor is sharded over."
+        )
+    return TensorSpec(shape, t.dtype)
+
+
+def _own_part(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
+    """The part of a replica's own gradient that belongs to what it gave: the gradients are copies of one value."""
+    kind = sharded_slice_kind if t_spec.meta_shape else slice_kind
+    own: Tensor = kind(g, stride=stride, group_size=group_size, chunk=math.prod(t_spec.shape))
+    return own if own.shape == t_spec.shape else reshape(own, t_spec.shape)
+
+
+def _put_together(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
+    return all_gather_kind(g, stride=stride, group_size=group_size, shape=tuple(t_spec.shape))
+
+
+all_gather_kind: OpKind = OpKind(
+    "ReplicatedAllGather",
+    _by_the_machine,
+    shape=_gathered,
+    gradient={"t": _own_part},
+    result="{t}_all_gathered",
+    operands=("t",),
+)
+
+
+def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
+    """Declare an op that keeps, of each replica's own `t`, the chunk that the replica is in charge of."""
+    return OpKind(
+        "ReplicatedReduceScatter",
+        _by_the_machine,
+        shape=shape,
+        gradient={"t": _put_together},
+        result=result,
+        operands=("t",),
+        key=key,
+    )
+
+
+sharded_slice_kind = _chunk(
+    "ReplicaShardedSlice",
+    "{t}_sharded_slice",
+    lambda t, *, stride, group_size, chunk: TensorSpec((chunk,), t.dtype, t.shape),
+)
+slice_kind = _chunk(
+    "ReplicatedSlice",
+    "{t}_replicated_slice",
+    lambda t, *, stride, group_size, chunk: TensorSpec((chunk,), t.dtype),
+)
+
+
+def replicated_all_gather(
+    t: Tensor, axis: int = 0, group: ReplicaGrouping | None = None, output_shape: OutputShape = "auto"
+) -> Tensor:
+    """Give every replica the values that `t` has on all members of its group, in the order of the replicas.
+
+    The gradient of each replica is its own part of its own incoming gradient. Nothing is summed over replicas: what
+    follows a gather is taken to be the same on all members.
+
+    Args:
+        t: tensor of any shape and dtype.
+        axis: along which tensors are concatenated; negative ones count from the back. The other forms ignore it.
+        group: which replicas talk to each other; all of them by default.
+        output_shape: how the G tensors are put together.
+            `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
+            `"new_axis"`: stacked along a new first dimension of size G.
+            `"meta_shape"`: shards of one tensor, joined; what there is too much is dropped, and the rest has the shape
+            `t.meta_shape`. Without a meta-shape the result is flat.
+            `"auto"`: `"meta_shape"` if `t` has one, else `"concat"`.
+
+    Returns:
+        A new tensor of the same dtype, without a meta-shape.
+
+    Raises:
+        ValueError: for another `output_shape`, an `axis` that is no integer, or if the replicas of the Ir cannot be
+            grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        PopxlError: if there is no such axis, or the members have less than the meta-shape takes.
+
+    See also: `jax.lax.all_gather`, `torch.distributed.all_gather`.
+
+    Example:
+        >>> w = ops.collectives.replicated_all_gather(w_shard)
+    """
+    name = "replicated_all_gather"
+    if not isinstance(axis, int | np.integer):
+        raise ValueError(f"{name}: `axis` must be an integer; got {axis!r} ({type(axis).__name__}).")
+    if output_shape not in get_args(OutputShape):
+        choice = ", ".join(map(repr, get_args(OutputShape)))
+        raise ValueError(f"{name}: `output_shape` is {output_shape!r}; expected one of {choice}.")
+    groups = members(name, group)
+    all_gather_kind.check(t, shape=(), **groups)
+    size: int = groups["group_size"]
+
+    def gathered(flat: Tensor) -> Tensor:
+        return all_gather_kind(flat, shape=(size * flat.nelms,), **groups)
+
+    if output_shape == "meta_shape" or (output_shape == "auto" and t.meta_shape):
+        return all_gather_kind(t, shape=tuple(t.meta_shape), **groups) if t.meta_shape else gathered(t)
+    if output_shape == "new_axis":
+        return reshape(gathered(flatten(t)), (size, *t.shape))
+    axis = _axis(name, t, int(axis))
+    front, back = _permutations(axis, t.rank)
+    first = transpose(t, front) if axis else t
+    length, *others = first.shape or (1,)
+    result = reshape(gathered(flatten(first)), (size * length, *others))
+    return transpose(result, back) if axis else result
+
+
+def replica_sharded_slice(t: Tensor, group: ReplicaGrouping | None = None) -> Tensor:
+    """Cut `t` into shards, and give each replica its own. Nothing is communicated: `t` is the same on all members.
+
+    `replicated_all_gather` puts the shards together again. The gradient does: it is gathered from all members, in the
+    shape of `t`.
+
+    Args:
+        t: tensor of any shape and dtype.
+        group: the replicas that share out `t`; all of them by default.
+
+    Returns:
+        A new sharded tensor of rank 1: `t` flattened and cut into as many equal chunks as there are members, with zeros
+        where elements lack at the end. Its `meta_shape` is the shape of `t`; a scalar's says nothing, because all
+        tensors that are no shards have it.
+
+    Raises:
+        ValueError: if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    Example:
+        >>> shard = ops.collectives.replica_sharded_slice(w)
+        >>> w = ops.collectives.replicated_all_gather(shard)
+    """
+    groups = members("replica_sharded_slice", group)
+    sharded_slice_kind.check(t, chunk=0, **groups)
+    return sharded_slice_kind(t, chunk=chunk_size(t.nelms, groups["group_size"]), **groups)
+
+
+def replicated_slice(t: Tensor, axis: int = 0, group: ReplicaGrouping | None = None) -> Tensor:
+    """Cut `t` into equal slices along an axis, one for each member of a group; each replica keeps its own.
+
+    Nothing is communicated: `t` is the same on all members. The gradient is gathered from all members along `axis`.
+
+    Args:
+        t: tensor of any shape and dtype, rank 1 or more.
+        axis: along which `t` is cut; negative ones count from the back. Its size is a multiple of that of the groups.
+        group: the replicas that share out `t`; all of them by default.
+
+    Returns:
+        A new tensor of the same dtype. Where slices have length 1 the axis is dropped.
+
+    Raises:
+        ValueError: if the size of the axis is no multiple of that of the groups, or the replicas of the Ir cannot be
+            grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        PopxlError: if there is no such axis.
+
+    Example:
+        >>> rows = ops.collectives.replicated_slice(x)
+    """
+    name = "replicated_slice"
+    groups = members(name, group)
+    size, axis = groups["group_size"], integer(axis, f"{name}: `axis`")
+    if isinstance(t, Tensor):
+        axis = _axis(name, t, axis)
+        if t.shape and t.shape[axis] % size:
+            raise ValueError(
+                f"{name}: axis {axis} of `t`, {brief(t)}, cannot be cut into {size} equal slices, one for each member "
+                "of a group."
+            )
+    slice_kind.check(t, chunk=0, **groups)
+    front, back = _permutations(axis, t.rank)
+    first = transpose(t, front) if axis else t
+    own = slice_kind(flatten(first), chunk=t.nelms // size, **groups)
+    length, *others = first.shape[0] // size, *first.shape[1:]
+    if length == 1:  # the axis is dropped, and the others are in order; the permutation then changes nothing
+        result, back = reshape(own, others), tuple(range(len(others)))
+    else:
+        result = reshape(own, (length, *others))
+    return transpose(result, back) if axis else result
+
+
+def _axis(name: str, t: Tensor, axis: int) -> int:
+    """An axis counted from the front; a scalar counts as a tensor of one axis."""
+    try:
+        return one_axis(axis, max(t.rank, 1))
+    except PopxlError as problem:
+        raise PopxlError(f"{name}: {problem} Here `t` is {brief(t)}.") from None
+
+
+def _permutations(axis: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What moves an axis to the front, and what moves it back."""
+    front = (axis, *(d for d in range(rank) if d != axis))
+    return front, tuple(front.index(d) for d in range(rank))

@@ -1,0 +1,136 @@
+"""Ops that move tensors between the device and remote buffers.
+
+Their meaning needs the machine, so they only declare their specs here; `runtime.remote` carries them out. Ops that use
+one buffer run in the order in which they were created.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from popxl import dtypes
+from popxl.context import get_current_context
+from popxl.create import constant
+from popxl.errors import PopxlError
+from popxl.op import OpKind, foreign_tensor, not_a_tensor
+from popxl.ops.host import init
+from popxl.remote_buffer import RemoteBuffer
+from popxl.shapes import integer, like_first
+from popxl.spec import brief
+from popxl.tensor import Tensor
+
+__all__ = ["remote_load", "remote_load_", "remote_store"]
+
+
+def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
+    raise PopxlError("this op uses a remote buffer, and is carried out by a Session only.")
+
+
+def _exchange(name: str, **settings: Any) -> OpKind:
+    """Declare an op that uses a buffer: with the tensor in question, and the number of the slot."""
+    settings |= {"gradient": None, "effect": True, "exchange": "buffer", "colocated": False}
+    return OpKind(name, _by_the_machine, operands=("t", "offset"), **settings)
+
+
+remote_load_kind = _exchange("RemoteLoad", shape=like_first)
+remote_load_inplace_kind = _exchange("RemoteLoadInplace", shape=like_first, modifies=("t",))
+remote_store_kind = _exchange("RemoteStore", shape=lambda t, offset, *, buffer: ())
+
+
+def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | None = None) -> Tensor:
+    """A copy of a slot of a remote buffer, as it is when the op runs.
+
+    Args:
+        remote_buffer: the buffer.
+        offset: the number of the slot, below `remote_buffer.entries`; or an integer tensor of one element, which is
+            read when the op runs. Beyond the last slot it is the last one.
+        name: stem of the result's name, `id_<number of the buffer>_offset_<name of the offset>` by default.
+
+    Returns:
+        A new tensor in the current graph, with the shape, dtype and meta-shape of the buffer. Changes to it reach the
+        buffer when it is stored.
+
+    Raises:
+        TypeError: if `remote_buffer` is no such buffer, or `offset` no integer.
+        ValueError: if the buffer is of another Ir, for an `offset` below 0, and for a tensor with several elements.
+
+    Example: the weights of a layer, by its number.
+        >>> w = ops.remote_load(buffer, layer)
+    """
+    number = _offset("remote_load", remote_buffer, offset)
+    name = name or f"id_{remote_buffer.remote_buffer_id}_offset_{number.name}"
+    room = init(
+        remote_buffer.tensor_shape,
+        remote_buffer.tensor_dtype,
+        f"{name}_remote_load",
+        "undef",
+        remote_buffer.meta_shape,
+    )
+    return remote_load_kind(room, number, buffer=remote_buffer, results=(f"{name}_remote_loaded",))
+
+
+def remote_load_(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -> Tensor:
+    """Overwrite a tensor with a slot of a remote buffer.
+
+    Args:
+        remote_buffer, offset: as for `remote_load`.
+        t: what is overwritten, of the shape and dtype of the buffer. It takes on the buffer's meta-shape too.
+
+    Returns:
+        An alias of `t`.
+
+    Raises:
+        TypeError: if `remote_buffer` is no such buffer, `offset` no integer, or `t` no tensor.
+        ValueError: as `remote_load` does, and if the shapes or dtypes differ.
+
+    Example:
+        >>> w = ops.remote_load_(buffer, layer, w)
+    """
+    number = _offset("remote_load_", remote_buffer, offset, t)
+    alias: Tensor = remote_load_inplace_kind(t, number, buffer=remote_buffer)
+    alias.meta_shape = t.meta_shape = remote_buffer.meta_shape
+    return alias
+
+
+def remote_store(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -> None:
+    """Copy a tensor into a slot of a remote buffer.
+
+    Args:
+        remote_buffer, offset: as for `remote_load`.
+        t: what is stored, of the shape and dtype of the buffer; nothing is converted.
+
+    Raises:
+        TypeError: if `remote_buffer` is no such buffer, `offset` no integer, or `t` no tensor.
+        ValueError: as `remote_load` does, and if the shapes or dtypes differ.
+
+    Example:
+        >>> ops.remote_store(buffer, layer, w)
+    """
+    number = _offset("remote_store", remote_buffer, offset, t)
+    remote_store_kind(t, number, buffer=remote_buffer, results=())
+
+
+def _offset(name: str, buffer: Any, offset: Any, *ts: Any) -> Tensor:
+    """The offset as a tensor, after all checks: a number becomes a constant."""
+    graph = get_current_context().graph
+    if not isinstance(buffer, RemoteBuffer):
+        raise TypeError(f"{name}: expected a RemoteBuffer, got {buffer!r} ({type(buffer).__name__}).")
+    buffer.check_belongs_to(graph.ir, name)
+    for t in ts:
+        if not isinstance(t, Tensor):
+            raise not_a_tensor(name, "t", t)
+        if t.graph_ref is not graph.ref:
+            raise foreign_tensor(name, "t", t, graph)
+        buffer.validate_tensor_matches_buffer(t)
+    if not isinstance(offset, Tensor):
+        number = integer(offset, f"{name}: `offset`", "be an integer or an integer tensor")
+        if not 0 <= number < 2**32:
+            raise ValueError(f"{name}: `offset` is {number}; slots are numbered from 0.")
+        return constant(number, dtypes.uint32, "offset")
+    if offset.graph_ref is not graph.ref:
+        raise foreign_tensor(name, "offset", offset, graph)
+    if not offset.dtype.is_int:
+        raise TypeError(f"{name}: `offset` is {brief(offset)}; expected an integer, the number of a slot.")
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"{name}: `offset` is {brief(offset)}; expected the shape () or (1,), for one number.")
+    return offset

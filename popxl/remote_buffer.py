@@ -1,0 +1,176 @@
+"""Remote buffers: memory beside the device's own, in equal slots that a program loads from and stores to by number.
+
+A buffer is declared here and used by the ops of `popxl.ops.remote`. What is in its slots when a program starts is said
+by the variables of `popxl.remote`. It holds no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from popxl.context import get_current_context
+from popxl.dtypes import dtype as dtype_
+from popxl.shapes import integer, integers
+from popxl.spec import TensorSpec, brief
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+    from popxl.tensor import Tensor
+
+__all__ = ["RemoteBuffer", "remote_buffer"]
+
+
+class RemoteBuffer:
+    """A table of slots of one shape and dtype. Each replica has one of its own.
+
+    The slots keep their contents from run to run, for as long as a session is attached. A slot that no variable fills
+    starts with zeros.
+
+    Two buffers are equal if they are the same object. A buffer does not keep its Ir alive, and can be read and changed
+    without it.
+
+    Args:
+        tensor_shape: shape of a slot.
+        tensor_dtype: element type.
+        entries: how many slots there are.
+
+    Raises:
+        RuntimeError: without a current graph.
+        ValueError: if `entries` is below 1.
+
+    Example:
+        >>> with ir.main_graph, popxl.in_sequence():
+        ...     buffer = popxl.RemoteBuffer((3,), popxl.float32, entries=2)
+        ...     t = ops.remote_load(buffer, 0)
+        ...     ops.remote_store(buffer, 1, t + 1)
+
+    Attributes:
+        meta_shape: where the slots hold replica-sharded pieces, the shape before sharding; else `()`.
+        shard_over: into how many pieces `replica_sharded_buffer` has cut; `None` if nobody has said.
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_entries", "_id", "_ir_id", "_shape", "meta_shape", "shard_over")
+
+    meta_shape: tuple[int, ...]
+    shard_over: int | None
+
+    def __init__(self, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> None:
+        self._register(get_current_context().ir, tensor_shape, tensor_dtype, entries)
+
+    @classmethod
+    def _make(cls, ir: Ir, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> RemoteBuffer:
+        """A buffer of an Ir that need not be current."""
+        buffer = object.__new__(cls)
+        buffer._register(ir, tensor_shape, tensor_dtype, entries)
+        return buffer
+
+    def _register(self, ir: Ir, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> None:
+        if not isinstance(tensor_dtype, dtype_):
+            raise TypeError(
+                f"remote_buffer: `tensor_dtype` must be a popxl dtype such as popxl.float32; got {tensor_dtype!r}. "
+                "`popxl.dtype.as_dtype(...)` makes one of it."
+            )
+        self._shape = integers(tensor_shape, "remote_buffer: `tensor_shape`")
+        self._dtype = tensor_dtype
+        self.entries = entries
+        self.meta_shape = ()
+        self.shard_over = None
+        self._ir_id = ir.id
+        ir.remote_buffers.append(self)
+        self._id = len(ir.remote_buffers)
+
+    @property
+    def remote_buffer_id(self) -> int:
+        """Number of the buffer in its Ir, from 1 on."""
+        return self._id
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of a slot."""
+        return self._shape
+
+    @tensor_shape.setter
+    def tensor_shape(self, value: object) -> None:
+        raise AttributeError("can't set attribute 'tensor_shape'")
+
+    @property
+    def tensor_dtype(self) -> dtype_:
+        """Element type of the slots."""
+        return self._dtype
+
+    @tensor_dtype.setter
+    def tensor_dtype(self, value: object) -> None:
+        raise AttributeError("can't set attribute 'tensor_dtype'")
+
+    @property
+    def entries(self) -> int:
+        """How many slots there are. It may be set, until a session is made of the program."""
+        return self._entries
+
+    @entries.setter
+    def entries(self, value: int) -> None:
+        entries = integer(value, "RemoteBuffer: `entries`")
+        if entries < 1:
+            raise ValueError(f"Entries must be a non-zero, positive integer; got {entries}.")
+        self._entries = entries
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What a tensor that is loaded from the buffer looks like."""
+        return TensorSpec(self._shape, self._dtype, self.meta_shape)
+
+    @property
+    def slot_nelms(self) -> int:
+        """Number of elements of a slot."""
+        return math.prod(self._shape)
+
+    def set_remote_buffer_info(self, tensor_dtype: dtype_, tensor_shape: tuple[int, ...], entries: int) -> None:
+        """Define the slots anew. Nothing is checked; ops that use the buffer already are not changed with it."""
+        self._dtype, self._shape, self._entries = tensor_dtype, tuple(tensor_shape), entries
+
+    def validate_tensor_matches_buffer(self, t: Tensor, num_shards: int = 1) -> None:
+        """`ValueError` unless `t` has the shape and dtype of a slot.
+
+        Args:
+            t: any tensor, of any Ir.
+            num_shards: if not 1, the shape is compared with `meta_shape` instead.
+        """
+        shape = self._shape if num_shards == 1 else self.meta_shape
+        if t.dtype != self._dtype or t.shape != shape:
+            raise ValueError(
+                f"Tensor {t.id} does not match buffer. The tensor is {brief(t)}, and {self!r} takes "
+                f"{brief(TensorSpec(shape, self._dtype))}; nothing is converted on the way. Use `ops.cast` or "
+                "`ops.reshape`, or make the buffer like this."
+            )
+
+    def check_belongs_to(self, ir: Ir, what: str) -> None:
+        """`ValueError` if the buffer is of another Ir."""
+        if self._ir_id != ir.id:
+            raise ValueError(f"{what}: {self!r} is of another Ir than the current graph; a program is made of one.")
+
+    def __hash__(self) -> int:
+        return hash((self._ir_id, self._id))
+
+    def __repr__(self) -> str:
+        return f"RemoteBuffer[{self._id}: {self._entries} x {brief(self.spec)}]"
+
+
+def remote_buffer(tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int = 1) -> RemoteBuffer:
+    """A new remote buffer of the current Ir.
+
+    Args:
+        tensor_shape: shape of a slot, on each replica.
+        tensor_dtype: element type.
+        entries: how many slots there are; `buffer.entries` may be set later.
+
+    Raises:
+        RuntimeError: without a current graph.
+        ValueError: if `entries` is below 1.
+
+    Example:
+        >>> with ir.main_graph:
+        ...     buffer = popxl.remote_buffer((3,), popxl.float32, entries=2)
+    """
+    return RemoteBuffer(tensor_shape, tensor_dtype, entries)

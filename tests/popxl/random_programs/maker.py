@@ -1,0 +1,467 @@
+"""From a seed to a random program: ops of all sorts, on tensors that fit, written straight into graphs.
+
+Programs never leave defined ground: what is written in place belongs to no constant and has one cell for each element,
+what is passed by reference does not overlap, and whatever decides about control flow is an integer or a bool, which is
+the same on every machine. Floats stay small, so that rounding does too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.spec import TensorSpec
+from popxl.tensor import Constant
+
+LARGEST = 24
+"""Elements of a tensor."""
+
+LONGEST = 400
+"""Ops that one op may run, with all calls and turns."""
+
+Test = Callable[[Any], bool]
+
+
+class NothingFits(Exception):
+    """There is no operand for an op here; another op is tried."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that ops may take, and the tensors whose storage it shares. `None` if it may not be written."""
+
+    t: popxl.Tensor
+    storage: frozenset[popxl.Tensor] | None
+
+    @property
+    def is_float(self) -> bool:
+        return self.t.dtype == popxl.float32
+
+    @property
+    def is_int(self) -> bool:
+        return self.t.dtype == popxl.int32
+
+
+def fresh(t: popxl.Tensor) -> Value:
+    return Value(t, frozenset([t]))
+
+
+def writable(v: Value) -> bool:
+    return v.storage is not None
+
+
+def like(spec: TensorSpec) -> Test:
+    return lambda v: v.t.spec == spec
+
+
+def is_number(v: Value) -> bool:
+    return v.is_float or v.is_int
+
+
+class Maker:
+    """Makes one program in the main graph of an Ir, or in a graph of its own.
+
+    Args:
+        seed: what all choices follow from.
+        pure: no in-place ops, references and streams, so that the program has a gradient.
+        smooth: no kinks either, so that it has a second one.
+        streams: whether the program talks to the host on its way.
+
+    Attributes:
+        marks: op id and input position of each call that was marked as modifying an input.
+    """
+
+    def __init__(self, seed: int, pure: bool = False, smooth: bool = False, streams: bool = True) -> None:
+        self.seed = seed
+        self.random = np.random.default_rng(seed)
+        self.pure, self.smooth = pure, smooth
+        self.graphs: list[popxl.Graph] = []
+        self.marks: set[tuple[int, int]] = set()
+        self.loads: list[popxl.HostToDeviceStream] = []
+        self.stores: list[popxl.DeviceToHostStream] = []
+        self.actions = [self.elementwise, self.pair, self.reduce, self.index, self.arrange, self.join, self.view] * 2
+        self.actions += [self.run] * 12 + [self.constant]
+        if not pure:
+            self.actions += [self.write] * 8
+            self.actions += [self.load, self.store] * 2 * streams
+
+    # Programs -------------------------------------------------------------------------------------------------------
+
+    def main(self) -> None:
+        """A program on variables in the current graph, which stores all its values at the end."""
+        specs = [((2, 3), "f"), ((3,), "f"), ((), "f"), ((2, 3), "i"), ((2, 2, 3), "i"), ((4,), "i"), ((), "i")]
+        values = [fresh(self.variable(shape, kind)) for shape, kind in specs]
+        values += self.load(values) if self.load in self.actions else []
+        self.fill(values, self.between(4, 14), depth=2)
+        for i, v in enumerate(v for v in values if not isinstance(v.t, Constant)):
+            ops.host_store(popxl.d2h_stream(v.t.shape, v.t.dtype, f"program{self.seed}_value{i}"), v.t)
+
+    def graph(self, inputs: Sequence[popxl.Tensor]) -> popxl.Graph:
+        """A program as a graph of some inputs, which returns three floats."""
+
+        def program(*inputs: Any) -> list[popxl.Tensor]:
+            values = list(map(fresh, inputs))
+            self.fill(values, self.between(4, 14), depth=2)
+            floats = [v.t for v in values if v.is_float]
+            return [floats[-1], self.choice(floats), self.choice(floats)]
+
+        return popxl.gcg().ir.create_graph(program, *inputs)
+
+    def fill(self, values: list[Value], count: int, depth: int) -> None:
+        """Add about so many ops to the current graph, and their results to the values."""
+        self.depth, outer = depth, getattr(self, "depth", 0)
+        for _ in range(count):
+            try:
+                values += self.choice(self.actions)(values)
+            except NothingFits:
+                pass
+        self.depth = outer
+
+    # Choices --------------------------------------------------------------------------------------------------------
+
+    def maybe(self, probability: float = 0.5) -> bool:
+        return bool(self.random.random() < probability)
+
+    def between(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high + 1))
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        return options[self.random.integers(len(options))]
+
+    def pick(self, values: Sequence[Value], *tests: Test) -> Value:
+        """One of the values that pass all tests; rather a late one, so that programs become deep.
+
+        Where gradients are to flow, rather a float.
+        """
+        fitting = [v for v in values if all(test(v) for test in tests)]
+        if self.pure and self.maybe(0.75):
+            fitting = [v for v in fitting if v.is_float] or fitting
+        if not fitting:
+            raise NothingFits
+        return fitting[int(len(fitting) * self.random.random() ** 0.5)]
+
+    def array(self, shape: tuple[int, ...], kind: str) -> np.ndarray:
+        if kind == "f":
+            return self.random.uniform(-1, 1, shape).astype(np.float32)
+        return self.random.integers(-9, 10, shape).astype(np.int32)
+
+    def variable(self, shape: tuple[int, ...], kind: str) -> popxl.Tensor:
+        return popxl.variable(self.array(shape, kind), name=kind)
+
+    def axis(self, t: popxl.Tensor) -> int:
+        if not t.rank:
+            raise NothingFits
+        return self.between(0, t.rank - 1)
+
+    def position(self, values: Sequence[Value], size: int) -> popxl.Tensor:
+        """A computed index below `size`."""
+        number = ops.reshape(self.pick(values, lambda v: v.is_int and v.t.nelms == 1).t, (1,))
+        return ops.cast(ops.abs(ops.fmod(number, popxl.constant(size, popxl.int32))), popxl.uint32)
+
+    # Ops that make new tensors --------------------------------------------------------------------------------------
+
+    def constant(self, values: list[Value]) -> list[Value]:
+        v = self.pick(values, is_number)
+        return [Value(popxl.constant(self.array(v.t.shape, "f" if v.is_float else "i")), None)]
+
+    def elementwise(self, values: list[Value]) -> list[Value]:
+        t = self.pick(values, is_number).t
+        functions = {
+            popxl.float32: [ops.tanh, ops.sin, ops.cos, ops.negate, ops.swish, lambda t: t * 0.5 - 0.25],
+            popxl.int32: [ops.negate, lambda t: t * 3 + 1, lambda t: ops.cast(t % 5, popxl.float32) * 0.2],
+        }[t.dtype]
+        if not self.smooth:  # not at 0, where the derivative would be a choice
+            functions = functions + [lambda t: ops.relu(away_from_0(t)), lambda t: ops.abs(away_from_0(t))]
+        functions = functions + [ops.identity, ops.detach]
+        return [fresh(self.choice(functions)(t))]
+
+    def pair(self, values: list[Value]) -> list[Value]:
+        v = self.pick(values, is_number)
+        a, b = v.t, self.pick(values, lambda u: u.t.dtype == v.t.dtype and fit(u.t, v.t)).t
+        if self.maybe(0.2):
+            flag = self.pick(values, lambda u: u.t.dtype == popxl.bool and fit(u.t, a, b)).t
+            return [fresh(ops.where(flag, a, b))]
+        matrices = a.rank == b.rank == 2 and a.shape[1] == b.shape[1]
+        if v.is_int:
+            functions = [ops.add, ops.sub, ops.mul, ops.maximum, ops.greater, ops.greater]
+            functions += [lambda a, b: a @ b.T] * 3 * matrices
+        else:
+            functions = [
+                lambda a, b: (a + b) * 0.5,
+                lambda a, b: (a - b) * 0.5,
+                lambda a, b: ops.tanh(a * b),
+                lambda a, b: a / (b * b + 1),
+            ]
+            functions += [lambda a, b: ops.maximum(a, away_from_0(b))] * (not self.smooth)
+            functions += [lambda a, b: ops.tanh(a @ b.T)] * 3 * matrices
+        return [fresh(self.choice(functions)(a, b))]
+
+    def reduce(self, values: list[Value]) -> list[Value]:
+        v = self.pick(values, is_number)
+        functions = [ops.sum] if v.is_int else [ops.mean, ops.logsumexp, lambda *how: ops.tanh(ops.sum(*how))]
+        functions += [ops.max] * (not self.pure)  # among equals, the derivative is a choice
+        if v.t.rank and self.maybe(0.2):
+            function = ops.cumsum if v.is_int else ops.softmax
+            return [fresh(function(v.t, self.axis(v.t)))]
+        axes = tuple(d for d in range(v.t.rank) if self.maybe(0.6))
+        return [fresh(self.choice(functions)(v.t, axes, self.maybe(0.3)))]
+
+    def index(self, values: list[Value]) -> list[Value]:
+        t = self.pick(values).t
+        axis = self.axis(t)
+        size = t.shape[axis]
+        if self.maybe(0.3) and not self.pure:
+            return [fresh(ops.dynamic_slice(t, self.position(values, size), [axis], [1], True))]
+        if self.maybe(0.3):
+            return [fresh(ops.gather(t, self.position(values, size), axis))]
+        if t.nelms // size * 3 > LARGEST:
+            raise NothingFits
+        rows = self.random.integers(0, size, 3).astype(np.int32)
+        return [fresh(ops.gather(t, popxl.constant(rows), axis))]
+
+    def arrange(self, values: list[Value]) -> list[Value]:
+        v = self.pick(values)
+        if v.t.rank and self.maybe(0.2):
+            axis = self.axis(v.t)
+            cut = self.between(1, v.t.shape[axis])
+            lengths = [n for n in (cut, v.t.shape[axis] - cut) if n]
+            return list(map(fresh, ops.split(v.t, lengths, axis)))
+        return [fresh(self.arranged(v.t, ""))]
+
+    def join(self, values: list[Value]) -> list[Value]:
+        parts, axis = self.joinable(values)
+        return [fresh(ops.concat([v.t for v in parts], axis))]
+
+    # Views, and writing in place ------------------------------------------------------------------------------------
+
+    def view(self, values: list[Value]) -> list[Value]:
+        if self.maybe(0.25):
+            parts, axis = self.joinable(values)
+            whole = all(map(writable, parts)) and parts[0].storage.isdisjoint(parts[1].storage)
+            storage = frozenset().union(*(v.storage for v in parts)) if whole else None
+            return [Value(ops.concat_([v.t for v in parts], axis), storage)]
+        v = self.pick(values, writable) if self.maybe() else self.pick(values)
+        return [Value(self.arranged(v.t, "_"), v.storage)]
+
+    def arranged(self, t: popxl.Tensor, suffix: str) -> popxl.Tensor:
+        """The elements of a tensor, or some of them, in another arrangement."""
+
+        def op(name: str) -> Callable[..., popxl.Tensor]:
+            return getattr(ops, name + suffix)
+
+        name = self.choice(["reshape", "transpose", "transpose", "slice", "slice", "flatten", "detach"])
+        if name == "reshape":
+            first = self.choice([d for d in (1, 2, 3, 4) if t.nelms % d == 0])
+            second = self.choice([d for d in (1, 2, 3) if t.nelms // first % d == 0])
+            return op(name)(t, self.choice([(first, -1), (first, second, -1)]))
+        if name == "transpose" and t.rank:
+            return op(name)(t, self.random.permutation(t.rank).tolist())
+        if name == "slice":
+            axis = self.axis(t)
+            start = self.between(0, t.shape[axis] - 1)
+            stop = self.between(start + 1, t.shape[axis])
+            if self.maybe(0.3):
+                return op(name)(t, stop - 1, start - 1 if start else None, -1, axis)
+            return op(name)(t, start, stop, axis=axis)
+        return op("detach" if name == "detach" else "flatten")(t)
+
+    def joinable(self, values: list[Value]) -> tuple[list[Value], int]:
+        """Values that can be joined, and the axis."""
+        first = self.pick(values)
+        axis = self.axis(first.t)
+
+        def rest(t: popxl.Tensor) -> tuple[Any, ...]:
+            return (t.dtype, t.rank, t.shape[:axis], t.shape[axis + 1 :])
+
+        def fits(v: Value) -> bool:
+            return rest(v.t) == rest(first.t) and v.t.nelms + first.t.nelms <= LARGEST
+
+        return [first, self.pick(values, fits)], axis
+
+    def write(self, values: list[Value]) -> list[Value]:
+        """Write a tensor in place. Everything that shares its storage changes with it."""
+        v = self.pick(values, writable, is_number)
+        u = self.pick(values, like(v.t.spec)).t
+        functions = [ops.relu_, lambda t: ops.var_updates.copy_var_update_(t, u)]
+        if v.is_int:
+            small = self.pick(values, lambda u: u.is_int and broadcast(u.t, v.t) == v.t.shape).t
+            functions += [
+                lambda t: ops.var_updates.accumulate_(t, u),
+                lambda t: ops.scaled_add_(t, u, 3.0, -2.0),
+                lambda t: ops.add_(t, small),
+            ]
+            functions += [lambda t: self.row_written(values, t)] * bool(v.t.rank)
+        else:
+            functions += [
+                ops.swish_,
+                lambda t: ops.var_updates.accumulator_scale_(ops.add_(t, u), 0.5),
+                lambda t: ops.scaled_add_(t, u, 0.5, -0.5),
+                lambda t: ops.var_updates.accumulator_scale_(ops.var_updates.accumulate_(t, u, 0.25), 0.8),
+            ]
+        return [Value(self.choice(functions)(v.t), v.storage)]
+
+    def row_written(self, values: list[Value], t: popxl.Tensor) -> popxl.Tensor:
+        """One row, at a computed index."""
+        axis = self.axis(t)
+        row = TensorSpec((*t.shape[:axis], 1, *t.shape[axis + 1 :]), t.dtype)
+        update = self.one_like(values, row)
+        return ops.dynamic_update_(t, self.position(values, t.shape[axis]), update, [axis], [1], True)
+
+    # Streams --------------------------------------------------------------------------------------------------------
+
+    def load(self, values: list[Value]) -> list[Value]:
+        if not self.loads or self.maybe():
+            bools, numbers = [((), popxl.bool), ((1,), popxl.bool)], [((2, 3), popxl.float32), ((), popxl.int32)]
+            shape, dtype = self.choice(bools + numbers)
+            self.loads.append(popxl.h2d_stream(shape, dtype, f"program{self.seed}_load{len(self.loads)}"))
+        return [fresh(ops.host_load(self.choice(self.loads)))]
+
+    def store(self, values: list[Value]) -> list[Value]:
+        t = self.pick(values).t
+        fitting = [stream for stream in self.stores if stream.spec == t.spec]
+        if not fitting or self.maybe(0.2):
+            fitting = [popxl.d2h_stream(t.shape, t.dtype, f"program{self.seed}_store{len(self.stores)}")]
+            self.stores += fitting
+        ops.host_store(self.choice(fitting), t)
+        return []
+
+    # Ops that run graphs --------------------------------------------------------------------------------------------
+
+    def run(self, values: list[Value]) -> list[Value]:
+        return self.choice([self.call, self.call, self.repeat, self.conditional])(values)
+
+    def call(self, values: list[Value]) -> list[Value]:
+        graph = self.known_or_made(values)
+        bound = self.bind(graph, values)
+        ts = [v.t for v in bound]
+        k = self.between(0, len(ts))
+        site = ops.call_with_info(graph, *ts[:k], inputs_dict=dict(zip(graph.inputs[k:], ts[k:], strict=True)))
+        taken = [v.storage for v, t in zip(bound, graph.inputs, strict=True) if t.by_ref]
+        for i, v in enumerate(bound):
+            free = not graph.inputs[i].by_ref and writable(v) and all(v.storage.isdisjoint(each) for each in taken)
+            if free and ts.count(v.t) == 1 and not self.pure and self.maybe(0.2):
+                site.set_parent_input_modified(v.t, self.maybe())
+                self.marks.add((site.op.id, i))
+                taken.append(v.storage)
+        return list(map(fresh, site.outputs))
+
+    def repeat(self, values: list[Value]) -> list[Value]:
+        graph = self.known_or_made(values, is_loop, loop=True)
+        turns = self.choice([0, 1, 2, 3])
+        if turns * length(graph) > LONGEST:
+            raise NothingFits
+        return list(map(fresh, ops.repeat(graph, turns, *(v.t for v in self.bind(graph, values)))))
+
+    def conditional(self, values: list[Value]) -> list[Value]:
+        flags = [v.t for v in values if v.t.dtype == popxl.bool and v.t.shape in ((), (1,))]
+        if not flags or self.maybe(0.3):
+            number = ops.sum(self.pick(values, lambda v: v.is_int).t)
+            flags = [ops.greater(number, popxl.constant(self.between(-5, 5), popxl.int32))]
+
+        def fits(graph: popxl.Graph) -> bool:
+            return not any(t.by_ref for t in graph.inputs)
+
+        def returns(graph: popxl.Graph) -> list[TensorSpec]:
+            return [t.spec for t in graph.outputs]
+
+        one = self.known_or_made(values, fits, references=False)
+        results = returns(one)
+        other = self.known_or_made(values, lambda g: fits(g) and returns(g) == results, False, returns=results)
+        branches = [one, other] if self.maybe() else [other, one]
+        inputs = [[v.t for v in self.bind(graph, values)] for graph in branches]
+        return list(map(fresh, ops.conditional(self.choice(flags), *branches, *inputs)))
+
+    def known_or_made(self, values: list[Value], fits: Test = lambda g: True, *how: Any, **more: Any) -> popxl.Graph:
+        """A graph that is there already and fits, if the values can be bound to it; or else a new one."""
+        there = {v.t.spec for v in values}
+        known = [g for g in self.graphs if {t.spec for t in g.inputs} <= there and length(g) < LONGEST and fits(g)]
+        return self.choice(known) if known and self.maybe() else self.made(values, *how, **more)
+
+    def made(
+        self,
+        values: list[Value],
+        references: bool = True,
+        loop: bool = False,
+        returns: Sequence[TensorSpec] | None = None,
+    ) -> popxl.Graph:
+        """A new graph, for inputs like some of the values."""
+        if not self.depth:
+            raise NothingFits
+        templates = [self.pick(values) for _ in range(self.between(1, 4))]
+        by_ref = [references and not self.pure and writable(v) and self.maybe(0.4) for v in templates]
+        loop = loop or self.maybe()
+
+        def body(first: Any) -> list[popxl.Tensor]:
+            more = zip(templates[1:], by_ref[1:], strict=True)
+            inputs = [first, *(popxl.graph_input(v.t.shape, v.t.dtype, "more", ref) for v, ref in more)]
+            inside = list(map(fresh, inputs))
+            self.fill(inside, self.between(1, 4), self.depth - 1)
+            if returns is not None:
+                return [self.one_like(inside, spec) for spec in returns]
+            if loop:
+                wanted = [t.spec for t in inputs[: self.between(not self.maybe(0.2), len(inputs))]]
+                made = inside[len(inputs) :] if self.maybe(0.8) else []
+                return [self.one_like([v for v in made if like(spec)(v)] or inside, spec) for spec in wanted]
+            return [self.pick(inside).t for _ in range(self.between(0, 3))]
+
+        body.__annotations__["first"] = popxl.TensorByRef if by_ref[0] else popxl.Tensor
+        graph = popxl.gcg().ir.create_graph(body, templates[0].t)
+        self.graphs.append(graph)
+        return graph
+
+    def one_like(self, values: list[Value], spec: TensorSpec) -> popxl.Tensor:
+        try:
+            return self.pick(values, like(spec)).t
+        except NothingFits:
+            return ops.init(spec.shape, spec.dtype)
+
+    def bind(self, graph: popxl.Graph, values: list[Value]) -> list[Value]:
+        """A value for each input of a graph. Those by reference do not overlap, and are bound once."""
+        bound: list[Value] = []
+        shared: list[Value] = []
+
+        def fits(v: Value) -> bool:
+            return v not in shared
+
+        def apart(v: Value) -> bool:
+            return writable(v) and v not in bound and all(v.storage.isdisjoint(u.storage) for u in shared)
+
+        for t in graph.inputs:
+            bound.append(self.pick(values, like(t.spec), apart if t.by_ref else fits))
+            shared.extend(bound[-1:] * t.by_ref)
+        return bound
+
+
+def away_from_0(t: popxl.Tensor) -> popxl.Tensor:
+    return t + 0.0731 if t.dtype == popxl.float32 else t
+
+
+def broadcast(*ts: popxl.Tensor) -> tuple[int, ...] | None:
+    """The shape that tensors have together."""
+    try:
+        return np.broadcast_shapes(*(t.shape for t in ts))
+    except ValueError:
+        return None
+
+
+def fit(*ts: popxl.Tensor) -> bool:
+    """Whether tensors can be broadcast, to one that is small."""
+    shape = broadcast(*ts)
+    return shape is not None and np.prod(shape) <= LARGEST
+
+
+def is_loop(graph: popxl.Graph) -> bool:
+    """Whether a graph can be repeated: its outputs look like its first inputs."""
+    outputs, inputs = ([t.spec for t in tensors] for tensors in (graph.outputs, graph.inputs))
+    return inputs[: len(outputs)] == outputs
+
+
+def length(graph: popxl.Graph) -> int:
+    """How many ops running a graph runs at most."""
+    turns = (op.attributes.get("repeat_count", 1) * sum(map(length, op.called_graphs)) for op in graph.ops)
+    return len(graph.ops) + sum(turns)

@@ -55,11 +55,11 @@ class SessionOptions(BaseModel):
         "the other; compile time does not grow with the number of calls. 'inlined': every call as if it had been "
         "written out. 'auto': dispatched, where much would be compiled again and again; kept otherwise.",
     )
-    remoteBuffers: Literal["auto", "host", "device"] = Field(
-        default="auto",
+    remoteBuffers: Literal["host", "device"] = Field(
+        default="device",
         description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "
-        "the device's, which is faster, as long as there is room. 'auto': the host's on accelerators. Where one device "
-        "runs several replicas, always the device's.",
+        "the device's, which is faster, as long as there is room. Where one device runs several replicas, always the "
+        "device's. The host's has been tried on CPUs only, so it has to be asked for.",
     )
     engineOptions: dict[str, str] = Field(
         default_factory=dict, description="A program compiled under other engine options is another one to the cache."

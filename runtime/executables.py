@@ -55,6 +55,7 @@ class Executable(_Part):
 
     Attributes:
         name: the name of the function.
+        devices: on how many devices it runs, of those of the program.
         arguments: all arguments, also those that are not used and have no placement; `donated` are the numbers of those
             that are given up.
         results: the results.
@@ -62,6 +63,7 @@ class Executable(_Part):
     """
 
     name: str
+    devices: int
     arguments: list[Array]
     donated: list[int]
     results: list[Array]
@@ -94,6 +96,7 @@ def described(compiled: Any) -> tuple[Executable, bytes]:
     results = list(map(_array, unloaded.output_avals, unloaded.output_shardings))
     about = Executable(
         name=unloaded.name,
+        devices=len(unloaded.device_list),
         arguments=arguments,
         donated=[i for i, info in enumerate(infos) if info.donated],
         results=results,
@@ -138,7 +141,8 @@ def _tree(tree: Any) -> Any:
 
 
 def restored(about: Executable, content: bytes, devices: Sequence[jax.Device]) -> Any:
-    """The compiled function that was described, for as many devices as it was compiled for."""
+    """The compiled function that was described, for the first of these devices: as many as it was compiled for."""
+    devices = devices[: about.devices]
     used = [i for i, each in enumerate(about.arguments) if each.placement is not None]
     arguments, results = list(map(_aval, about.arguments)), list(map(_aval, about.results))
     shardings = [_sharding(each.placement, devices) for each in about.arguments]

@@ -237,13 +237,17 @@ class Lowering:
 
 @contextmanager
 def room_to_recurse(main: Graph) -> Iterator[None]:
-    """Let JAX recurse as deep as a program has loops in loops and branches in branches. Calls need no recursion."""
+    """Let JAX recurse as deep as a program has branches in branches, but no deeper than XLA can follow.
+
+    Calls need no recursion. Loops in loops get no more of it than there is, enough for some forty, because XLA does not
+    survive a hundred; branches may be a hundred and fifty deep.
+    """
     depth: dict[Graph, int] = {}
     for graph in callees_first(main):
-        inside = [depth[callee] + (op.kind is not call_kind) for op in graph.ops for callee in op.called_graphs]
+        inside = [depth[callee] + (op.kind is conditional_kind) for op in graph.ops for callee in op.called_graphs]
         depth[graph] = max(inside, default=0)
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 1000 + 50 * depth[main]))  # JAX takes some 20 frames a level
+    sys.setrecursionlimit(max(limit, 1000 + 10 * min(depth[main], 150)))  # JAX takes some 12 frames a level
     try:
         yield
     finally:

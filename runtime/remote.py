@@ -99,8 +99,7 @@ def sharding(replicas: Replicas, options: SessionOptions) -> Any:
     beside = replicas.sharding()
     if replicas.count > 1 and replicas.mesh is None:
         return beside
-    (platform,) = {device.platform for device in beside.device_set}
-    if options.remoteBuffers == "device" or (options.remoteBuffers == "auto" and platform == "cpu"):
+    if options.remoteBuffers == "device":
         return beside
     if replicas.mesh is not None:
         return beside.with_memory_kind(HOST)

@@ -61,7 +61,7 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
 
 def returned_by_ref(op: Op) -> frozenset[int]:
     """Positions of the carried inputs by reference that a turn returns: they end up as what the loop returns."""
-    (graph,) = op.called_graphs[0].called_graphs
+    graph = op.called_graphs[0].called_graphs[0]
     pairs = zip(graph.inputs, graph.outputs[: op.attributes["carried"]], strict=False)
     return frozenset(k for k, (t, result) in enumerate(pairs) if t.by_ref and result.origin is t)
 

@@ -375,3 +375,37 @@ def test_large_graphs_are_checked_quickly(ir):
         with_changes = time.perf_counter() - start
     assert without < 0.1
     assert with_changes < 2
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_a_long_chain_of_views(ir, change):
+    """Longer than Python recurses. Two elements at its end are different ones, and one of them is that of `a`."""
+    with ir.main_graph:
+        a = popxl.variable(np.arange(4.0), name="a")
+        t = a
+        for _ in range(1000):
+            t = ops.reshape_(ops.reshape_(t, (2, 2)), (4,))
+        ops.relu_(ops.slice_(t, 0, 1))
+        y = ops.slice_(t, 0, 1) + 1 if change else ops.slice_(a, 1, 2) + 1
+        store(y)
+    if change:
+        with pytest.raises(PopxlError, match="^Inplacing ambiguity"):
+            check_in_place_order(ir.main_graph)
+    else:
+        for ir.options.calledGraphs in ("kept", "dispatched"):
+            with popxl.Session(ir) as session:
+                assert [array.tolist() for array in session.run().values()] == [[2]]
+
+
+def test_a_long_chain_of_concatenations(ir):
+    with ir.main_graph, popxl.in_sequence():
+        parts = [popxl.variable([float(k)], name=f"x{k}") for k in range(40)]
+        t = parts[0]
+        for part in parts[1:]:
+            t = ops.concat_([t, part])
+        t += 1
+        store(t)
+    with popxl.Session(ir) as session:
+        (found,) = session.run().values()
+    assert found.tolist() == [k + 1 for k in range(40)]
+    assert [part.data.tolist() for part in parts] == [[k + 1] for k in range(40)]

@@ -200,6 +200,17 @@ def test_names(ir):
 def test_names_of_gradients_that_pass_through(ir):
     info = autodiff(graph_of(ir, lambda x, y: x + y))
     assert [t.name for t in info.graph.outputs] == ["Gradient___x", "Gradient___y"]
+    graph = graph_of(ir, lambda a, out: a + out)  # the sum is called `add_out`, in which both names are
+    assert [t.name for t in autodiff(graph).graph.outputs] == ["Gradient___a", "Gradient___out"]
+
+
+def test_tensors_that_are_named_twice(ir, run):
+    """As often as they are required, or provided, there is a gradient."""
+    graph = graph_of(ir, lambda x, y: x * x + y)
+    (x, y), (out,) = graph.inputs, graph.outputs
+    info = autodiff(graph, grads_provided=[out, out], grads_required=[x, y, x])
+    assert (info.outputs, len(info.graph.outputs)) == ((x, y, x), 3)
+    assert gradients(ir, run, graph, [3.0, 1.0], [1.0, 10.0], info) == [66, 11, 66]
 
 
 def test_what_is_expected(ir):
@@ -828,3 +839,22 @@ def test_a_failure_inside_a_sequence_leaves_no_constraint(ir, run):
         site = ops.call_with_info(graph, one, one)
         ops.call(info.graph, one, inputs_dict={**info.inputs_dict(site), inside: acc})
         assert run(ir, acc * 1.0) == [pytest.approx(np.cos(1.0))]
+
+
+def test_only_a_graph_can_be_differentiated(ir):
+    with pytest.raises(TypeError, match="must be a Graph; got 3"):
+        autodiff(3)
+
+
+def test_a_graph_without_a_gradient_is_asked_once_and_left_out(ir, run):
+    signs = graph_of(ir, lambda x: ops.detach(x))
+    graph = graph_of(ir, lambda x: ops.call(signs, x)[0] * x + ops.call(signs, x)[0])
+    infos = autodiff(graph, return_all_grad_graphs=True)
+    assert set(infos) == {graph} and len(ir.graphs) == 4
+    assert gradients(ir, run, graph, [3.0], [1.0], infos[graph]) == [3]
+
+
+def test_a_loop_of_no_turns_leaves_its_body_alone(ir):
+    body = graph_of(ir, lambda x: ops.sin(x))
+    infos = autodiff(graph_of(ir, lambda x: ops.repeat(body, 0, x)[0] * 2), return_all_grad_graphs=True)
+    assert len(infos) == 1 and len(body.outputs) == 1

@@ -110,6 +110,22 @@ def test_the_second_session_compiles_nothing(kind, session, folder):
     assert files(folder) == [file]
 
 
+@pytest.mark.parametrize("calls", ["kept", "dispatched"])
+def test_remote_buffers(calls, folder):
+    from tests.popxl.test_session_files import remote_program
+
+    found = []
+    for _ in range(2):
+        structure.forget()
+        _events.clear()
+        ir = remote_program(calls, 2)
+        with popxl.Session(ir, "ipu_hw") as session:
+            session.run()
+        found.append([v.data.tolist() for v in ir.main_graph.variables])
+    assert COMPILED not in _events and found[0] == found[1]
+    assert len(files(folder)) == 1
+
+
 def change(**options):
     def changed(program):
         for name, value in options.items():

@@ -127,6 +127,24 @@ REFUSED = [
         ValueError,
         "not in the m",
     ),
+    (
+        "all keys, before what they name",
+        lambda g, a, x: ops.call(g, inputs_dict={g.outputs[0]: a, a: a}),
+        ValueError,
+        "not in the called graph",
+    ),
+    (
+        "all values, before bindings",
+        lambda g, a, x: ops.call(g, a, inputs_dict={x[0]: a, x[1]: x[0]}),
+        ValueError,
+        "not in the main graph",
+    ),
+    (
+        "what is no input, before what is bound twice",
+        lambda g, a, x: ops.call(g, a, inputs_dict={x[0]: a, g.outputs[0]: a}),
+        PopxlError,
+        "not an input of it",
+    ),
     ("values, before what is missing", lambda g, a, x: ops.call(g, "a"), TypeError, "cannot become a constant"),
 ]
 
@@ -534,3 +552,29 @@ def test_deep_calls(ir, run, depth):
             g = ir.create_graph(lambda x, g=g: ops.call(g, *ops.call(g, x)), SCALAR)
         (y,) = ops.call(g, 1.0)
     assert run(ir, y) == [2.0 ** (2**depth)]
+
+
+@pytest.mark.parametrize("called_graphs", ["kept", "dispatched", "inlined", "auto"])
+def test_calls_may_be_nested_deeper_than_python_recurses(ir, called_graphs, tmp_path):
+    """Building, printing, differentiating, saving, checking, compiling, running and measuring."""
+    depth = 400
+    ir.options.calledGraphs = called_graphs
+    with ir.main_graph:
+        x, leaf = popxl.variable(1.0), ir.create_graph(lambda x: x * 1.0, SCALAR)
+        g = ir.create_graph(lambda x: x * 3.0, SCALAR)
+        for _ in range(depth):
+            g = ir.create_graph(lambda x, g: ops.call(leaf, *ops.call(g, *ops.call(leaf, x)))[0] * 1.0, x, g)
+        info = popxl.transforms.autodiff(g)
+        site = ops.call_with_info(g, x)
+        (dx,) = ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+        sinks = [popxl.d2h_stream((), F32, name) for name in "yd"]
+        for sink, t in zip(sinks, (site.outputs[0], dx), strict=True):
+            ops.host_store(sink, t)
+    assert str(ir.main_graph).count("Call") >= 6 * depth
+    assert len(ir.graphs) == 2 * depth + 5
+    ir.save(tmp_path / "deep")
+    assert str(popxl.Ir.load(tmp_path / "deep").main_graph) == str(ir.main_graph)
+    with popxl.Session(ir) as session:
+        outputs = session.run()
+        assert [outputs[sink] for sink in sinks] == [3, 3]
+        assert session.program.temporaries() < 1e6

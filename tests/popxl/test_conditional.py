@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import jax
@@ -207,6 +208,11 @@ def refused(build: Any) -> None:
         (lambda ir, f, a, g: ops.conditional(f, g, g, [a], [a], {g.inputs[0]: a}), ValueError, "specified twice"),
         (lambda ir, f, a, g: ops.conditional(f, g, g, [a], ["a"]), TypeError, "cannot become a constant"),
         (lambda ir, f, a, g: ops.conditional(f, g, 3, [a], [a]), TypeError, "must be a Graph"),
+        (
+            lambda ir, f, a, g: ops.conditional(f, g, g, [a], a),
+            TypeError,
+            r"`else_inputs` is an iterable of values; write",
+        ),
         (lambda ir, f, a, g: ops.conditional(1.0, g, g, [a], [a]), TypeError, "`cond` must be a Tensor"),
         (lambda ir, f, a, g: ops.conditional(a, g, g, [a], [a]), PopxlError, "a bool of one element; .* is f32"),
         (
@@ -221,7 +227,7 @@ def refused(build: Any) -> None:
         ),
         (lambda ir, f, a, g: ops.conditional(f, g, g, [f], [a]), PopxlError, "the input `x` of graph .* is f32"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_errors(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -453,3 +459,59 @@ def test_gradient_that_reads_a_constant_of_the_caller() -> None:
 
     for (g,) in either(build, A):
         np.testing.assert_array_equal(g, [2, 3, 4])
+
+
+def test_an_array_holds_one_value_for_each_input() -> None:
+    def build(flag: Any) -> Any:
+        graph = popxl.gcg().ir.create_graph(lambda x, y: x * 10.0 + y, *[popxl.TensorSpec((), popxl.float32)] * 2)
+        return ops.conditional(flag, graph, graph, np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+
+    assert [evaluate(build, np.array(flag))[0].tolist() for flag in (True, False)] == [12, 34]
+
+
+def test_a_branch_that_gains_an_input_is_refused_when_it_runs() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        flag, a = popxl.variable(True), popxl.variable(1.0)
+        graphs = [ir.create_graph(lambda x: x * 1.0, a) for _ in range(2)]
+        ops.conditional(flag, *graphs, [a], [a])
+        with graphs[0]:
+            popxl.graph_input((), popxl.float32)
+    with pytest.raises(PopxlError, match="gained inputs after"):
+        popxl.Session(ir)
+
+
+def test_branches_may_be_nested_deeper_than_python_recurses() -> None:
+    """A ladder of sixty questions."""
+
+    def build(x: Any) -> Any:
+        ir = popxl.gcg().ir
+        ladder = ir.create_graph(lambda x: x * 0.0 - 1.0, x)
+        for k in reversed(range(60)):
+            answer = ir.create_graph(lambda x, k: x * 0.0 + k, x, float(k))
+
+            def ask(x: Any, k: float, answer: popxl.Graph, ladder: popxl.Graph) -> Any:
+                same = ops.equal(x, popxl.constant(k))
+                return ops.conditional(same, answer, ladder, [x], [x])
+
+            ladder = ir.create_graph(ask, x, float(k), answer, ladder)
+        return ops.call(ladder, x)
+
+    assert evaluate(build, np.float32(57))[0] == 57
+
+
+def test_the_gradient_of_a_long_branch_takes_one_look_at_each_op() -> None:
+    ir = popxl.Ir()
+
+    def many(x: Any) -> Any:
+        for _ in range(3000):
+            x = ops.sin(x)
+        return x
+
+    with ir.main_graph:
+        flag, a = popxl.variable(True), popxl.variable(1.0)
+        graph = ir.create_graph(many, a)
+        whole = ir.create_graph(lambda flag, x: ops.conditional(flag, graph, graph, [x], [x]), flag, a)
+        start = time.perf_counter()
+        autodiff(whole, grads_required=whole.inputs[1:])
+    assert time.perf_counter() - start < 5

@@ -314,6 +314,8 @@ def test_one_op_more_whatever_the_settings(ir):
 
 REFUSED = [
     ("a negative count", lambda g, a, ir: ops.repeat(g, -1, a, a), ValueError, "^Repeat count must be >= 0"),
+    ("text in place of the graph", lambda g, a, ir: ops.repeat("g", 2, a), TypeError, "must be a Graph"),
+    ("a tensor in place of the count", lambda g, a, ir: ops.repeat(g, a, a, a), TypeError, "must be an int"),
     ("before all else", lambda g, a, ir: ops.repeat(g, -1, "a"), ValueError, "^Repeat count must be >= 0"),
     (
         "too many outputs",
@@ -424,3 +426,63 @@ def test_second_derivatives(count):
 
     n, x = 2**count, 1.1
     np.testing.assert_allclose(evaluate(build, np.float32(x)), [n * x ** (n - 1), n * (n - 1) * x ** (n - 2)], 1e-5)
+
+
+# What a loop costs ----------------------------------------------------------------------------------------------------
+
+
+def adds_to_all(big: TensorByRef):
+    big += 1.0
+
+
+def adds_to_a_part(big: TensorByRef):
+    part = ops.slice_(big, 0, 8)
+    part += 1.0
+
+
+def writes_a_row(i, big: TensorByRef):
+    rows = ops.reshape_(big, (256, 1024))
+    ops.dynamic_update_(rows, i, popxl.constant(np.ones((1, 1024)), F32), axes=[0], sizes=[1], no_overlap=True)
+    return i + 1
+
+
+def returns_what_it_changed(big: TensorByRef):
+    big += 1.0
+    return big
+
+
+def only_reads(total, big: TensorByRef):
+    return total + ops.sum(ops.slice(big, 0, 8))
+
+
+@pytest.mark.parametrize("called_graphs", ["kept", "dispatched", "inlined"])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("fn", [adds_to_all, adds_to_a_part, writes_a_row, returns_what_it_changed, only_reads])
+def test_a_variable_that_a_loop_changes_is_not_copied(ir, fn, called, called_graphs):
+    ir.options.calledGraphs = called_graphs
+    with ir.main_graph, popxl.in_sequence():
+        big = popxl.variable(np.zeros(256 * 1024), F32)
+        firsts = {writes_a_row: [popxl.constant([3], popxl.uint32)], only_reads: [popxl.constant(0.0)]}.get(fn, [])
+        turn = ir.create_graph(fn, *firsts, big)
+
+        def loop(big: TensorByRef):
+            ops.repeat(turn, 4, *(popxl.constant(t.data, t.dtype) for t in firsts), big)
+
+        for _ in range(2):
+            if called:
+                ops.call(ir.create_graph(loop, big), big)
+            else:
+                ops.repeat(turn, 4, *firsts, big)
+    with popxl.Session(ir) as session:
+        session.run()
+        assert session.program.temporaries() < big.nelms
+        expected = {adds_to_all: 8, adds_to_a_part: 8, returns_what_it_changed: 8}.get(fn, 0)
+        assert session.get_tensor_data(big)[0] == expected
+
+
+def test_thousands_of_loops_are_built_quickly(ir):
+    with ir.main_graph:
+        g, x = body(ir, lambda x: x + 1), popxl.variable(1.0)
+        for _ in range(2000):
+            (x,) = ops.repeat(g, 2, x)
+    assert len(ir.graphs) == 2002

@@ -109,6 +109,45 @@ def test_what_is_loaded_runs_as_what_was_saved(kind, path):
     assert loaded.program.text()
 
 
+def remote_program(calls, replicas):
+    """Each of two slots of a remote buffer is loaded, changed by a graph, and stored."""
+    ir = popxl.Ir(replicas)
+    ir.options.calledGraphs = calls
+
+    def update(t):
+        return ops.sin(t) + ops.cos(t)
+
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((4,), popxl.float32, 2)
+        for k in range(2):
+            popxl.remote_variable(np.full(4, k + 1, np.float32), buffer, k, name=f"remote{k}")
+            t = ops.remote_load(buffer, k)
+            (t,) = ops.call(ir.create_graph(update, t), t)
+            ops.remote_store(buffer, k, t)
+    return ir
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 9])
+@pytest.mark.parametrize("calls", ["kept", "dispatched"])
+def test_remote_buffers(calls, replicas, path):
+    """Where the arrays are, on the device or with the host, is kept too."""
+
+    def after_two_runs(session):
+        with session:
+            session.run()
+            kinds = [array.sharding.memory_kind for array in session.program._state()]
+            session.run()
+        return kinds, [session.get_tensor_data(v).tolist() for v in session.ir.main_graph.variables]
+
+    session = popxl.Session(remote_program(calls, replicas), "ipu_hw")
+    session.save(path)
+    expected = after_two_runs(session)
+    structure.forget()
+    loaded = popxl.Session.load(path)
+    worked()
+    assert after_two_runs(loaded) == expected
+
+
 def test_64_bits(path):
     session = popxl.Session(program(wide=True))
     session.save(path)
@@ -201,6 +240,15 @@ def test_arguments_of_load(path):
     assert (loaded._device.name, loaded.weights_to_host_on_exit) == ("ipu_model", False)
     loaded = popxl.Session.load(path, "cpu")
     assert (loaded._device.name, loaded.weights_to_host_on_exit) == ("cpu", True)
+
+
+def test_a_device_of_more_devices_than_replicas(path):
+    from runtime.devices import model_device
+
+    popxl.Session(program(replicas=2), model_device(4)).save(path)
+    assert runs(popxl.Session.load(path, model_device(4)))
+    with pytest.raises(PopxlError, match="kinds"):
+        popxl.Session.load(path, "ipu_model")
 
 
 def test_a_subclass(path):

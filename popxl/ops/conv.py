@@ -170,8 +170,10 @@ def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, 
     n = len(t.shape) - 2
     for name, expected in {"stride": n, "padding": 2 * n, "dilation": n}.items():
         if len(how[name]) not in (0, expected):
-            which = "either end of each spatial axis" if name == "padding" else "each spatial axis"
-            raise PopxlError(f"`{name}` is {how[name]}; expected {expected} entries, for {which}, or none.")
+            hint = "" if n == 2 else " The defaults are for two axes."
+            raise PopxlError(
+                f"`{name}` is {how[name]}; expected {expected} entries for the {n} spatial axes of `t`, or ().{hint}"
+            )
     _check_steps(stride=how["stride"], dilation=how["dilation"])
     (filters, depth), channels, groups = weight.shape[:2], t.shape[1], how["groups"]
     if channels != depth * groups:

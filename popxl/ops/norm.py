@@ -11,7 +11,7 @@ from jax import lax
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.precision import wide_dtype
-from popxl.shapes import integer, like_first
+from popxl.shapes import integer, like_first, number
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -71,7 +71,8 @@ def batch_norm_inference(
     Example:
         >>> y = ops.batch_norm_inference(x, scale, bias, running_mean, running_var)
     """
-    return _batch_normalization(t, scale, bias, mean, var, epsilon=float(epsilon))
+    epsilon = float(number(epsilon, "batch_norm_inference: `epsilon`"))
+    return _batch_normalization(t, scale, bias, mean, var, epsilon=epsilon)
 
 
 # Of groups ----------------------------------------------------------------------------------------------------------
@@ -84,10 +85,22 @@ def _group_norm_specs(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: f
     return like_first(t), statistics, statistics
 
 
-def _grouped(t: Any, num_groups: int) -> Any:
-    """Batch, groups, channels of a group, and what these hold; in the dtype that statistics are made in."""
-    batch, channels, *rest = t.shape
-    return t.astype(wide_dtype(t)).reshape(batch, num_groups, channels // num_groups, math.prod(rest))
+def _rows(t: Any, num_groups: int) -> Any:
+    """A row for each group of each sample: all that is normalised together, in the dtype that statistics are made in.
+
+    A matrix, because that is what XLA reduces fast.
+    """
+    return t.astype(wide_dtype(t)).reshape(t.shape[0] * num_groups, math.prod(t.shape[1:]) // num_groups)
+
+
+def _spread(vector: Any, t: Any, num_groups: int) -> Any:
+    """What there is for each channel of `t`, as rows."""
+    columns = vector.astype(wide_dtype(t)).reshape(-1, *(1,) * (t.ndim - 2))
+    return _rows(jnp.broadcast_to(columns, t.shape), num_groups)
+
+
+def _mean(rows: Any) -> Any:
+    return rows.mean(1, keepdims=True)
 
 
 def _check_channels(t: Any, weight: Any, bias: Any, num_groups: int) -> None:
@@ -105,12 +118,11 @@ def _check_channels(t: Any, weight: Any, bias: Any, num_groups: int) -> None:
 
 def _group_norm(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: float) -> tuple[Any, Any, Any]:
     _check_channels(t, weight, bias, num_groups)
-    x = _grouped(t, num_groups)
-    mean = x.mean((2, 3), keepdims=True)
+    x = _rows(t, num_groups)
+    mean = _mean(x)
     x = x - mean
-    inverse = lax.rsqrt((x * x).mean((2, 3), keepdims=True) + eps)
-    scale, offset = (v.astype(x.dtype).reshape(1, num_groups, -1, 1) for v in (weight, bias))
-    out = x * inverse * scale + offset
+    inverse = lax.rsqrt(_mean(x * x) + eps)
+    out = x * inverse * _spread(weight, t, num_groups) + _spread(bias, t, num_groups)
     return out.reshape(t.shape), mean.reshape(-1), inverse.reshape(-1)
 
 
@@ -121,20 +133,21 @@ def _group_norm_backward(
 
     The mean may be rounded, to float16 say, and so may the inverse standard deviation, which need not even be in
     range there. So the mean only says where `t` is about, `x = t - mean`; what it is beyond the decimals, and the
-    deviation, come out of sums of `x`, made in one pass with the others.
+    deviation, come out of sums of `x`.
     """
-    g, x = _grouped(g, num_groups), _grouped(t, num_groups)
-    x = x - mean.astype(x.dtype).reshape(-1, num_groups, 1, 1)
-    w = weight.astype(x.dtype).reshape(1, num_groups, -1)
-    rest = x.mean((2, 3), keepdims=True)
-    inverse = lax.rsqrt(jnp.maximum((x * x).mean((2, 3), keepdims=True) - rest * rest, 0) + eps)
+    g, x = _rows(g, num_groups), _rows(t, num_groups)
+    x = x - mean.astype(x.dtype)[:, None]
+    rest = _mean(x)
+    inverse = lax.rsqrt(jnp.maximum(_mean(x * x) - rest * rest, 0) + eps)
+    x = (x - rest) * inverse
 
-    count = x.shape[2] * x.shape[3]
-    sums = g.sum(3)  # of g and of g times the normalised t, for each sample and channel
-    products = ((g * x).sum(3) - rest[..., 0] * sums) * inverse[..., 0]
-    level, slope = ((w * s).sum(2).reshape(rest.shape) / count for s in (sums, products))
-    dt = inverse * (w[..., None] * g - level - (x - rest) * inverse * slope)
-    return dt.reshape(t.shape), products.sum(0).reshape(-1), sums.sum(0).reshape(-1)
+    def of_channels(rows: Any) -> Any:
+        return rows.reshape(t.shape).sum(tuple(range(2, t.ndim)))
+
+    sums, products = of_channels(g), of_channels(g * x)
+    level, slope = (_rows(s * weight, num_groups).sum(1, keepdims=True) / x.shape[1] for s in (sums, products))
+    dt = inverse * (_spread(weight, t, num_groups) * g - level - x * slope)
+    return dt.reshape(t.shape), products.sum(0), sums.sum(0)
 
 
 def _group_norm_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
@@ -186,8 +199,8 @@ def group_norm(t: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
     Example:
         >>> y = ops.group_norm(x, weight, bias, num_groups=4)
     """
-    groups = integer(num_groups, "group_norm: `num_groups`")
-    out, *_ = _group_normalization(t, weight, bias, num_groups=groups, eps=float(eps))
+    groups, epsilon = integer(num_groups, "group_norm: `num_groups`"), float(number(eps, "group_norm: `eps`"))
+    out, *_ = _group_normalization(t, weight, bias, num_groups=groups, eps=epsilon)
     return out
 
 

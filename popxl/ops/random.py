@@ -21,7 +21,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
-from popxl.shapes import broadcast_shapes, integer, integers, like_first
+from popxl.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor
 
@@ -125,10 +125,11 @@ _normal = _sampler(
 )
 
 
-def _sample_arguments(name: str, shape: Iterable[int], dtype: dtype_ | None) -> dict[str, Any]:
+def _sample_arguments(name: str, shape: Iterable[int], dtype: dtype_ | None, **parameters: float) -> dict[str, Any]:
     if not isinstance(dtype, dtype_ | None):
         raise TypeError(f"{name}: `dtype` must be a popxl dtype such as popxl.float32; got {dtype!r}.")
-    return {"shape": integers(shape, f"{name}: `shape`"), "dtype": dtypes.float32 if dtype is None else dtype}
+    plain = {key: float(number(value, f"{name}: `{key}`")) for key, value in parameters.items()}
+    return {"shape": integers(shape, f"{name}: `shape`"), "dtype": dtypes.float32 if dtype is None else dtype, **plain}
 
 
 def random_uniform(
@@ -157,8 +158,8 @@ def random_uniform(
     Example:
         >>> noise = ops.random_uniform(seed, (4, 8), -1, 1)
     """
-    how = _sample_arguments("random_uniform", shape, dtype)
-    return _uniform(seed_tensor, **how, low=float(low), high=float(high))
+    how = _sample_arguments("random_uniform", shape, dtype, low=low, high=high)
+    return _uniform(seed_tensor, **how)
 
 
 def random_normal(
@@ -188,8 +189,8 @@ def random_normal(
     Example:
         >>> noise = ops.random_normal(seed, (4, 8), std=0.02)
     """
-    how = _sample_arguments("random_normal", shape, dtype)
-    return _normal(seed_tensor, **how, mean=float(mean), std=float(std))
+    how = _sample_arguments("random_normal", shape, dtype, mean=mean, std=std)
+    return _normal(seed_tensor, **how)
 
 
 # Dropout ------------------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ _shaped_dropout: OpKind = OpKind(
 
 
 def _probability(value: float, what: str) -> float:
-    if not 0 <= value < 1:
+    if not 0 <= number(value, what) < 1:
         raise ValueError(f"{what} is {value!r}; expected a probability from 0 to below 1.")
     return float(value)
 

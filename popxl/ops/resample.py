@@ -15,7 +15,7 @@ import numpy as np
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype, widened
-from popxl.shapes import integer, integers
+from popxl.shapes import integer, integers, number
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -28,7 +28,7 @@ InterpolateCoordinateTransformationType = Literal[
 # Interpolation ------------------------------------------------------------------------------------------------------
 
 Taps = list[tuple[Any, Any]]
-"""What the elements of a resized axis are sums of: positions on the old axis, and factors; `None` for the factor 1."""
+"""What the elements of an axis are sums of: positions on another axis, and factors; `None` for the factor 1."""
 
 
 def _resized(size: int, scale: float) -> int:
@@ -60,8 +60,14 @@ _nearest: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _taps(x: Any, mode: str, nearest_mode: str) -> Taps:
-    """For elements at the coordinates `x`. Positions may lie outside: the element at the edge goes on for ever."""
+def _taps(size: int, scale: float, mode: str, nearest_mode: str, coordinate_transformation_mode: str) -> Taps:
+    """Of a resized axis, on the old one. Beyond its ends, the element at the edge goes on for ever."""
+    taps = _around(_coordinates(size, scale, coordinate_transformation_mode), mode, nearest_mode)
+    return [(np.clip(position, 0, size - 1).astype(np.int32), factor) for position, factor in taps]
+
+
+def _around(x: Any, mode: str, nearest_mode: str) -> Taps:
+    """Of elements at the coordinates `x`."""
     if mode == "nearest":
         return [(_nearest[nearest_mode](x), None)]
     if mode == "linear":
@@ -98,19 +104,45 @@ def _interpolate(
     t = widened(t)
     for axis, (size, scale) in enumerate(zip(t.shape, scale_factor, strict=True)):
         if scale != 1:
-            taps = _taps(_coordinates(size, scale, coordinate_transformation_mode), mode, nearest_mode)
-            t = functools.reduce(operator.add, [_tapped(t, axis, *tap) for tap in taps])
+            t = _tapped(t, axis, _taps(size, scale, mode, nearest_mode, coordinate_transformation_mode))
     return t
 
 
-def _tapped(t: Any, axis: int, position: Any, factor: Any) -> Any:
-    """The elements at these positions of an axis, times a factor for each."""
-    index = np.clip(position, 0, t.shape[axis] - 1).astype(np.int32)
-    taken = jnp.take(t, index, axis, mode="clip", indices_are_sorted=True)
-    if factor is None:
-        return taken
-    column = factor.reshape(-1, *(1,) * (t.ndim - axis - 1))
-    return taken * column.astype(wide_dtype(t))
+def _tapped(t: Any, axis: int, taps: Taps) -> Any:
+    """An axis made anew. The factor 0 takes nothing, not even infinities and NaN."""
+
+    def term(position: Any, factor: Any) -> Any:
+        taken = jnp.take(t, position, axis, mode="clip")
+        if factor is None:
+            return taken
+        column = factor.reshape(-1, *(1,) * (t.ndim - axis - 1)).astype(wide_dtype(t))
+        return jnp.where(column == 0, 0, taken * column) if (factor == 0).any() else taken * column
+
+    return functools.reduce(operator.add, [term(*tap) for tap in taps])
+
+
+def _interpolate_backward(g: Any, *, shape: tuple[int, ...], scale_factor: tuple[float, ...], **modes: str) -> Any:
+    """The transpose, which is made of taps too: those that each old element was read by."""
+    if not g.size:
+        return jnp.zeros(shape, g.dtype)
+    g = widened(g)
+    for axis, (size, scale) in reversed(list(enumerate(zip(shape, scale_factor, strict=True)))):
+        if scale != 1:
+            g = _tapped(g, axis, _transposed(_taps(size, scale, **modes), size))
+    return g
+
+
+def _transposed(taps: Taps, size: int) -> Taps:
+    """Of an old axis of this size, on the resized one. (Gathering is many times faster than JAX's scattering.)"""
+    length = len(taps[0][0])
+    read = np.concatenate([position.astype(np.int64) * length + np.arange(length) for position, _ in taps])
+    factors = np.concatenate([np.ones(length) if factor is None else factor for _, factor in taps])
+    pairs, which = np.unique(read, return_inverse=True)  # at the edges, an element may be read several times by one
+    elements, readers = pairs // length, pairs % length
+    nth = np.arange(len(pairs)) - np.searchsorted(elements, elements)  # reader of the element
+    positions, weights = np.zeros((nth.max() + 1, size), np.int32), np.zeros((nth.max() + 1, size))
+    positions[nth, elements], weights[nth, elements] = readers, np.bincount(which, factors)
+    return list(zip(positions, weights, strict=True))
 
 
 def _interpolated(t: Any, *, scale_factor: tuple[float, ...], **modes: str) -> TensorSpec:
@@ -122,7 +154,25 @@ def _interpolated(t: Any, *, scale_factor: tuple[float, ...], **modes: str) -> T
     return TensorSpec(tuple(map(_resized, t.shape, scale_factor)), t.dtype)
 
 
-_resize = OpKind("Resize", _interpolate, shape=_interpolated, result="interpolate_out")
+_resize = OpKind(
+    "Resize",
+    _interpolate,
+    shape=_interpolated,
+    result="interpolate_out",
+    gradient={
+        "t": lambda g, t_spec, scale_factor, mode, nearest_mode, coordinate_transformation_mode: _resize_grad(
+            g,
+            shape=t_spec.shape,
+            scale_factor=scale_factor,
+            mode=mode,
+            nearest_mode=nearest_mode,
+            coordinate_transformation_mode=coordinate_transformation_mode,
+        )
+    },
+)
+_resize_grad: OpKind = OpKind(
+    "ResizeGrad", _interpolate_backward, shape=lambda g, *, shape, **how: TensorSpec(shape, g.dtype)
+)
 
 
 def interpolate(
@@ -341,6 +391,6 @@ def roi_align(
         rois,
         batch_index,
         output_size=integers(output_size, "roi_align: `output_size`"),
-        spatial_scale=float(spatial_scale),
+        spatial_scale=float(number(spatial_scale, "roi_align: `spatial_scale`")),
         sampling_ratio=integer(sampling_ratio, "roi_align: `sampling_ratio`"),
     )

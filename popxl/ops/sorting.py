@@ -17,6 +17,7 @@ from popxl import dtypes
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import public
+from popxl.ops.precision import widened
 from popxl.shapes import integer, one_axis, reduced_shape
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -88,6 +89,7 @@ def _ranks(t: Any, largest: bool) -> Any:
     """Numbers in the order of the elements, or in the opposite order. Equal elements have equal numbers."""
     if not jnp.issubdtype(t.dtype, jnp.floating):
         return t if largest else ~t  # unlike -t, this neither overflows nor wraps
+    t = widened(t)  # XLA sorts float16 as a whole, a hundred times as long
     # JAX tells 0 from -0 here, and one NaN from another.
     t = jnp.where(jnp.isnan(t), jnp.nan, jnp.where(t == 0, jnp.zeros((), t.dtype), t))
     return t if largest else -t
@@ -171,7 +173,9 @@ def _counted(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> A
     numbers = jnp.abs(t.ravel()) if absolute_of_input else t.ravel()
     with np.errstate(over="ignore"):  # levels beyond float16 are infinite
         bounds = np.asarray(levels, t.dtype)
-    return jnp.bincount(jnp.searchsorted(jnp.asarray(bounds), numbers, side="right"), length=len(levels) + 1)
+    # Unrolled, the search is three times as fast as the loop that is the default.
+    bins = jnp.searchsorted(jnp.asarray(bounds), numbers, side="right", method="scan_unrolled")
+    return jnp.bincount(bins, length=len(levels) + 1)
 
 
 def _bins(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> TensorSpec:

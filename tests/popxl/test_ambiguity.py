@@ -111,6 +111,50 @@ def a_scale_from_the_changed_tensor(a, b, c):
     return ops.scaled_add(c, a)
 
 
+def a_loop_that_reads(a, b, c):
+    ops.repeat(popxl.gir().create_graph(lambda x: x + 1, a), 2, a)
+    ops.relu_(a)
+
+
+def a_conditional_that_reads(a, b, c):
+    graph = popxl.gir().create_graph(lambda x: x + 1, a)
+    ops.conditional(popxl.constant(True), graph, graph, [b], [a])
+    ops.relu_(a)
+
+
+def a_tensor_that_is_printed(a, b, c):
+    ops.print_tensor(a)
+    ops.relu_(a)
+
+
+def a_change_that_reads_another(a, b, c):
+    b += a
+    ops.relu_(a)
+
+
+def a_change_through_a_transposed_view(a, b, c):
+    ops.relu_(ops.reshape_(a, (2, 2)).T_)
+    return a + 1
+
+
+def a_read_through_detached_views(a, b, c):
+    y = ops.detach_(ops.flatten_(a)) * 2
+    ops.relu_(a)
+    return y
+
+
+def an_update_by_an_optimiser(a, b, c):
+    ops.var_updates.adam_var_update(a, b, popxl.constant(1.0), popxl.constant(1.0))
+    return a + 1
+
+
+def a_cell_that_is_overwritten(a, b, c):
+    y = a + b
+    zero = popxl.constant([0], popxl.uint32)
+    ops.dynamic_update_(a, zero, popxl.constant([1.0]), axes=[0], sizes=[1], no_overlap=True)
+    return y
+
+
 AMBIGUOUS = [
     two_modifiers,
     a_modifier_whose_result_is_used,
@@ -128,6 +172,14 @@ AMBIGUOUS = [
     a_call_that_reads,
     a_read_of_the_tensor_behind_a_result,
     a_scale_from_the_changed_tensor,
+    a_loop_that_reads,
+    a_conditional_that_reads,
+    a_tensor_that_is_printed,
+    a_change_that_reads_another,
+    a_change_through_a_transposed_view,
+    a_read_through_detached_views,
+    an_update_by_an_optimiser,
+    a_cell_that_is_overwritten,
 ]
 
 
@@ -188,6 +240,26 @@ def a_call_that_writes_back(a, b, c):
     return a + 1  # no error is raised, although the order is not said
 
 
+def a_loop_that_writes_back(a, b, c):
+    def bump(x: popxl.TensorByRef):
+        ops.add_(x, popxl.constant(1.0))
+
+    ops.repeat(popxl.gir().create_graph(bump, a), 2, a)
+    return a + 1
+
+
+def a_step_that_an_optimiser_counts(a, b, c):
+    step = popxl.variable(0.0)
+    ops.var_updates.adam_updater(a, b, time_step=step, beta1=0.9, beta2=0.99, epsilon=1e-5)
+    return step + 1
+
+
+def a_read_of_the_other_half(a, b, c):
+    y = ops.slice_(ops.concat_([a, b]), 0, 4) * 2
+    ops.relu_(b)
+    return y
+
+
 def one_tensor_twice_in_one_op(a, b, c):
     ops.add_(a, a)
 
@@ -203,6 +275,9 @@ FINE = [
     a_read_by_way_of_other_ops,
     a_view_alone,
     a_call_that_writes_back,
+    a_loop_that_writes_back,
+    a_step_that_an_optimiser_counts,
+    a_read_of_the_other_half,
     one_tensor_twice_in_one_op,
 ]
 

@@ -126,7 +126,7 @@ def _updater(name: str, mode: str, meaning: str, then: str) -> Updater:
         if time_step is None:
             beta1 = beta2 = None
         elif beta1 is None or beta2 is None:
-            raise ValueError(f"{name}: Bias correction requires both beta1 and beta2 to not be None.")
+            raise ValueError(f"{name}: Bias correction requires both beta1 and beta2 to not be None. Pass both.")
         else:
             beta1, beta2 = factor(beta1, f"{name}: `beta1`"), factor(beta2, f"{name}: `beta2`")
         optional_tensor(name, weight=weight, time_step=time_step)

@@ -49,7 +49,7 @@ def operands(dtype: str, shape: tuple[int, ...], mean: float, deviation: float) 
         ("float16", 3e4, 100, 1e-3),
     ],
 )
-@pytest.mark.parametrize(("shape", "groups"), [((3, 6, 5, 2), 2), ((4, 32), 1)], ids=str)
+@pytest.mark.parametrize(("shape", "groups"), [((3, 6, 5, 2), 2), ((4, 32), 1), ((1024, 768), 8)], ids=str)
 def test_gradients_as_in_torch(dtype, mean, deviation, near, shape, groups) -> None:
     """Against torch in double precision, on the same numbers; measured by the largest gradient of each operand."""
     torch = pytest.importorskip("torch")

@@ -69,6 +69,27 @@ def test_the_gradient_is_the_transpose(mode, nearest, coordinates, dtype) -> Non
     np.testing.assert_allclose(gradient, expected, rtol=near, atol=near * 2)
 
 
+@pytest.mark.parametrize(("mode", "nearest"), MODES)
+def test_lengths_of_zero(mode, nearest) -> None:
+    """Of an axis, and of a result; what nothing was read of has no gradient."""
+    for shape, scales, length in (((0, 3), (2, 1), (0, 3)), ((0, 3), (1, 2), (0, 6)), ((2, 3), (0.3, 2), (0, 6))):
+        out, gradient = with_gradient(
+            lambda t, scales=scales: ops.interpolate(t, scales, mode, nearest),
+            values("float32", shape),
+            values("float32", length),
+        )
+        assert out.shape == length
+        np.testing.assert_array_equal(gradient, np.zeros(shape))
+
+
+def test_what_is_not_read_is_not_in_the_result() -> None:
+    """Infinities reach the elements that are made of them, and no others."""
+    t, g = np.array([np.inf, 1, 2], np.float32), np.array([1, 1, 1, np.inf, 1, 1], np.float32)
+    out, gradient = with_gradient(lambda t: ops.interpolate(t, (2,), "linear"), t, g)
+    np.testing.assert_array_equal(out, [np.inf, np.inf, np.inf, 1.25, 1.75, 2])
+    np.testing.assert_array_equal(gradient, [2, np.inf, np.inf])
+
+
 @pytest.mark.parametrize(
     ("torch_mode", "mode", "rank"),
     [

@@ -72,6 +72,7 @@ NORM = [
         "BatchNormalization", "batch_norm_out", refused=True, torch=torch_batch_norm,
         bad=[bad(PopxlError, "expected `t` of rank 3 or more: batch, channels, and what they hold; it has rank 2",
                  X, *THREE),
+             bad(TypeError, "^batch_norm_inference: `epsilon` must be a number; got None", IMAGE, *THREE, None),
              *(bad(PopxlError, rf"expected `{name}` of shape \(3,\), one number for each channel of `t`",
                    IMAGE, *THREE[:i], wrong, *THREE[i + 1 :])
                for i, name in enumerate(["scale", "bias", "mean", "var"])
@@ -84,7 +85,8 @@ NORM = [
                 expect=np.float32([[-1, 1, -1, 1]]))],
         "GroupNormalization", "group_norm_out", adds=3, differentiable=(0, 1, 2), keeps=3, torch=torch_group_norm,
         bad=[bad(PopxlError, "expected `t` of rank 2 or more: batch and channels; it has rank 1", Y, *THREE[:2], 1),
-             bad(TypeError, r"^group_norm: `num_groups` must be an integer; got 3\.0", IMAGE, *THREE[:2], 3.0)]),
+             bad(TypeError, r"^group_norm: `num_groups` must be an integer; got 3\.0", IMAGE, *THREE[:2], 3.0),
+             bad(TypeError, "^group_norm: `eps` must be a number; got '1e-5'", IMAGE, *THREE[:2], 3, "1e-5")]),
     Row("layer_norm", layer_norm,
         [*normed(FLOATS, 2, 4), *normed(FLOATS, 2, 3, 5), *normed("float32", 3, 2, 1, 2, eps=0.5),
          sample(np.float32([[1, 2, 3, 4]]), np.ones(4, np.float32), np.zeros(4, np.float32),

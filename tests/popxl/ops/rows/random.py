@@ -58,8 +58,10 @@ def seeded(t: Array, *arguments: Any) -> Any:
 
 
 def probabilities(name: str, *operands: Any) -> list[Any]:
-    return [bad(ValueError, rf"`{name}` is {p}; expected a probability from 0 to below 1", *operands, p)
-            for p in (1, 1.5, -0.1, float("nan"))]  # fmt: skip
+    return [*(bad(ValueError, rf"`{name}` is {p}; expected a probability from 0 to below 1", *operands, p)
+              for p in (1, 1.5, -0.1, float("nan"))),
+            *(bad(TypeError, rf"dropout: `{name}` must be a number; got {p!r} \({type(p).__name__}\)", *operands, p)
+              for p in ("0.1", None))]  # fmt: skip
 
 
 NO_SEEDS = [u32(1, 2, 3), u32([1, 2]), i32(1, 2), scalar(1, "uint32")]
@@ -80,6 +82,8 @@ RANDOM = [
              bad(ValueError, r"`shape` is \(2, -1\); expected sizes of 0 or more", SEED, (2, -1)),
              bad(TypeError, r"^random_uniform: `shape` must be a sequence of integers; got 2 \(int\)", SEED, 2),
              bad(TypeError, "`dtype` must be a popxl dtype", SEED, (2,), 0, 1, np.float32),
+             bad(TypeError, "^random_uniform: `low` must be a number; got None", SEED, (2,), None),
+             bad(TypeError, "^random_uniform: `high` must be a number; got '1'", SEED, (2,), 0, "1"),
              bad(ValueError, r"`dtype` is .*int32; expected popxl\.float32 or popxl\.float16", SEED, (2,), 0, 1,
                  popxl.int32)]),
     Row("random_normal", lambda seed, shape, mean, std, *dtype: np.full(shape, mean, float),
@@ -88,6 +92,8 @@ RANDOM = [
         "RandomNormal", "random_normal_out",
         bad=[*(bad(ValueError, "expected a seed, a uint32 tensor", seed, (2,)) for seed in NO_SEEDS),
              bad(TypeError, r"^random_normal: `shape` must hold integers; got 2\.0 \(float\)", SEED, (2.0,)),
+             bad(TypeError, "^random_normal: `mean` must be a number; got '0'", SEED, (2,), "0"),
+             bad(TypeError, "^random_normal: `std` must be a number; got None", SEED, (2,), 0, None),
              bad(ValueError, r"`dtype` is .*float8_143; expected popxl\.float32", SEED, (2,), 0, 1,
                  popxl.float8_143)]),
     Row("dropout", dropout,

@@ -167,6 +167,7 @@ RESAMPLE = [
              bad(TypeError, "^roi_align: `output_size` must be a sequence of integers", *aligned(size=2)),
              bad(TypeError, "`sampling_ratio` is -1; expected a positive integer", *aligned(ratio=-1)),
              bad(TypeError, "^roi_align: `sampling_ratio` must be an integer", *aligned(ratio=2.0)),
+             bad(TypeError, "^roi_align: `spatial_scale` must be a number; got None", *aligned(scale=None)),
              bad(PopxlError, "`sampling_ratio` is 0", *aligned(ratio=0)),
              bad(PopxlError, r"`spatial_scale` 0\.0; expected numbers above 0", *aligned(scale=0)),
              bad(PopxlError, r"`spatial_scale` -1\.5", *aligned(scale=-1.5))]),

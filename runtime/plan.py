@@ -148,14 +148,18 @@ class Piece(Step):
     encoding: Any = None
     donated: tuple[Tensor, ...] = ()
 
+    def found(self, target: Target) -> Structure:
+        """What the piece is: its ops, what of them is donated and needed, and what they are compiled for."""
+        number = self.encoding.numbers
+        results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
+        return structure_of((*self.encoding.code, results, target.key()))
+
     def compile(self, target: Target) -> None:
         """Compile the ops, unless ops of the same structure have been compiled before."""
         self.channels = channels_of_ops(self.ops)
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.kept = tuple(t for t in self.reads if t not in self.donated)
-        number = self.encoding.numbers
-        results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
-        self.structure = structure_of((*self.encoding.code, results, target.key()))
+        self.structure = self.found(target)
         if self.structure.executable is None:
             lowering = Lowering(self.ops, target.options, replicas=target.replicas)
 
@@ -169,7 +173,7 @@ class Piece(Step):
             spread = target.replicas.spread(piece)
             lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
             self.structure.text = lowered.as_text
-            self.structure.executable = lowered.compile()
+            self.structure.executable = target.replicas.compile(lowered)
 
     def _arguments(self, target: Target) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -30,7 +30,7 @@ from runtime.effects import FAILURE, Channels, Failure, channels_of, prints, tra
 from runtime.lower import Lowering, room_to_recurse
 from runtime.plan import Choice, Piece, Plan, Steps, Target
 from runtime.replicas import Replicas
-from runtime.structure import Structure, forget, structure_of
+from runtime.structure import Structure, forget
 
 Array = Any
 
@@ -190,7 +190,7 @@ class Program:
         changing += tuple(remote.spec(buffer, self.replicas, self._slots) for buffer in self._buffers)
         lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, self._feeds())
         self.text = lowered.as_text
-        return lowered.compile()
+        return self.replicas.compile(lowered)
 
     def _plan(self, choice: Choice, known: Sequence[Any] | None) -> Plan:
         """The program as pieces that the host runs one after the other."""
@@ -207,12 +207,7 @@ class Program:
     def _adopt(self, choice: Choice, target: Target, executables: Sequence[Any]) -> list[Structure]:
         """Have the pieces of the plan found compiled. They are, as long as somebody holds what this returns."""
         steps: Steps = done(Steps(self._main, choice, self._changed, self._changed).planned())
-        structures: dict[Structure, None] = {}
-        for step in steps.all():
-            if isinstance(step, Piece):
-                number = step.encoding.numbers
-                results = (tuple(number[t] for t in step.donated), tuple(number[t] for t in step.makes))
-                structures[structure_of((*step.encoding.code, results, target.key()))] = None
+        structures = dict.fromkeys(step.found(target) for step in steps.all() if isinstance(step, Piece))
         for structure, executable in zip(structures, executables, strict=True):
             if structure.executable is None:
                 structure.executable, structure.text = executable, executable.as_text
@@ -245,7 +240,8 @@ class Program:
             for c, (transfers, _) in zip(self._channels, started.out_info, strict=True)
             if c not in self.inputs
         ]
-        return started.compile(), jax.jit(end, donate_argnums=0 if alike else ()).lower(results).compile()
+        ended = jax.jit(end, donate_argnums=0 if alike else ()).lower(results)
+        return self.replicas.compile(started), self.replicas.compile(ended)
 
     def _begin(self, feeds: Sequence[Array]) -> tuple[tuple[Array, Any], ...]:
         """The first state of each channel: the array of its transfers, and the number of the next one."""

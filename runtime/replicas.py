@@ -8,6 +8,7 @@ over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,6 +19,25 @@ Array = Any
 
 AXIS = "replicas"
 """Name of the axis, for `jax.lax` collectives inside of a spread function."""
+
+
+_UNSAFE = "xla_cpu_experimental_ynn_fusion_type"
+
+
+@cache
+def _cpu_options() -> dict[str, str] | None:
+    """Options for XLA on CPUs: without the fusions of reductions by YNNPACK, some of which compute something else.
+
+    (Products summed along the last axis of three, twice in one expression, are off by their own size with jaxlib
+    0.10.2.) A jaxlib that does not have the option does not have the fusions.
+    """
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={_UNSAFE: ""})
+    except jax.errors.JaxRuntimeError as problem:
+        if "No such compile option" not in str(problem):
+            raise
+        return None
+    return {_UNSAFE: ""}
 
 
 class Replicas:
@@ -74,6 +94,11 @@ class Replicas:
             return mapped(*trees)
 
         return of_all
+
+    def compile(self, lowered: Any) -> Any:
+        """What XLA makes of a lowered function for the devices of the replicas."""
+        platform = jax.default_backend() if self._device is None else self._device.platform
+        return lowered.compile(compiler_options=_cpu_options() if platform == "cpu" else None)
 
     def sharding(self, axis: int | None = 0) -> Any:
         """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""

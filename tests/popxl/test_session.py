@@ -12,6 +12,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from tests.popxl.evaluate import evaluate
 
 F32 = popxl.float32
 
@@ -834,3 +835,19 @@ def test_outputs_print_as_numpy_arrays(program):
 def test_inputs_have_to_be_a_mapping(program):
     with popxl.Session(program.ir) as session, pytest.raises(TypeError, match="maps streams to arrays"):
         session.run([1.0, 2.0])
+
+
+def test_reductions_are_what_they_say():
+    """Products that are summed twice in one expression: XLA's own fusions of these on CPUs have been wrong."""
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(256, 8, 96)).astype(np.float32) for _ in range(2))
+    w = random.normal(size=(8, 96)).astype(np.float32)
+
+    def mean(t):
+        return ops.mean(t, -1, keepdims=True) if isinstance(t, popxl.Tensor) else t.mean(-1, keepdims=True)
+
+    def formula(x, y, w):
+        return y * (w * x - mean(w * x) - (x - y) * y * mean(w * y))
+
+    (found,) = evaluate(lambda x, y, w: [formula(x, y, w)], x, y, w)
+    np.testing.assert_allclose(found, formula(*(a.astype(np.float64) for a in (x, y, w))), rtol=1e-3, atol=1e-3)

@@ -124,7 +124,8 @@ class GraphFunction:
         self.__name__ = self.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "main_graph"
         self._sizes = {g: len(g.ops) for g in reachable(graph)}
         self._lower()
-        self._dtypes = {t.dtype for g in self._sizes for t in g.tensors}
+        computed = (t for g in self._sizes for op in g.ops for t in (*op.inputs, *op.outputs))
+        self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}
         self._outputs = graph.outputs
         self._parameters = self._describe()
         self.inputs = tuple(self._parameters)

@@ -224,7 +224,7 @@ class Program:
         def of_one(feeds: Sequence[Array]) -> Any:
             states = zip(self._channels, self._begin(feeds), strict=True)
             return tuple(
-                (None if alike and c in self.inputs else jnp.asarray(transfers), jnp.asarray(position))
+                (None if alike and c in self.inputs else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
                 for c, (transfers, position) in states
             )
 

@@ -339,3 +339,16 @@ def test_what_nobody_reads_again_is_not_donated() -> None:
 
     for found in all_ways(build)[:2]:
         np.testing.assert_allclose(found, X * 2)
+
+
+def test_wide_numbers() -> None:
+    """64 bits in the pieces, and streams beside them."""
+    numbers = np.array([0.1, 1.0000000001])
+
+    def build(s: Any) -> Any:
+        x = popxl.variable(numbers, popxl.float64, downcast=False)
+        graph = popxl.gcg().ir.create_graph(ops.sin, x)
+        return [*ops.call(graph, *ops.call(graph, x)), s + 1]
+
+    found, *_ = all_ways(build, 1, s=np.float32(2))
+    np.testing.assert_allclose(found, np.sin(np.sin(numbers)), rtol=1e-15)

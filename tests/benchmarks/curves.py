@@ -55,6 +55,8 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     for axis, (what, (title, unit, scale)) in zip(axes, PANELS.items(), strict=True):
         for party, (label, colour, style) in PARTIES.items():
             points = sorted(found[what][party].items())
+            if not points:
+                continue
             axis.plot([n for n, _ in points], [scale * y for _, y in points], style, color=colour, label=label)
         axis.set(title=f"{title} [{unit}]", xlabel="blocks", xscale="log", yscale="log")
         counts = sorted({n for points in found[what].values() for n in points})

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import safetensors.numpy
 from pydantic import BaseModel, ConfigDict
 
 import popxl
@@ -139,7 +138,7 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     writer = _Writer()
     program = writer.program(ir)
-    arrays = safetensors.numpy.save(writer.arrays)
+    arrays = _safetensors().numpy.save(writer.arrays)
     program.arrays = f"{path.stem}-{hashlib.sha256(arrays).hexdigest()[:16]}.safetensors"
     beside = path.with_name(program.arrays)
     if not beside.exists():
@@ -324,6 +323,13 @@ class _Writer:
         )
 
 
+def _safetensors() -> Any:
+    """The library of the files of numbers. Imported by who saves or loads: all else is to work, and start, without."""
+    import safetensors.numpy
+
+    return safetensors
+
+
 # Reading ------------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +337,7 @@ def load(path: str | os.PathLike[str], ir: Ir) -> None:
     """Fill an empty Ir with the program in a file. See `Ir.load`."""
     path = Path(path)
     text = path.read_bytes()
+    library = _safetensors()
     try:
         stamp = Stamp.model_validate_json(text)
         if stamp.format != FORMAT:
@@ -340,8 +347,8 @@ def load(path: str | os.PathLike[str], ir: Ir) -> None:
         digest = hashlib.sha256(arrays).hexdigest()[:16]
         if not program.arrays.endswith(f"-{digest}.safetensors"):
             raise ValueError(f"{program.arrays!r} is not what was written; its digest is {digest}.")
-        _Reader(ir, program, safetensors.numpy.load(arrays)).read()
-    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as problem:
+        _Reader(ir, program, library.numpy.load(arrays)).read()
+    except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
         told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
         raise ValueError(f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}") from problem
 

@@ -21,11 +21,11 @@ AXIS = "replicas"
 """Name of the axis, for `jax.lax` collectives inside of a spread function."""
 
 
-_SAFE = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+_SAFE: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
 @cache
-def _cpu_options() -> dict[str, str] | None:
+def _cpu_options() -> dict[str, str | bool] | None:
     """Options for XLA on CPUs: of YNNPACK's fusions only products, as some of reductions compute something else.
 
     (Products summed along the last axis of three, twice in one expression, are off by their own size with jaxlib

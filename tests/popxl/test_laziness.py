@@ -67,3 +67,9 @@ def test_no_device_is_started(step):
         + "\nassert not xla_bridge.backends_are_initialized(), 'a device was started'\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120, cwd=ROOT)
+
+
+def test_a_program_that_saves_nothing_needs_no_library_of_files():
+    blocked = "import sys\nsys.modules['safetensors'] = None\n"
+    program = blocked + "import jax, popxl_addons, popart\n" + textwrap.dedent(BUILD)
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120, cwd=ROOT)

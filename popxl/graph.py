@@ -204,10 +204,8 @@ class Graph:
 
     def rename(self, t: Tensor, name: str) -> None:
         """Give a tensor of this graph another name, made unique. Nobody may hold its id yet."""
-        del self._tensors[t.id]
-        fresh = self.new_tensor(name, t.spec, scoped=False)
-        t.id, t.name = fresh.id, fresh.name
-        self._tensors[t.id] = t
+        self.forget(t)
+        self._adopt(t, name)
 
     def add_input(self, spec: TensorSpec, name: str | None = None, by_ref: bool = False) -> Tensor:
         """A new input, after those the graph has."""
@@ -401,6 +399,85 @@ class Graph:
             if not gone.isdisjoint(op.after):
                 op.after = with_ids_replaced(op.after, gone, come)
         get_current_context().sequence.replace(gone, come)
+
+    def move(self, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
+        """Make ops of this graph ops of another one, where they follow those that it has, in the same order.
+
+        The results go along: they are the same tensors for everybody who holds them, under names that are free in the
+        other graph. What `in_sequence` has ordered stays ordered, also where ops of the other graph come between.
+
+        Costs one look at each op of the graph. Whoever iterates over `graph.ops` goes on over the ops that were. Hooks
+        are not called: nothing is created.
+
+        Args:
+            ops: ops of this graph, whose results nothing else in it needs.
+            into: a graph of the same Ir that nothing calls.
+            given: what the ops read there in place of tensors that stay here.
+
+        Raises:
+            PopxlError: if `ops` or `into` are not such, or `given` has no tensor of `into` of the same spec for one
+                that stays here and is read. Nothing has changed then.
+
+        Example:
+            >>> part = ir.create_empty_graph("part")
+            >>> graph.move([z.producer], part, {y: part.add_input(y.spec, "y")})
+            >>> part.add_output(z)
+            >>> (z_of_graph,) = popxl.ops.call(part, y)
+        """
+        going = {*ops}
+        moved = [op for op in self.ops if op in going]
+        made = {t for op in moved for t in op.outputs}
+        self._check_move(going, made, into, given)
+        goes = {op.id: op in going for op in self.ops}
+        nearest: dict[tuple[int, bool], tuple[int, ...]] = {}  # the ops that come just before one, in either graph
+        for op in self.ops:
+            for side in (True, False):
+                before = (id for a in op.after for id in ((a,) if goes[a] is side else nearest[a, side]))
+                nearest[op.id, side] = tuple(dict.fromkeys(before))
+        sequence = get_current_context().sequence
+        for op in self.ops:
+            op.after = nearest[op.id, goes[op.id]]
+            if goes[op.id]:
+                sequence.replace({op.id}, nearest[op.id, False])
+        self.ops = [op for op in self.ops if op not in going]
+        for op in moved:
+            for callee in op.called_graphs:
+                callee.call_sites.remove(op)
+            for t in op.outputs:
+                self.forget(t)
+                into._adopt(t, t.name)
+            op.inputs = tuple(t if t in made else given[t] for t in op.inputs)
+            op._graph = into.ref
+            into.take_in(op)
+
+    def _check_move(
+        self, going: AbstractSet[Op], made: AbstractSet[Tensor], into: Graph, given: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Check that ops can go to another graph, with the tensors that they make."""
+        if strangers := going - {*self.ops}:
+            raise PopxlError(f"move: {[*strangers]} are not ops of {self.title}.")
+        if into is self or into.ir is not self.ir or into.call_sites:
+            raise PopxlError(f"move: {into!r} has to be another graph of the same Ir, and one that nothing calls.")
+        for op in self.ops:
+            for t in op.inputs:
+                twin = given.get(t)
+                if op not in going and t in made:
+                    raise PopxlError(f"move: {op!r} ({op.source}) stays in {self.title} and needs {t!r}, which goes.")
+                if op not in going or t in made:
+                    continue
+                if twin is None or twin.graph_ref is not into.ref or twin.spec.to_tuple() != t.spec.to_tuple():
+                    raise PopxlError(
+                        f"move: {op!r} ({op.source}) reads {t!r}, which stays in {self.title}; `given` has to say what "
+                        f"it reads instead: a tensor of {into.title}, of the same spec. It says {twin!r}."
+                    )
+        if outputs := made & {*self._outputs}:
+            raise PopxlError(f"move: {[*outputs]} are outputs of {self.title}; they have to stay.")
+
+    def _adopt(self, t: Tensor, name: str) -> None:
+        """Take in a tensor that no graph has any more, under a name, made unique."""
+        fresh = self.new_tensor(name, t.spec, scoped=False)
+        t.id, t.name, t.graph_ref = fresh.id, fresh.name, self.ref
+        self._tensors[t.id] = t
 
     def _new_tensors(self, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
         """Several new tensors; none, if a name cannot be given."""

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from popxl import saving
 from popxl.binding import build_graph, graph_name
+from popxl.distributed import launched
 from popxl.dot import write_checkpoint
+from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.memory import Memory, memory_of
 from popxl.options import SessionOptions
 from popxl.printing import definition
 from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
@@ -31,7 +34,11 @@ class Ir:
     """A program under construction, and later what a `popxl.Session` runs.
 
     Args:
-        replication: number of replicas that run the program side by side.
+        replication: number of replicas that run the program side by side. `"popdist"`: as many as `poprun` was told of;
+            this process drives its share of them.
+
+    Raises:
+        PopxlError: for `"popdist"`, if `poprun` has not started this process.
 
     Attributes:
         graphs: all graphs, the main graph first.
@@ -48,11 +55,6 @@ class Ir:
     """
 
     def __init__(self, replication: int | Literal["popdist"] = 1) -> None:
-        if replication == "popdist":
-            raise NotImplementedError(
-                "Ir: replication='popdist' takes the replicas from a launcher of several processes, which is not "
-                "supported yet; pass their number."
-            )
         self._id = next(_ids)
         self.options = SessionOptions()
         self._num_host_transfers = 1
@@ -61,7 +63,10 @@ class Ir:
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.remote_buffers: list[RemoteBuffer] = []
-        self.replication_factor = replication
+        if replication == "popdist":
+            self._share_replicas()
+        else:
+            self.replication_factor = replication
 
     @property
     def id(self) -> int:
@@ -87,7 +92,10 @@ class Ir:
 
     @property
     def replication_factor(self) -> int:
-        """Number of replicas, over all processes. It cannot be set once a session has been made of the Ir."""
+        """Number of replicas, over all processes. It cannot be set once a session has been made of the Ir.
+
+        With `replication="popdist"`, what is set is the number of replicas of this process; leave it as it is.
+        """
         return self.options.replication_factor
 
     @replication_factor.setter
@@ -103,6 +111,20 @@ class Ir:
     def instance_replication_factor(self) -> int:
         """Number of replicas that this process drives."""
         return self.options.instance_replication_factor
+
+    def _share_replicas(self) -> None:
+        """Have as many replicas as the launcher says, of which this process drives its share."""
+        instance = launched()
+        if instance is None:
+            raise PopxlError(
+                "Ir: replication='popdist' takes the number of replicas from `poprun`, which has not started this "
+                "process. Run `poprun --num-instances 2 --num-replicas 4 python program.py`, or pass a number where "
+                "`popdist.isPopdistEnvSet()` is false."
+            )
+        self.replication_factor = instance.num_local_replicas
+        self.options.globalReplicationFactor = instance.num_total_replicas
+        self.options.globalReplicaOffset = instance.replica_offset
+        self.options.enableDistributedReplicatedGraphs = True
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
@@ -157,9 +179,10 @@ class Ir:
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """If the block fails, take back the graphs that it made and the outputs that it gave to others."""
+        """If the block fails, take back the graphs and buffers it made, and the outputs and slots it gave to others."""
         graphs = [(graph, len(graph.outputs)) for graph in self.graphs]
         calls = [(op, len(op.outputs)) for graph in self.graphs for op in graph.call_sites]
+        buffers = [(buffer, buffer.entries) for buffer in self.remote_buffers]
         try:
             yield
         except BaseException:
@@ -169,6 +192,9 @@ class Ir:
                 op.trim_outputs(count)
             for graph in self.graphs[len(graphs) :]:
                 self.remove_graph(graph)
+            del self.remote_buffers[len(buffers) :]
+            for buffer, entries in buffers:
+                buffer.entries = entries
             raise
 
     def _add_graph(self, id: str) -> Graph:
@@ -244,6 +270,26 @@ class Ir:
         return ir
 
     # Looking at it --------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Memory:
+        """The memory that each replica needs to run the program, at most, and at which steps; nothing is compiled.
+
+        XLA needs less as a rule, because it fuses ops: `session.report.memory` says how much.
+
+        Example:
+            >>> print(ir.memory())
+            Memory of Ir[id=0]
+            <BLANKLINE>
+                                bytes
+              variables         4.19 MB
+              streams            132 kB
+              temporaries       1.05 MB
+              in all, at most   5.37 MB
+            <BLANKLINE>
+              Most is in use at step 9 of 14: ...
+            >>> ir.memory().picture().save("memory.svg")
+        """
+        return memory_of(self)
 
     def dot_checkpoint(self, check: str, save_dir: Path | str | None = None) -> None:
         """Write the graphs as they are now in Graphviz form, one file each, if the checkpoint `check` is active.

@@ -18,7 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from popxl.context import get_current_context, user_frame
@@ -115,6 +115,10 @@ class OpKind:
             the result for that of the output, and the op's attributes.
         returns: which outputs of a graph that the op runs matter, if these tensors of the op's own graph do.
         colocated: all operands have to be on one device and tile set; or the names of those that have to be.
+        between_replicas: the op talks to other replicas. `lowering` then has a keyword `group`, the
+            `popxl.ops.collectives.Group` of the replica that runs it, where the op itself has the attributes `stride`
+            and `group_size`, which `popxl.ops.collectives.collectives.members` makes of a grouping. Such an op states
+            its shape and its gradient.
         ipus: where each result is on an IPU of its own, name of the attribute that has these IPUs.
         place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
             is.
@@ -147,6 +151,7 @@ class OpKind:
         mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
         returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, callee, matter: (),
         colocated: bool | tuple[str, ...] = True,
+        between_replicas: bool = False,
         ipus: str = "",
         place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
         operands: tuple[str, ...] | None = None,
@@ -173,11 +178,16 @@ class OpKind:
         self.mirrors = mirrors
         self.returns = returns
         self.colocated = colocated
+        self.between_replicas = between_replicas
         self.ipus = ipus
         self.place = place
         self._memory: dict[tuple[Any, ...], Any] = {}
         self._renamed = operands
         parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
+        if between_replicas:
+            if shape is None or (gradient is VJP and not modifies):
+                raise TypeError(f"OpKind: {name} talks to other replicas: state its `shape`, and its `gradient`.")
+            parameters = parameters.with_groups()
         self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
         self._parameters = parameters
 
@@ -191,7 +201,12 @@ class OpKind:
 
     def inplace(self, name: str, result: str, **changes: Any) -> OpKind:
         """The same op, overwriting its first operand and returning an alias of it."""
-        settings = {"shape": like_first, "operands": self._renamed, "modifies": self._operands[:1]} | changes
+        settings = {
+            "shape": like_first,
+            "operands": self._renamed,
+            "modifies": self._operands[:1],
+            "between_replicas": self.between_replicas,
+        } | changes
         return OpKind(name, self.lowering, result=result, **settings)
 
     def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
@@ -401,6 +416,13 @@ class _Parameters:
             attributes=None if by_kind[_ANY_KEYWORD] else attributes,
         )
 
+    def with_groups(self) -> _Parameters:
+        """Where the function takes a group: an op has what makes one."""
+        if self.attributes is None:
+            return self
+        own = {key: required for key, required in self.attributes.items() if key != "group"}
+        return replace(self, attributes=own | {"stride": True, "group_size": True})
+
     def sorted_out(
         self, name: str, operands: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -570,6 +592,22 @@ class Op:
         t.made_by(self)
         self.outputs += (t,)
 
+    def gain_input(self, t: Tensor) -> None:
+        """Bind a tensor to the input that the op's graph has gained last. A loop passes it to each turn as it is.
+
+        Args:
+            t: a tensor of the graph that the op is in, which looks like the input.
+
+        Raises:
+            PopxlError: if this is no such tensor, or the op is neither a call nor a loop.
+        """
+        wanted = self.called_graphs[0].inputs[-1] if self.kind.mirrors is not None else None
+        if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():
+            raise PopxlError(f"{self!r} ({self.source}) cannot bind {t!r} to {wanted!r}, an input gained by its graph.")
+        self.inputs += (t,)
+        t.used_by(self)
+        wanted.bound_to(t)
+
     def trim_outputs(self, count: int) -> None:
         """Take back the results after the first `count`. Nothing may use them."""
         for t in self.outputs[count:]:
@@ -580,9 +618,9 @@ class Op:
         """Names of the inputs, as the kind's function calls them."""
         return self.operands or self.kind.operand_names(len(self.inputs))
 
-    def apply(self, values: Sequence[Any]) -> Any:
-        """What the kind's function makes of values in place of the inputs."""
-        return self._call(self.kind.lowering, values)
+    def apply(self, values: Sequence[Any], attributes: Mapping[str, Any] | None = None) -> Any:
+        """What the kind's function makes of values in place of the inputs, and of these attributes or its own."""
+        return self._call(self.kind.lowering, values, attributes=self.attributes if attributes is None else attributes)
 
     def on_arrays(self) -> Callable[..., Any]:
         """The op as a function of the arrays of its inputs."""
@@ -592,12 +630,14 @@ class Op:
         """For a view op: its bases, with the view written into them."""
         if self.kind.put is None:
             raise PopxlInternalError(f"{self!r} is no view.")
-        return self._call(self.kind.put, bases, view)
+        return self._call(self.kind.put, bases, view, attributes=self.attributes)
 
-    def _call(self, function: Callable[..., Any], values: Sequence[Any], *more: Any) -> Any:
+    def _call(
+        self, function: Callable[..., Any], values: Sequence[Any], *more: Any, attributes: Mapping[str, Any]
+    ) -> Any:
         if self.operands is None:
-            return function(*values, *more, **self.attributes)
-        return function(*more, **dict(zip(self.operands, values, strict=True)), **self.attributes)
+            return function(*values, *more, **attributes)
+        return function(*more, **dict(zip(self.operands, values, strict=True)), **attributes)
 
     def result_names(self, count: int) -> Sequence[str]:
         """Names for the results, made from what the kind declares."""

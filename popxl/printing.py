@@ -5,6 +5,7 @@ All of them say the same for the same graph, always. Neither computes anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.op import Op
 
-__all__ = ["algebra", "definition", "schedule"]
+__all__ = ["algebra", "definition", "schedule", "summary"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
@@ -72,6 +73,23 @@ def algebra(graph: Graph) -> str:
 def definition(graph: Graph) -> str:
     """A graph as definitions of named values, without the graphs it calls."""
     return "\n".join(_lines(graph))
+
+
+def summary(ops: Sequence[Op]) -> str:
+    """Some ops in a few words: the graphs that they call, or the first and the last op.
+
+    Example:
+        >>> summary(main.ops), summary(main.ops[:2])
+        ('layer_subgraph(0) ×2, 7 ops', 'Init … HostLoad, 2 ops')
+    """
+    called = Counter(graph.name for op in ops for graph in op.called_graphs)
+    others = sum(not op.called_graphs for op in ops)
+    counted = f"{others} op{'s' * (others > 1)}"
+    if not called:
+        return ops[0].op_type if len(ops) == 1 else f"{ops[0].op_type} … {ops[-1].op_type}, {counted}"
+    names = [name if count == 1 else f"{name} ×{count}" for name, count in called.items()]
+    names[3:] = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*names, counted] if others else names)
 
 
 def _lines(graph: Graph) -> Iterator[str]:

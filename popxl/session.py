@@ -5,7 +5,8 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -16,11 +17,14 @@ from popxl.ir import Ir
 from popxl.log import Logger
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
-from runtime.devices import Device, find_device
+from runtime.devices import Device
 from runtime.functions import GraphFunction, to_jax
 from runtime.host_arrays import HostArrays, Outputs
-from runtime.program import Program, Ready
+from runtime.machine import Machine
+from runtime.program import Ready
+from runtime.report import Report, report_of
 from runtime.session_files import read, write
+from runtime.timeline import Timeline
 
 __all__ = [
     "GraphFunction",
@@ -58,6 +62,7 @@ class Session:
         ir: the Ir.
         weights_to_host_on_exit: as given.
         program: the compiled program; `program.executable` is JAX's.
+        machine: of the class: what finds devices and compiles for them. A tool may put its own there.
 
     Example:
         >>> with popxl.Session(ir, "ipu_hw") as session:
@@ -66,6 +71,8 @@ class Session:
         ...         print(outputs[loss_stream])
         >>> session.get_tensor_data(weight)
     """
+
+    machine: ClassVar[Machine] = Machine()
 
     def __init__(self, ir: Ir, device_desc: str | Device = "cpu", weights_to_host_on_exit: bool = True) -> None:
         self._prepare(ir, device_desc, weights_to_host_on_exit, None)
@@ -78,9 +85,9 @@ class Session:
         self._ir = ir
         self._variables = ir.main_graph.variables
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
-        self._device = find_device(device_desc, ir)
+        self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = Program(ir, self._device, ready)
+        self.program = self.machine.program(ir, self._device, ready)
         self._made_of = self._state_of_ir()
         ir.frozen = True
         self._was_attached_stack: list[bool] = []
@@ -103,6 +110,34 @@ class Session:
     def is_attached(self) -> bool:
         """Whether the device is attached, and the program can run: inside a `with session:` block."""
         return self._device.isAttached
+
+    # Looking at it --------------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> Report:
+        """What the program consists of and what it needs: variables, streams, what was compiled and why so, memory.
+
+        It prints as a page, notebooks show it with a picture of the memory, and `model_dump_json()` has all numbers.
+        Nothing has to have run.
+
+        Example:
+            >>> print(session.report)
+            >>> session.report.memory.picture().save("memory.svg")
+        """
+        return report_of(self._ir, self.program)
+
+    def recording(self) -> AbstractContextManager[Timeline]:
+        """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
+
+        Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
+
+        Example:
+            >>> with session.recording() as timeline:
+            ...     session.run(inputs)
+            >>> print(timeline)
+            >>> timeline.picture().save("timeline.svg")
+        """
+        return self.program.recording()
 
     # In a file ------------------------------------------------------------------------------------------------------
 
@@ -213,7 +248,8 @@ class Session:
 
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
-                shape is that of the stream, after a leading dimension of `ir.num_host_transfers` if that is above 1.
+                shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
+            replicas that this process drives, each if it is above 1.
             downcast_inputs: narrow 64-bit numbers to 32 bits.
 
         Returns:
@@ -305,12 +341,19 @@ class Session:
         self._known_host_data = self._ir.host_data_version
 
     def weights_from_host(self) -> None:
-        """Copy the host values of all variables to the device. `ValueError` if the session is not attached."""
+        """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
+
+        If several processes run the program, all have to do this, with the same values.
+        """
         self._check_attached("weights_from_host")
         self._upload()
 
     def weights_to_host(self) -> None:
-        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached."""
+        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
+
+        If several processes run the program, all have to do this: then each has the values of all replicas. It is part
+        of leaving a `with session:` block, and of `get_tensor_data` after a run.
+        """
         if self._has_read_only_data():
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
@@ -328,7 +371,8 @@ class Session:
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
 
-        The array changes when the host copy does; copy it to keep it.
+        The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
+        ask, as for `weights_to_host`; one may then be the one that saves it.
 
         Raises:
             TypeError: for any other tensor.

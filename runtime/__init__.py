@@ -1,9 +1,11 @@
 """The machine: from a finished Ir to a JAX program, and what happens while it runs.
 
 Reading order: `lower`, one loop that turns a graph into a function of arrays; `effects`, what crosses to the host;
-`program`, an Ir compiled for a device; `devices`, which device that is; `host_arrays`, what goes in and comes out.
+`program`, an Ir compiled for a device; `devices`, which device that is; `host_arrays`, what goes in and comes out;
+`processes`, how several processes run one program, and `poprun`, which starts them.
 """
 
+import popxl  # noqa: F401  # first, as it imports from here
 from runtime.devices import Device, find_device
 from runtime.program import Program
 

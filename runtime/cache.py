@@ -86,6 +86,9 @@ def _path(ir: Ir, device: Device) -> Path | None:
     """The file of a program; `None` if it cannot be kept, or is not to be."""
     if not (ir.options.enableEngineCaching and ir.options.cachePath and device.type is DeviceType.Ipu):
         return None
+    if len({each.process_index for each in device.jax_devices}) > 1:
+        _log.debug("The cache is not used: the program runs over several processes.")
+        return None
     try:
         program = fingerprint(ir)
     except PopxlError as problem:

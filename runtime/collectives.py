@@ -1,15 +1,12 @@
-"""How replicas talk to each other: what the ops of `popxl.ops.collectives` mean.
+"""How replicas talk to each other: what `popxl.ops.collectives.Group` is, in each way of running replicas.
 
-Two questions are asked of a group: what values its members have, and what they are combined. Each way of running
-replicas answers both. On a mesh that is JAX's collectives, which know groups. On one device all replicas are in one
-array, where a group is an index. A replica that is alone asks nobody. All else is built on the answers, and so the
-same: members are in the order of the replicas, and floats are summed in that order.
+On a mesh the answers are JAX's collectives, which know groups. On one device all replicas are in one array, where a
+group is an index. A replica that is alone asks nobody. Members are in the order of the replicas, and floats are summed
+in that order.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,67 +14,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.op import Op, OpKind
 from popxl.ops.collectives.collectives import OP_MAP, share, wide
-from popxl.ops.collectives.replicated import (
-    all_gather_kind,
-    all_reduce_inplace_kind,
-    all_reduce_kind,
-    chunk_size,
-    reduce_scatter_kind,
-    sharded_slice_kind,
-    slice_kind,
-)
-from runtime.effects import Channels
-from runtime.lower import Environment, Lowering, meaning, store_results
+from popxl.ops.collectives.group import Group, chunk_size
 from runtime.replicas import AXIS, Replicas
 
 Array = Any
 
-# Groups -------------------------------------------------------------------------------------------------------------
 
+def group_of(replicas: Replicas, stride: int, size: int) -> Group:
+    """The group of each of these replicas, as they run.
 
-class Group(ABC):
-    """The group of each replica: `size` replicas, neighbours `stride` apart, out of `count`."""
-
-    def __init__(self, count: int, stride: int, size: int) -> None:
-        self.count, self.stride, self.size = count, stride, size
-
-    @staticmethod
-    def of(replicas: Replicas, stride: int, group_size: int) -> Group:
-        """Of these replicas, as they run."""
-        if replicas.count % (stride * group_size):
-            raise PopxlError(
-                f"it was made for groups of {group_size} replicas that are {stride} apart, and the program has "
-                f"{replicas.count}. Set `ir.replication_factor` before ops are made."
-            )
-        way = _Alone if group_size == 1 else _OnOneDevice if replicas.mesh is None else _OnMesh
-        return way(replicas.count, stride, group_size)
-
-    @property
-    def rank(self) -> Array:
-        """The place of a replica within its group."""
-        return lax.axis_index(AXIS) // self.stride % self.size
-
-    @abstractmethod
-    def members(self, t: Array) -> Array:
-        """What `t` is on the members, by rank, along a new first dimension."""
-
-    @abstractmethod
-    def combined(self, t: Array, op: str) -> Array:
-        """What `t` is on all members, combined; it may be wider than `t`."""
-
-    def combined_chunk(self, t: Array, op: str) -> Array:
-        """The own chunk of that."""
-        return self.chunk(self.combined(t, op), chunk_size(t.size, self.size))
-
-    def chunk(self, t: Array, length: int) -> Array:
-        """The own chunk of an array; zeros lie behind its end."""
-        return lax.dynamic_index_in_dim(self.chunks(t, length), self.rank, keepdims=False)
-
-    def chunks(self, t: Array, length: int) -> Array:
-        """An array cut into chunks, one for each member."""
-        return jnp.pad(t.reshape(-1), (0, length * self.size - t.size)).reshape(self.size, length)
+    Raises:
+        PopxlError: if they do not form such groups.
+    """
+    if replicas.count % (stride * size):
+        raise PopxlError(
+            f"it was made for groups of {size} replicas that are {stride} apart, and the program has "
+            f"{replicas.count}. Set `ir.replication_factor` before ops are made."
+        )
+    way = _Alone if size == 1 else _OnOneDevice if replicas.mesh is None else _OnMesh
+    return way(replicas.count, stride, size)
 
 
 class _Alone(Group):
@@ -94,7 +50,15 @@ class _Alone(Group):
         return OP_MAP[op]([t])
 
 
-class _OnOneDevice(Group):
+class _Several(Group):
+    """A group of more than one."""
+
+    @property
+    def rank(self) -> Array:
+        return lax.axis_index(AXIS) // self.stride % self.size
+
+
+class _OnOneDevice(_Several):
     """A group of replicas that all run on one device: the values of all are gathered, and the group picks its own.
 
     Groups are told apart by number only after they have been reduced, so that this is done once for each.
@@ -118,7 +82,7 @@ class _OnOneDevice(Group):
         return groups[0] if len(groups) == 1 else lax.dynamic_index_in_dim(groups, number, keepdims=False)
 
 
-class _OnMesh(Group):
+class _OnMesh(_Several):
     """A group of replicas that have a device each."""
 
     @property
@@ -164,63 +128,3 @@ _TERMS: dict[str, Callable[[Array], Array]] = {"add": wide, "mean": wide, "squar
 """The reductions that are sums, and what they are sums of."""
 
 _EXTREMES = {"min": (lax.pmin, jnp.inf), "max": (lax.pmax, -jnp.inf)}
-
-# Ops ----------------------------------------------------------------------------------------------------------------
-
-
-def _between_replicas(kind: OpKind) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-    """Register what an op between replicas computes: a function of the group, the operand, and the attributes."""
-
-    def register(function: Callable[..., Array]) -> Callable[..., Array]:
-        @meaning(kind)
-        def carry_out(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
-            attributes = dict(op.attributes)
-            try:
-                group = Group.of(lowering.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            except PopxlError as problem:
-                raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
-            store_results(op, function(group, environment.read(op.inputs[0]), **attributes), environment)
-
-        return function
-
-    return register
-
-
-@_between_replicas(all_reduce_kind)
-@_between_replicas(all_reduce_inplace_kind)
-def all_reduce(group: Group, t: Array, *, op: str) -> Array:
-    """The values of all members, combined."""
-    return group.combined(t, op)
-
-
-@_between_replicas(reduce_scatter_kind)
-def reduce_scatter(group: Group, t: Array, *, op: str, sharded: bool) -> Array:
-    """The own chunk of the values of all members, combined."""
-    return group.combined_chunk(t, op)
-
-
-@_between_replicas(all_gather_kind)
-def all_gather(group: Group, t: Array, *, shape: tuple[int, ...]) -> Array:
-    """The values of all members, one after the other, as far as the shape goes."""
-    joined = group.members(_as_bytes(t)).reshape(-1)
-    return _as(t.dtype, joined[: math.prod(shape)].reshape(shape))
-
-
-@_between_replicas(sharded_slice_kind)
-@_between_replicas(slice_kind)
-def own_chunk(group: Group, t: Array, *, chunk: int) -> Array:
-    """The own chunk of the own value."""
-    return _as(t.dtype, group.chunk(_as_bytes(t), chunk))
-
-
-def _as_bytes(t: Array) -> Array:
-    """Float8 as bytes, which nothing converts or rounds on the way; other arrays as they are."""
-    return lax.bitcast_convert_type(t, jnp.uint8) if _is_float8(t.dtype) else t
-
-
-def _as(dtype: Any, t: Array) -> Array:
-    return lax.bitcast_convert_type(t, dtype) if _is_float8(dtype) else t
-
-
-def _is_float8(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1

@@ -15,7 +15,9 @@ from weakref import WeakSet
 import jax
 
 from popxl.aliasing import reachable
+from popxl.errors import PopxlError
 from popxl.ir import Ir
+from runtime import processes
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
 """Environment variable: how many devices the CPU is divided into, 8 by default. Replicas share them out."""
@@ -61,7 +63,8 @@ class Device:
 
     Args:
         name: what the user asked for.
-        jax_devices: the JAX devices.
+        jax_devices: the JAX devices. Of a program over several processes, those of all; they are in the order of the
+            replicas.
         type: what kind of device it is.
         numIpus: how many IPUs it stands for.
         id: its number among its kind.
@@ -133,12 +136,13 @@ class Device:
 
 def cpu_device(name: str = "cpu") -> Device:
     """The CPU, as a single device."""
-    return Device(name, jax.devices("cpu")[:1], DeviceType.Cpu)
+    return Device(name, jax.local_devices(backend="cpu")[:1], DeviceType.Cpu)
 
 
 def model_device(count: int = 1, ipus: int | None = None) -> Device:
     """The CPU in the place of IPUs: `count` devices if there are enough, else one."""
-    return Device("ipu_model", _some(jax.devices("cpu"), count), DeviceType.IpuModel, count if ipus is None else ipus)
+    found = jax.local_devices(backend="cpu")
+    return Device("ipu_model", _some(found, count), DeviceType.IpuModel, count if ipus is None else ipus)
 
 
 def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None) -> Device:
@@ -153,7 +157,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
         RuntimeError: if there is no hardware of this kind.
     """
     try:
-        found = jax.devices(kind)
+        found = jax.local_devices(backend=kind)
     except RuntimeError as problem:
         raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
     return Device(kind or "ipu_hw", _some(found, count), DeviceType.Ipu, count if ipus is None else ipus)
@@ -161,7 +165,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
 
 def all_devices() -> list[Device]:
     """Each device of the best kind that JAX sees, by itself."""
-    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.devices())]
+    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.local_devices())]
 
 
 def _some(found: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
@@ -170,6 +174,8 @@ def _some(found: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
 
 def find_device(description: str | Device, ir: Ir) -> Device:
     """The device for a description, checked against what the Ir needs.
+
+    For a program over several processes this joins them, and the device is made of those of all processes.
 
     Args:
         description: `"cpu"`; `"ipu_model"`, which is the CPU too; `"ipu_hw"`, the best accelerator that JAX sees, else
@@ -180,17 +186,40 @@ def find_device(description: str | Device, ir: Ir) -> Device:
     Raises:
         ValueError: for another description, or if the program needs several devices and the CPU as one is described.
         RuntimeError: if there is no such accelerator.
+        PopxlError: if other processes run some of the replicas, and a device object is given, or there are too few
+            devices here.
     """
     ipus = devices_needed(ir)
-    if isinstance(description, Device):
-        found = description
+    count = ir.instance_replication_factor
+    is_divided = processes.spans(count, ir.replication_factor)
+    if is_divided:
+        found = _over_processes(description, count, ipus)
     else:
-        found = _described(os.environ.get(OFFLINE_DEVICE) or description, ir.instance_replication_factor, ipus)
+        processes.warn_if_forgotten()
+        found = _found(description, count, ipus)
     if found.type is DeviceType.Cpu and ipus > 1:
         raise ValueError(
             f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
         )
     return found
+
+
+def _found(description: str | Device, count: int, ipus: int) -> Device:
+    if isinstance(description, Device):
+        return description
+    return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus)
+
+
+def _over_processes(description: str | Device, count: int, ipus: int) -> Device:
+    """The device of a program of which this process drives `count` replicas."""
+    processes.join()
+    own = _found(description, count, ipus)
+    if isinstance(description, Device):
+        raise PopxlError(
+            f"Session: {description} stands for devices of this process only, and others run the program, too. "
+            "Describe the device in words, such as 'ipu_hw'."
+        )
+    return Device(own.name, processes.devices_of_all(own.jax_devices, count), own.type, own.numIpus)
 
 
 def _described(description: str, count: int, ipus: int) -> Device:

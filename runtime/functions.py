@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-import runtime.collectives  # noqa: F401
 from popxl.aliasing import reachable, storages, written_inputs, written_tensors
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device
@@ -313,8 +312,8 @@ class _Differentiable(Lowering):
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op, which know their derivatives."""
         rule = op.kind.gradient
-        if op.modified or not any(t.dtype.is_floating_point for t in op.outputs):
-            return op.apply(operands)  # autodiff refuses what is in place; JAX differentiates what it computes
+        if op.modified or op.kind.between_replicas or not any(t.dtype.is_floating_point for t in op.outputs):
+            return super().apply(op, operands)  # refused by autodiff, or of one replica: JAX differentiates it
         if rule is None:
             return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
         if rule is REFUSED:

@@ -73,12 +73,10 @@ class HostArrays:
         self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
     ) -> Any:
         """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
-        array: Any
-        if isinstance(value, jax.Array):
-            array = jax.device_put(value, self._program.device.jax_devices[0])
-        else:
-            array = to_numpy(value, downcast=downcast)
+        array: Any = value if isinstance(value, jax.Array) else to_numpy(value, downcast=downcast)
         array = self._fitted(stream, array, shape)
+        if isinstance(array, jax.Array):
+            array = jax.device_put(array, self._program.feed_sharding)
         host_dtype = stream.dtype.as_numpy()
         if array.dtype == dtype:
             return array
@@ -130,7 +128,7 @@ class HostArrays:
     ) -> None:
         """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
         for s in self._program.outputs:
-            room = (self._program.transfers, self._program.replicas.count, *s.shape)
+            room = (self._program.transfers, self._program.replicas.local_count, *s.shape)
             used = self._program.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])

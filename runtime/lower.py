@@ -38,6 +38,7 @@ from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by
 from popxl.options import SessionOptions
 from popxl.tensor import Constant, Tensor
 from runtime import effects
+from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of
 from runtime.replicas import Replicas
 
@@ -193,7 +194,16 @@ class Lowering:
 
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op."""
-        return op.apply(operands)
+        return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
+
+    def _between_replicas(self, op: Op, operands: Sequence[Array]) -> Any:
+        """The results of an op that talks to other replicas."""
+        attributes = dict(op.attributes)
+        try:
+            group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
+            return op.apply(operands, attributes | {"group": group})
+        except PopxlError as problem:
+            raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""

@@ -8,9 +8,12 @@ it too. What a piece overwrites is donated to it. The other way, one program who
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -23,6 +26,7 @@ from popxl.nesting import Nested, done
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.options import SessionOptions
+from popxl.printing import summary
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor
@@ -37,6 +41,10 @@ Values = dict[Tensor, Array]
 
 SMALLEST = 16
 """A graph of fewer ops is not worth a dispatch of its own: it is part of the piece that calls it."""
+
+TOGETHER = 4
+"""Calls that are alike and follow each other are one piece, so many at a time: the more, the less often XLA has to wait
+for the end of one before it begins the next; the fewer, the less there is to compile."""
 
 REPEATED = 2000
 """A program is planned if XLA would otherwise compile this many ops that it has compiled already."""
@@ -142,11 +150,23 @@ class Piece(Step):
         ops: what is run.
         encoding: the ops, written down.
         donated: the storages that the ops overwrite, whose new value somebody needs, and that nobody else holds.
+        seconds: how long it took to compile it; 0, if something of the same structure had been compiled before.
     """
 
     ops: tuple[Op, ...] = ()
     encoding: Any = None
     donated: tuple[Tensor, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def form(self) -> Structure:
+        """The structure of the ops alone."""
+        return structure_of(tuple(self.encoding.code))
+
+    @property
+    def name(self) -> str:
+        """What is run, in a few words."""
+        return summary(self.ops)
 
     def found(self, target: Target) -> Structure:
         """What the piece is: its ops, what of them is donated and needed, and what they are compiled for."""
@@ -161,6 +181,7 @@ class Piece(Step):
         self.kept = tuple(t for t in self.reads if t not in self.donated)
         self.structure = self.found(target)
         if self.structure.executable is None:
+            start = perf_counter()
             lowering = Lowering(self.ops, target.options, replicas=target.replicas)
 
             def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
@@ -174,6 +195,7 @@ class Piece(Step):
             lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
             self.structure.text = lowered.as_text
             self.structure.executable = target.replicas.compile(lowered)
+            self.seconds = perf_counter() - start
 
     def _arguments(self, target: Target) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -197,8 +219,10 @@ class Piece(Step):
             {i: carried(c) for i, c in enumerate(self.channels)},
         )
 
-    def __call__(self, values: Values, channels: Channels) -> None:
-        made, positions = self.structure.executable(
+    def __call__(self, values: Values, channels: Channels, recorder: Any = None) -> None:
+        """Run the ops."""
+        executable = self.structure.executable
+        made, positions = (executable if recorder is None else partial(recorder, self.name, executable))(
             [values[t] for t in self.donated],
             [values[t] for t in self.kept],
             [channels.transfers(c) for c in self.feeds],
@@ -228,13 +252,13 @@ class Entry(Step):
             t: target.replicas.put(to_device(t.data, t.dtype)) for t in self.op.inputs if isinstance(t, Constant)
         }
 
-    def running(self, values: Values, channels: Channels) -> Nested[None]:
+    def running(self, values: Values, channels: Channels, recorder: Any) -> Nested[None]:
         """Carry out the call."""
         (graph,) = self.op.called_graphs
         given = [self._constants[t] if t in self._constants else values[t.origin] for t in self.op.inputs]
         inner = dict(zip(graph.inputs, given, strict=True))
         del given
-        yield self.inside.running(inner, channels)
+        yield self.inside.running(inner, channels, recorder)
         for t, result in zip(self.op.outputs, graph.outputs, strict=False):
             values[t] = inner[result.origin]
         for i in self.op.modified:
@@ -262,6 +286,7 @@ class Steps:
         self.owned = set(owned)
         self.steps: list[Piece | Entry] = list(self._cut(graph))
         self._find_last_uses(set(kept))
+        self.steps = list(self._grouped())
 
     def planned(self) -> Nested[Steps]:
         """These steps, with all that is inside of them."""
@@ -311,15 +336,46 @@ class Steps:
         return Piece(tuple(encoding.roots), tuple(made), ops=tuple(ops), encoding=encoding)
 
     def _find_last_uses(self, needed: set[Tensor]) -> None:
-        """What each step makes that somebody needs, and what nobody needs after it."""
+        """What each step makes, and what nobody needs after it.
+
+        Pieces of one structure all make what any of them has to, so that they are compiled once.
+        """
+        asked: dict[Structure, set[int]] = defaultdict(set)
         for step in reversed(self.steps):
-            unread = [t for t in step.makes if t not in needed]
-            if isinstance(step, Piece):  # an entry makes all results; they are freed at once
-                step.makes = tuple(t for t in step.makes if t in needed)
-                unread = []
-            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *unread) if t not in needed))
+            if isinstance(step, Piece):
+                asked[step.form].update(step.encoding.numbers[t] for t in step.makes if t in needed)
+            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
             needed -= set(step.makes) - set(step.reads)
             needed |= set(step.reads)
+        for step in self.steps:
+            if isinstance(step, Piece):  # an entry makes all results
+                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.form])
+                step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
+
+    def _grouped(self) -> Iterator[Piece | Entry]:
+        """The steps, with calls that are alike and follow each other taken together, some at a time.
+
+        All that the pieces make is made by the group too, needed or not, so that programs share it.
+        """
+
+        def form(step: Piece | Entry) -> Any:
+            if isinstance(step, Piece) and self._choice.is_piece(step.ops[0]):
+                return step.form
+            return id(step)  # like no other
+
+        for _, steps in groupby(self.steps, form):
+            alike = list(steps)
+            grouped = len(alike) // TOGETHER * TOGETHER if len(alike) >= 2 * TOGETHER else 0
+            for first in range(0, grouped, TOGETHER):
+                yield self._group(alike[first : first + TOGETHER])
+            yield from alike[grouped:]
+
+    def _group(self, pieces: Sequence[Any]) -> Piece:
+        """Pieces that follow each other, as one."""
+        piece = self._piece([op for piece in pieces for op in piece.ops])
+        piece.makes = tuple(dict.fromkeys(t for each in pieces for t in each.makes))
+        piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
+        return piece
 
     def _enter(self, step: Entry) -> Nested[None]:
         """Plan the graph of an entry. Two storages may hold one array afterwards: neither is then owned."""
@@ -354,29 +410,31 @@ class Steps:
             if isinstance(step, Entry):
                 waiting += reversed(step.inside.steps)
 
-    def running(self, values: Values, channels: Channels) -> Nested[None]:
+    def running(self, values: Values, channels: Channels, recorder: Any) -> Nested[None]:
         """Do the steps."""
         for step in self.steps:
             if isinstance(step, Piece):
-                step(values, channels)
+                step(values, channels, recorder)
             else:
-                yield step.running(values, channels)
+                yield step.running(values, channels, recorder)
 
-    def peak(self) -> Nested[int]:
-        """Bytes that are in use at most, besides what goes in: values between steps, and temporaries of a step."""
+    def curve(self, copies: int) -> Nested[list[tuple[Piece, int, int]]]:
+        """The pieces in order, each with bytes that are in use while it runs, besides what goes into the steps: of
+        values that were made before, and of what it makes and needs by itself. `copies` are there of each value."""
         alive: dict[Tensor, int] = {}
-        peak = 0
+        curve: list[tuple[Piece, int, int]] = []
         for step in self.steps:
-            made = {t: t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
+            held = sum(alive.values())
+            made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
             if isinstance(step, Piece):
-                inside = step.structure.executable.memory_analysis().temp_size_in_bytes
-            else:
-                inside = yield step.inside.peak()
+                needed = step.structure.executable.memory_analysis().temp_size_in_bytes
+                curve.append((step, held, sum(made.values()) + needed))
+            else:  # what an entry makes, its steps make
+                curve += [(piece, held + before, inside) for piece, before, inside in (yield step.inside.curve(copies))]
             alive |= made
-            peak = max(peak, sum(alive.values()) + inside)
             for t in step.frees:
                 alive.pop(t, None)
-        return peak
+        return curve
 
 
 class Plan:
@@ -412,6 +470,7 @@ class Plan:
         self._channels = channels
         self._begin = begin
         self._end = end
+        self._copies = target.replicas.per_device
         self._steps: Steps = done(Steps(main, choice, changed, changed).planned())
         known = set(self._variables)
         for step in self._steps.steps:
@@ -422,18 +481,24 @@ class Plan:
         for step in self._steps.all():
             step.compile(target)
 
-    def __call__(self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
+    def __call__(
+        self, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], recorder: Any = None
+    ) -> Any:
+        """Run the program. A recorder calls the executables in place of the plan: `(name, executable, *arguments)`."""
+        begin, end = self._begin, self._end
+        if recorder is not None:
+            begin, end = partial(recorder, "feeds", begin), partial(recorder, "fetches", end)
         count = len(self._changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         streams = (c for c in self._channels if isinstance(c, HostToDeviceStream))
         given: dict[Channel, Array] = dict(zip(streams, feeds, strict=True))
-        started = zip(self._channels, self._begin(feeds), strict=True)
+        started = zip(self._channels, begin(feeds), strict=True)
         channels = Channels({c: (given[c] if array is None else array, position) for c, (array, position) in started})
         for buffer, slots in zip(self._buffers, changing[count:], strict=True):
             channels.set_slots(buffer, slots)
-        done(self._steps.running(values, channels))
+        done(self._steps.running(values, channels, recorder))
         changed = (*(values[v] for v in self._changed), *map(channels.slots, self._buffers))
-        return changed, self._end(channels.results())
+        return changed, end(channels.results())
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -449,6 +514,11 @@ class Plan:
         """What was compiled, each piece once."""
         return "\n".join(structure.text() for structure in self.structures)
 
+    def curve(self) -> list[tuple[Piece, int, int]]:
+        """The pieces in order, each with the bytes that are in use on a device while it runs, besides the variables and
+        the feeds: of values that were made before, and of what it makes and needs by itself."""
+        return done(self._steps.curve(self._copies))
+
     def temporaries(self) -> int:
         """Bytes that one run needs at most, besides the variables and the feeds."""
-        return done(self._steps.peak())
+        return max((held + inside for _, held, inside in self.curve()), default=0)

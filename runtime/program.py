@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-import runtime.collectives  # noqa: F401
 from popxl.aliasing import reachable, storages, written_tensors
 from popxl.dtypes import dtype
 from popxl.errors import ApplicationRuntimeError, PopxlError, PopxlRuntimeError
@@ -28,9 +30,10 @@ from runtime.cache import compiling, compiling_afresh
 from runtime.devices import Device
 from runtime.effects import FAILURE, Channels, Failure, channels_of, prints, transfers_of
 from runtime.lower import Lowering, room_to_recurse
-from runtime.plan import Choice, Piece, Plan, Steps, Target
-from runtime.replicas import Replicas
+from runtime.plan import REPEATED, Choice, Piece, Plan, Steps, Target
+from runtime.replicas import DividedReplicas, Replicas
 from runtime.structure import Structure, forget
+from runtime.timeline import Recorder, Timeline
 
 Array = Any
 
@@ -64,8 +67,11 @@ class Program:
         replicas: those that run it. On the device, arrays have a leading dimension for them, if there are several.
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
         variables: those that the program uses.
+        stored_to: the remote buffers that the program changes.
         counts: how many transfers of each stream one run makes.
         calls: how called graphs are compiled: see the option `calledGraphs`.
+        reason: why so, in a sentence.
+        seconds: how long it took to make the executable.
         executable: what runs the program: a JAX executable, or a `runtime.plan.Plan`.
         is_loaded: whether the variables are on the device.
         values_of_all: the values on all replicas of the variables that are read from all, as they were when they were
@@ -75,7 +81,8 @@ class Program:
     def __init__(self, ir: Ir, device: Device, ready: Ready | None = None, afresh: bool = False) -> None:
         main = ir.main_graph
         self.device = device
-        self.replicas = Replicas(ir.instance_replication_factor, device.jax_devices)
+        self.replicas = Replicas.of(ir.instance_replication_factor, device.jax_devices)
+        self._divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         self.transfers = ir.num_host_transfers
         channels = channels_of(main)
         self._buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
@@ -92,7 +99,7 @@ class Program:
         self._changed = tuple(t for t in self._held if t in written)
         self._read = tuple(t for t in self._held if t not in written)
         self._in_buffers = {b: remote.variables_in(b, main.variables) for b in self._buffers}
-        self._stored_to = remote.stored_to(main)
+        self.stored_to = remote.stored_to(main)
         self._slots = remote.sharding(self.replicas, ir.options)
         for v in main.variables:
             if v in used and v.location_info.isRemote():
@@ -115,9 +122,14 @@ class Program:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
         self.calls = ir.options.calledGraphs if ready is None else ready.calls
+        self.reason = f"`ir.options.calledGraphs` is {self.calls!r}." if ready is None else "It was so in the file."
         choice = Choice(main) if self.calls == "auto" else Choice(main, smallest=1)
         if self.calls == "auto":
             self.calls = "dispatched" if choice.is_worth_it() else "kept"
+            self.reason = (
+                f"As one program, XLA would compile {choice.repeated} ops that it has compiled already; a plan pays "
+                f"from {REPEATED} on."
+            )
         # A variable that no replica changes, and that all share, is there once; a plan knows only one kind of arrays.
         alone = [
             t
@@ -125,11 +137,14 @@ class Program:
             if t is self._held[t] and t.replica_grouping.num_groups == 1 and self.calls != "dispatched"
         ]
         self._shared = frozenset(alone if self.replicas.count > 1 else ())
+        start = perf_counter()
         with self._precision(), room_to_recurse(main), self._compiling(ir, ready, afresh) as self._taken:
             known = None if ready is None else ready.executables
             self.executable = self._plan(choice, known) if self.calls == "dispatched" else self._one_program(known)
         if self._taken and isinstance(self.executable, Plan):
             _taken.update(self.executable.structures)
+        self.seconds = perf_counter() - start
+        self._call = self.executable
 
     # The function ---------------------------------------------------------------------------------------------------
 
@@ -272,11 +287,25 @@ class Program:
         stored, checks = fetches[: len(self.outputs)], fetches[len(self.outputs) :]
         if self.replicas.count > 1:
             stored = [jnp.moveaxis(fetch, 0, 1) for fetch in stored]
-        return (*(fetch.reshape(self.host_shape(s)) for s, fetch in zip(self.outputs, stored, strict=True)), *checks)
+        return (*(fetch.reshape(self._shape_of_all(s)) for s, fetch in zip(self.outputs, stored, strict=True)), *checks)
+
+    @property
+    def _axis(self) -> int:
+        """The dimension of host arrays that counts the replicas."""
+        return 1 if self.transfers > 1 else 0
+
+    @property
+    def feed_sharding(self) -> Any:
+        """Where JAX arrays that are fed have to be: those of the replicas of this process."""
+        if self._divided is not None:
+            return SingleDeviceSharding(self._divided.device)
+        return self.replicas.sharding(self._axis)
 
     def _feeds(self) -> tuple[Any, ...]:
-        sharding = self.replicas.sharding(1 if self.transfers > 1 else 0)
-        return tuple(jax.ShapeDtypeStruct(self.host_shape(s), s.dtype.as_jax(), sharding=sharding) for s in self.inputs)
+        sharding = self.replicas.sharding(self._axis)
+        return tuple(
+            jax.ShapeDtypeStruct(self._shape_of_all(s), s.dtype.as_jax(), sharding=sharding) for s in self.inputs
+        )
 
     def _of_variable(self, t: Tensor) -> Any:
         if t in self._shared:
@@ -294,20 +323,54 @@ class Program:
         return jax.enable_x64(True) if self._wide else contextlib.nullcontext()
 
     def host_shape(self, stream: Stream) -> tuple[int, ...]:
-        """Shape of the host array of a stream: all transfers of all replicas; dimensions for what there are several."""
+        """Shape of the host array of a stream: all transfers of all replicas of this process; dimensions for what
+        there are several."""
         return self.leading_dimensions + stream.shape
+
+    def _shape_of_all(self, stream: Stream) -> tuple[int, ...]:
+        """The same, for the replicas of all processes."""
+        return tuple(count for count in (self.transfers, self.replicas.count) if count > 1) + stream.shape
 
     @property
     def leading_dimensions(self) -> tuple[int, ...]:
         """The dimensions that host arrays have before those of the stream."""
-        return tuple(count for count in (self.transfers, self.replicas.count) if count > 1)
+        return tuple(count for count in (self.transfers, self.replicas.local_count) if count > 1)
+
+    def held(self) -> dict[Variable, tuple[int, bool]]:
+        """The variables that the program keeps on its device: the bytes of each on one device, and whether the program
+        changes it."""
+        copies = {t: 1 if t in self._shared else self.replicas.per_device for t in self._held}
+        return {v: (copies[t] * t.nelms * t.dtype.itemsize, t in self._changed) for t, v in self._held.items()}
+
+    def buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
+        """The remote buffers that the program uses: the bytes of each for one device, and whether they are on the
+        host."""
+        on_host = self._slots.memory_kind == remote.HOST
+        copies = self.replicas.per_device
+        return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self._buffers}
 
     # Running --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Timeline]:
+        """Note, while the block lasts, when what runs on which device. It is all there at the end of the block."""
+        timeline = Timeline()
+        recorder, before = Recorder(timeline), self._call
+        if isinstance(self.executable, Plan):
+            self._call = partial(self.executable, recorder=recorder)
+        else:
+            self._call = partial(recorder, "the program", self.executable)
+        try:
+            yield timeline
+        finally:
+            self._call = before
+            recorder.finish()
 
     def upload(self) -> None:
         """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
         slots = [None] * len(self._buffers) if self._changing is None else self._changing[len(self._changed) :]
         buffers = zip(self._in_buffers.items(), slots, strict=True)
+        self.replicas.meet("Session.weights_from_host")
         with self._precision():
             self._changing = (
                 *(self._put(t) for t in self._changed),
@@ -323,21 +386,24 @@ class Program:
         v = self._held[t]
         array = to_device(np.array(v.data), v.dtype)
         if t in self._shared:
-            return jax.device_put(array, self.replicas.sharding(None))
+            return self.replicas.place(array, self.replicas.sharding(None))
         if v.replica_grouping.num_groups == 1 and t is v:
             return self.replicas.put(array)
         parts = parts_of(v).of(array)
-        return jax.device_put(parts.reshape(self.replicas.count, *t.shape), self.replicas.sharding())
+        return self.replicas.place(parts.reshape(self.replicas.count, *t.shape), self.replicas.sharding())
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""
         count = len(self._changed)
-        for t, value in zip(self._changed, self._state()[:count], strict=True):
-            self._take(self._held[t], np.asarray(value))
-        for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
-            if vs and buffer in self._stored_to:
-                for v, array in remote.parts_in(buffer, vs, slots).items():
-                    self._take(v, array)
+        if self._changed or self.stored_to:
+            self.replicas.meet("Session.weights_to_host")
+        with self._precision():
+            for t, value in zip(self._changed, self._state()[:count], strict=True):
+                self._take(self._held[t], self.replicas.fetched(value))
+            for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
+                if vs and buffer in self.stored_to:
+                    for v, array in remote.parts_in(buffer, vs, self.replicas.fetched(slots)).items():
+                        self._take(v, array)
 
     def _take(self, v: Variable, array: np.ndarray) -> None:
         """Make what the replicas hold of a variable its host copy. Elements that they have no room for stay."""
@@ -365,16 +431,22 @@ class Program:
                 made of them.
         """
         state = self._state()
+        if self._divided is not None:
+            shapes = map(self._shape_of_all, self.inputs)
+            feeds = tuple(self._divided.joined(*feed, self._axis) for feed in zip(feeds, shapes, strict=True))
         try:
             if self._wide:
                 with self._precision():
-                    self._changing, fetches = self.executable(state, self._constant, feeds)
+                    self._changing, fetches = self._call(state, self._constant, feeds)
             else:
-                self._changing, fetches = self.executable(state, self._constant, feeds)
+                self._changing, fetches = self._call(state, self._constant, feeds)
         except BaseException:
             if any(value.is_deleted() for value in state):
                 self._changing = None
             raise
+        if self._divided is not None:
+            checks = ((self._divided.local_count, *FAILURE.shape),) * self._checks
+            fetches = tuple(map(self._divided.own, fetches, (*map(self.host_shape, self.outputs), *checks)))
         if self._prints:
             jax.effects_barrier()
         if self._checks:

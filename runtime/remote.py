@@ -144,14 +144,14 @@ def filled(
     if len({v.location_info.entry for v in variables}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
     shape, dtype = (replicas.count, buffer.entries, *buffer.tensor_shape), buffer.tensor_dtype.as_jax()
-    slots = np.zeros(shape, dtype) if before is None else np.array(before).reshape(shape)
+    slots = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before)).reshape(shape)
     for v in variables:
         parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
         slots[:, v.location_info.entry] = parts.astype(dtype).reshape(replicas.count, *buffer.tensor_shape)
-    return jax.device_put(slots.reshape(replicas.shape(shape[1:])), where)
+    return replicas.place(slots.reshape(replicas.shape(shape[1:])), where)
 
 
-def parts_in(buffer: RemoteBuffer, variables: Iterable[Variable], slots: Array) -> dict[Variable, np.ndarray]:
+def parts_in(buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray) -> dict[Variable, np.ndarray]:
     """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
-    fetched = np.asarray(slots).reshape(-1, buffer.entries, buffer.slot_nelms)
+    fetched = slots.reshape(-1, buffer.entries, buffer.slot_nelms)
     return {v: fetched[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}

@@ -3,17 +3,23 @@
 A program is written for one replica. `Replicas.spread` makes a function of all of them out of a function of one: every
 array gains a leading dimension, one element for each replica. With a device for each replica that is `jax.shard_map`
 over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
+
+The mesh may be of the devices of several processes, each of which drives its own share of the replicas; then no process
+has the arrays of all of them: `DividedReplicas`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from runtime import processes
 
 Array = Any
 
@@ -21,12 +27,12 @@ AXIS = "replicas"
 """Name of the axis, for `jax.lax` collectives inside of a spread function."""
 
 
-_SAFE: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+_SAFE: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
 @cache
 def _cpu_options() -> dict[str, str | bool] | None:
-    """Options for XLA on CPUs: of YNNPACK's fusions only products, as some of reductions compute something else.
+    """Options for XLA on CPUs: YNNPACK is given single products only, as some of its fusions compute something else.
 
     (Products summed along the last axis of three, twice in one expression, are off by their own size with jaxlib
     0.10.2.) A jaxlib that does not have the option does not have the fusions.
@@ -50,17 +56,31 @@ class Replicas:
     Attributes:
         mesh: the devices along the axis; `None` if they all run on one device. Only on a mesh do JAX's collectives take
             groups of the axis (`axis_index_groups`).
+        local_count: how many of them this process drives.
+        device: the first device of this process.
     """
+
+    @staticmethod
+    def of(count: int, devices: Sequence[Any]) -> Replicas:
+        """So many replicas of one process on its devices; or, if there are devices of several, those of all."""
+        divided = devices[0].process_index != devices[-1].process_index
+        return DividedReplicas(len(devices), devices) if divided else Replicas(count, devices)
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
         self.mesh = Mesh(np.asarray(devices[:count]), (AXIS,)) if 1 < count <= len(devices) else None
-        self._device = devices[0]
+        self.local_count = count
+        self.device = devices[0]
 
     def __str__(self) -> str:
         if self.count == 1:
             return "one replica"
         return f"{self.count} replicas on {'as many devices' if self.mesh is not None else 'one device'}"
+
+    @property
+    def per_device(self) -> int:
+        """How many replicas a device runs, and how many arrays it has for each of the program's."""
+        return self.count if self.mesh is None else 1
 
     def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """A function of arrays, as one of the arrays of all replicas.
@@ -97,13 +117,13 @@ class Replicas:
 
     def compile(self, lowered: Any) -> Any:
         """What XLA makes of a lowered function for the devices of the replicas."""
-        platform = jax.default_backend() if self._device is None else self._device.platform
+        platform = jax.default_backend() if self.device is None else self.device.platform
         return lowered.compile(compiler_options=_cpu_options() if platform == "cpu" else None)
 
     def sharding(self, axis: int | None = 0) -> Any:
         """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""
         if self.mesh is None:
-            return SingleDeviceSharding(self._device)
+            return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,6 +134,85 @@ class Replicas:
         """The array of all replicas, for lowering, where each replica has an array of this shape."""
         return jax.ShapeDtypeStruct(self.shape(shape), dtype, sharding=self.sharding())
 
+    # Arrays of the host ---------------------------------------------------------------------------------------------
+
     def put(self, array: Array) -> Array:
         """The array of all replicas, where each replica has this one."""
-        return jax.device_put(np.broadcast_to(array, self.shape(array.shape)), self.sharding())
+        return self.place(np.broadcast_to(array, self.shape(array.shape)), self.sharding())
+
+    def place(self, array: np.ndarray, sharding: Any) -> Array:
+        """An array of all replicas, from the host."""
+        return jax.device_put(array, sharding)
+
+    def fetched(self, array: Array) -> np.ndarray:
+        """An array of all replicas, whose first dimension counts them, on the host."""
+        return np.asarray(array)
+
+    def meet(self, place: str) -> None:
+        """Wait until all processes that drive replicas are at this place."""
+
+
+class DividedReplicas(Replicas):
+    """Replicas that several processes drive, on a device each.
+
+    Args:
+        count: how many there are.
+        devices: the devices of all processes, in the order of the replicas.
+    """
+
+    def __init__(self, count: int, devices: Sequence[Any]) -> None:
+        super().__init__(count, devices)
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        self.local_count = len(own)
+        self.device = own[0]
+        self._own = Mesh(np.asarray(own), (AXIS,))
+
+    def __str__(self) -> str:
+        return f"{self.count} replicas on as many devices, {self.local_count} of them of this process"
+
+    def place(self, array: np.ndarray, sharding: Any) -> Array:
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    def fetched(self, array: Array) -> np.ndarray:
+        """An array of all replicas, on the host of every process; all of them have to ask for it.
+
+        It goes piece by piece, as meanwhile each device has what those of all other replicas have.
+        """
+        size, everywhere = int(np.prod(array.shape[1:], dtype=np.int64)), self.sharding(None)
+        step = max(1, min(size, _PIECE // (self.count * array.dtype.itemsize)))
+        whole = np.empty((self.count, size), array.dtype)
+        for start in (min(first, size - step) for first in range(0, size, step)):
+            whole[:, start : start + step] = _piece(array, start, step, everywhere).addressable_data(0)
+        return whole.reshape(array.shape)
+
+    def meet(self, place: str) -> None:
+        processes.meet(place)
+
+    def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
+        """The array of all replicas, of which this process has those of its own.
+
+        Args:
+            array: what this process has, with or without a dimension for a single replica.
+            shape: the shape of the array of all replicas.
+            axis: the dimension that counts the replicas.
+        """
+        own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])
+        return jax.make_array_from_process_local_data(self.sharding(axis), own, shape)
+
+    def own(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """What this process has of an array of all replicas, in the shape that it has there."""
+        shards = [shard.data for shard in array.addressable_shards]
+        if self.local_count == 1:
+            return shards[0].reshape(shape)
+        sharding = NamedSharding(self._own, array.sharding.spec)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+_PIECE = 1 << 26  # bytes
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _piece(array: Array, start: int, length: int, sharding: Any) -> Array:
+    """Some elements of what each replica has, placed as a sharding says."""
+    rows = array.reshape(len(array), -1)
+    return lax.with_sharding_constraint(lax.dynamic_slice_in_dim(rows, start, length, 1), sharding)

@@ -90,6 +90,11 @@ def target_of(device: Device) -> Target:
 
 def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     """Write a compiled program to a file; see `Session.save`."""
+    if program.replicas.local_count < program.replicas.count:
+        raise PopxlError(
+            "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
+            "kept. Save its Ir, with `ir.save`."
+        )
     if not program.is_fresh:
         program = Program(ir, program.device, afresh=True)
     parts: dict[str, bytes] = {}

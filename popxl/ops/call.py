@@ -155,13 +155,15 @@ def results_of(*inputs: Tensor, graph: Graph, **attributes: Any) -> list[TensorS
 
 
 def check_fit(graph: Graph, inputs: Iterable[Tensor], graph_inputs: Iterable[Tensor]) -> None:
-    """`PopxlError` if a tensor does not look like the graph input that it is bound to."""
-    for given, wanted in zip(inputs, graph_inputs, strict=True):
-        if given.spec.to_tuple() != wanted.spec.to_tuple():
-            raise PopxlError(
-                f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {given.id!r}, which is bound "
-                f"to it, is {_described(given)}. Nothing is broadcast or converted at a call."
-            )
+    """`PopxlError` that lists the tensors that do not look like the graph inputs that they are bound to."""
+    unfit = [
+        f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {given.id!r}, which is bound to it, "
+        f"is {_described(given)}"
+        for given, wanted in zip(inputs, graph_inputs, strict=True)
+        if given.spec.to_tuple() != wanted.spec.to_tuple()
+    ]
+    if unfit:
+        raise PopxlError(f"{'; '.join(unfit)}. Nothing is broadcast or converted at a call.")
 
 
 def _described(t: Tensor) -> str:

@@ -1,7 +1,8 @@
-"""Editing graphs: another order of the same ops, other ops for the same results; all of it or nothing."""
+"""Editing graphs: another order of ops, other ops for the same results, ops in another graph; all of it or nothing."""
 
 import functools
 
+import numpy as np
 import pytest
 
 import popxl
@@ -297,3 +298,119 @@ def test_an_edited_program_is_saved_and_loaded_in_its_order(ir, tmp_path, progra
     ir.save(tmp_path / "program")
     loaded = popxl.Ir.load(tmp_path / "program")
     assert loaded.main_graph.print_schedule() == ir.main_graph.print_schedule()
+
+
+# move -----------------------------------------------------------------------------------------------------------------
+
+
+def test_move(ir, run, program):
+    """Two ops go; a call of their graph makes what they made."""
+    main, (a, b, c, d) = ir.main_graph, program.values()
+    part = ir.create_empty_graph("part")
+    x, y = a.inputs[0], c.outputs[0]
+    main.move([c, b], part, {a.outputs[0]: part.add_input(x.spec, "a")})
+    part.add_output(y)
+    assert (main.ops, part.ops, b.graph, y.graph, y.producer) == ([a, d], [b, c], part, part, c)
+    assert y not in main.tensors and y.id == "part_subgraph(0)/exp_out" and part.get_tensor(y.id) is y
+    assert str(part).splitlines()[1:] == [
+        "    mul_out: f32[2] = Mul(a, a)",
+        "    exp_out: f32[2] = Exp(mul_out)",
+        "    return exp_out",
+    ]
+    with main:
+        (result,) = ops.call(part, a.outputs[0])
+        with pytest.raises(ValueError, match="part"):
+            ops.sin(y)
+    np.testing.assert_allclose(run(ir, result)[0], np.exp([4.0, 16.0]), rtol=1e-6)
+
+
+def test_a_moved_tensor_gets_a_free_name(ir, program):
+    part = ir.create_empty_graph("part")
+    twin = part.add_input(popxl.TensorSpec((2,), F32), "sin_out")
+    d = program["d"]
+    ir.main_graph.move([d], part, {d.inputs[0]: twin})
+    assert d.outputs[0].name.startswith("sin_out__t") and {*part.tensors} == {twin, d.outputs[0]}
+
+
+def test_moved_ops_keep_calls_and_aliases(ir, run):
+    graph = ir.create_graph(lambda x: ops.exp(x), popxl.TensorSpec((), F32))
+    with ir.main_graph as main:
+        x = popxl.variable(1.0)
+        call = ops.call_with_info(graph, x)
+        changed = ops.add_(call.outputs[0], x)
+        again = ops.scaled_add_(changed, x, b=-2.0)
+    part = ir.create_empty_graph("part")
+    inner = part.add_input(x.spec, "x")
+    main.move(main.ops, part, {x: inner})
+    assert main.ops == [] and graph.call_sites == [call.op] and call.inputs == (inner,)
+    assert again.origin is call.outputs[0] and main.called_graphs == () and part.called_graphs == (graph,)
+    part.add_output(call.outputs[0])
+    with main:
+        (result,) = ops.call(part, x)
+    np.testing.assert_allclose(run(ir, result)[0], np.e - 1, rtol=1e-6)
+
+
+def test_sequences_hold_after_a_move(ir):
+    """Each graph keeps the order that it had by way of ops of the other, also for ops created later."""
+    part = ir.create_empty_graph("part")
+    with ir.main_graph as main:
+        x = popxl.variable(1.0)
+        with popxl.in_sequence():
+            first, goes, second, goes_too = (f(x).producer for f in (ops.exp, ops.sin, ops.cos, ops.tanh))
+            main.move([goes, goes_too], part, {x: part.add_input(x.spec, "x")})
+            last = ops.abs(x).producer
+    assert (first.after, second.after, last.after) == ((), (first.id,), (second.id,))
+    assert (goes.after, goes_too.after) == ((), (goes.id,))
+
+
+def bad_moves(ir, program):
+    """What is moved, where to, and what is given in place of `x`; by what is wrong."""
+    main, part = ir.main_graph, ir.create_empty_graph("part")
+    a, _, _, d = program.values()
+    x, twin = d.inputs[0], part.add_input(popxl.TensorSpec((2,), F32), "x")
+    called = ir.create_graph(lambda t: ops.exp(t), twin)
+    with main:
+        ops.call(called, x)
+    of_another = ir.create_empty_graph().add_input(x.spec)
+    elsewhere = popxl.Ir().main_graph
+    return {
+        "nothing is given": ([d], part, {}, "`given` has to say"),
+        "a tensor of another graph is given": ([d], part, {x: of_another}, "`given` has to say"),
+        "another shape is given": ([d], part, {x: part.add_input(popxl.TensorSpec((), F32))}, "`given` has to say"),
+        "a result is needed": ([a], part, {x: twin}, "stays in the main graph and needs"),
+        "not of the graph": ([d, called.ops[0]], part, {x: twin}, "are not ops of the main graph"),
+        "a graph that is called": ([d], called, {x: called.inputs[0]}, "one that nothing calls"),
+        "the same graph": ([d], main, {x: x}, "another graph of the same Ir"),
+        "of another Ir": ([d], elsewhere, {x: twin}, "another graph of the same Ir"),
+    }
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "nothing is given",
+        "a tensor of another graph is given",
+        "another shape is given",
+        "a result is needed",
+        "not of the graph",
+        "a graph that is called",
+        "the same graph",
+        "of another Ir",
+    ],
+)
+def test_a_move_that_cannot_be(ir, program, mistake):
+    moved, into, given, message = bad_moves(ir, program)[mistake]
+    before = state(ir)
+    with pytest.raises(PopxlError, match=message):
+        ir.main_graph.move(moved, into, given)
+    assert state(ir) == before
+
+
+def test_an_output_stays(ir):
+    graph = ir.create_graph(lambda x: ops.exp(x), popxl.TensorSpec((), F32))
+    part = ir.create_empty_graph()
+    given = {graph.inputs[0]: part.add_input(graph.inputs[0].spec)}
+    before = state(ir)
+    with pytest.raises(PopxlError, match=r"are outputs of graph .*; they have to stay"):
+        graph.move(graph.ops, part, given)
+    assert state(ir) == before

@@ -279,7 +279,7 @@ def test_the_session_chooses(count: int, way: str) -> None:
 
 def test_memory_is_known_and_small() -> None:
     """Values are freed when nobody needs them: many calls in a row need no more than a few."""
-    few, many = (session_of(deep(count), "dispatched").program.temporaries() for count in (3, 60))
+    few, many = (session_of(deep(count), "dispatched").program.temporaries() for count in (12, 60))
     assert few == many
     assert many < 10 * X.nbytes
 

@@ -97,6 +97,19 @@ def test_a_buffer_outlives_its_ir():
     assert hash(b) == hash(b) and b == b and "3 x f32[3]" in repr(b)
 
 
+def test_what_fails_takes_its_buffers_along(main):
+    """And leaves those that it has made longer as they were."""
+    ir, kept = main.ir, popxl.remote_buffer((3,), F32, entries=2)
+    with pytest.raises(KeyError), ir.undone_on_failure():
+        popxl.remote_buffer((5,), F32)
+        kept.entries = 7
+        raise KeyError
+    assert ir.remote_buffers == [kept] and kept.entries == 2
+    with ir.undone_on_failure():
+        kept.entries = 7
+    assert kept.entries == 7 and popxl.remote_buffer((5,), F32).remote_buffer_id == 2
+
+
 def test_matching():
     with popxl.Ir().main_graph:
         b = popxl.remote_buffer((3,), F32)

@@ -86,6 +86,20 @@ def test_shapes_of_host_arrays(device: Any, way: str, transfers: int, shape: tup
             session.run({into: np.zeros((*full[:-1], 7), np.float32)})
 
 
+@pytest.mark.parametrize("transfers", [1, 2])
+def test_jax_arrays_are_fed(device: Any, transfers: int) -> None:
+    """From wherever they are to where the replicas are."""
+    ir = popxl.Ir(replication=2)
+    ir.num_host_transfers = transfers
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream((3,), popxl.float32), popxl.d2h_stream((3,), popxl.float32)
+        for _ in range(transfers):
+            ops.host_store(out, ops.host_load(into) * 2)
+    with session_of(ir, device) as session:
+        data = np.arange(6 * transfers, dtype=np.float32).reshape(session.host_shape((3,)))
+        np.testing.assert_array_equal(session.run({into: jax.numpy.asarray(data)})[out], data * 2)
+
+
 def test_training_in_parallel(device: Any, way: str) -> None:
     """Each replica trains on data of its own; without anything that joins them they go apart."""
 

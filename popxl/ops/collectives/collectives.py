@@ -15,7 +15,7 @@ from popxl.context import get_current_context
 from popxl.ops.precision import widened
 from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "to_collective_op"]
+__all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "members", "to_collective_op"]
 
 Array = Any
 CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square_add"]
@@ -81,7 +81,24 @@ def to_collective_op(op: str) -> Callable[[Sequence[Array]], Array]:
 
 
 def members(name: str, group: ReplicaGrouping | None) -> dict[str, Any]:
-    """A group argument as attributes of an op: how far apart the members of a group are, and how many there are."""
+    """A group argument as attributes of an op: how far apart the members of a group are, and how many there are.
+
+    Args:
+        name: the function that was called, for errors.
+        group: which replicas talk to each other; `None` for all of them.
+
+    Returns:
+        The attributes `stride` and `group_size`, of which an op that is declared with `between_replicas` makes a group.
+
+    Raises:
+        TypeError: if `group` is no grouping.
+        ValueError: if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    Example:
+        >>> members("sum", ir.replica_grouping(stride=2, group_size=2))
+        {'stride': 2, 'group_size': 2}
+    """
     count = get_current_context().ir.replication_factor
     if group is None:
         return {"stride": 1, "group_size": count}

@@ -1,7 +1,7 @@
 """Collectives between replicas: reductions, gathers, and slices that differ from replica to replica.
 
 The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
-the front and back by ordinary ops. What they mean needs the machine and is in `runtime.collectives`. A gather and a
+the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.collectives`. A gather and a
 slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
 """
 
@@ -9,51 +9,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
+from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.shape import flatten, reshape, transpose
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.shapes import integer, like_first, one_axis
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor
 
+Array = Any
 OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
-
-
-def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
-    raise PopxlError("this op talks to other replicas, and is carried out by a Session only.")
-
-
-def chunk_size(count: int, group_size: int) -> int:
-    """How many elements each member of a group has of so many; the last members may have padding."""
-    return -(-count // group_size)
 
 
 # Reductions ---------------------------------------------------------------------------------------------------------
 
+
+def _all_reduce(t: Array, *, op: str, group: Group) -> Array:
+    return group.combined(t, op)
+
+
+def _reduce_scatter(t: Array, *, op: str, sharded: bool, group: Group) -> Array:
+    return group.combined_chunk(t, op)
+
+
 all_reduce_kind = OpKind(
     "ReplicatedAllReduce",
-    _by_the_machine,
+    _all_reduce,
     shape=like_first,
     gradient=REFUSED,
     result="{t}_all_reduce",
-    operands=("t",),
+    between_replicas=True,
 )
 all_reduce_inplace_kind = all_reduce_kind.inplace("ReplicatedAllReduceInplace", "{t}_all_reduce")
 reduce_scatter_kind = OpKind(
     "ReplicatedReduceScatter",
-    _by_the_machine,
+    _reduce_scatter,
     shape=lambda t, *, op, stride, group_size, sharded: TensorSpec(
         (chunk_size(math.prod(t.shape), group_size),), t.dtype, t.shape if sharded else ()
     ),
     gradient=REFUSED,
     result="{t}_reduce_scattered",
-    operands=("t",),
+    between_replicas=True,
 )
 
 
@@ -136,6 +140,30 @@ def replicated_reduce_scatter(
 # Gathers and slices -------------------------------------------------------------------------------------------------
 
 
+def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
+    """The values of all members, one after the other, as far as the shape goes."""
+    joined = group.members(_as_bytes(t)).reshape(-1)
+    return _as(t.dtype, joined[: math.prod(shape)].reshape(shape))
+
+
+def _own_chunk(t: Array, *, chunk: int, group: Group) -> Array:
+    """The own chunk of the own value."""
+    return _as(t.dtype, group.chunk(_as_bytes(t), chunk))
+
+
+def _as_bytes(t: Array) -> Array:
+    """Float8 as bytes, which nothing converts or rounds on the way; other arrays as they are."""
+    return lax.bitcast_convert_type(t, jnp.uint8) if _is_float8(t.dtype) else t
+
+
+def _as(dtype: Any, t: Array) -> Array:
+    return lax.bitcast_convert_type(t, dtype) if _is_float8(dtype) else t
+
+
+def _is_float8(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+
+
 def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -> TensorSpec:
     there, wanted = group_size * math.prod(t.shape), math.prod(shape)
     if there < wanted:
@@ -159,11 +187,11 @@ def _put_together(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -
 
 all_gather_kind: OpKind = OpKind(
     "ReplicatedAllGather",
-    _by_the_machine,
+    _all_gather,
     shape=_gathered,
     gradient={"t": _own_part},
     result="{t}_all_gathered",
-    operands=("t",),
+    between_replicas=True,
 )
 
 
@@ -171,11 +199,11 @@ def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
     """Declare an op that keeps, of each replica's own `t`, the chunk that the replica is in charge of."""
     return OpKind(
         "ReplicatedReduceScatter",
-        _by_the_machine,
+        _own_chunk,
         shape=shape,
         gradient={"t": _put_together},
         result=result,
-        operands=("t",),
+        between_replicas=True,
         key=key,
     )
 

@@ -28,23 +28,26 @@ def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
     return like_first(t)
 
 
-def _accumulator(name: str, formula: Callable[..., Any], **settings: Any) -> OpKind:
-    """Declare an op that overwrites `t` with `formula(t, X, f)`."""
+def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **settings: Any) -> OpKind:
+    """Declare an op that overwrites `t` with `formula(t, X, f)`, where `X` may be cast to the dtype of `t` first."""
 
     def lowering(t: Any, X: Any, f: Any = None) -> Any:
         exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)
         dtype = t.dtype if exact else wide_dtype(t)
-        return formula(t.astype(dtype), X.astype(dtype), number(f, dtype))
+        given = X.astype(t.dtype) if casts else X
+        return formula(t.astype(dtype), given.astype(dtype), number(f, dtype))
 
     settings |= {"key": name, "shape": _accumulated, "modifies": ("t",), "gradient": None}
     return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
 _accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
-_square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X))
+_square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True)
 _mean = _accumulator("accumulate_mean", lambda t, X, step: (step * t + X) / (step + 1), operands=("t", "X", "step"))
-_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X))
-_average_square = _accumulator("accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X))
+_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)
+_average_square = _accumulator(
+    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True
+)
 
 
 def _scalable(t: Any, f: Any = 1.0) -> TensorSpec:
@@ -90,7 +93,7 @@ def accumulate_(t: Tensor, X: Tensor, f: float | Tensor | None = None) -> Tensor
 def accumulate_square_(t: Tensor, X: Tensor, f: float | Tensor = 1.0) -> Tensor:
     """Add `f` times the square of `X` to `t`, in place: t ← t + f X².
 
-    Arguments, result and errors are those of `accumulate_`.
+    Arguments, result and errors are those of `accumulate_`, but `X` is cast to the dtype of `t` first.
 
     Example:
         >>> ops.var_updates.accumulate_square_(sum_of_squares, gradient)
@@ -127,7 +130,7 @@ def accumulate_moving_average_(t: Tensor, X: Tensor, f: float | Tensor) -> Tenso
 
     Args:
         t: the accumulator.
-        X: the next value: of the shape of `t`; its dtype may differ.
+        X: the next value: of the shape of `t`; its dtype may differ, and it is cast to that of `t` first.
         f: how much stays: a number, or a tensor of one element that is read when the op runs.
 
     Returns:

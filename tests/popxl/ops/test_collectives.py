@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.op import OpKind
 from popxl.ops.collectives import CommGroup, CommGroupType
-from popxl.ops.collectives.collectives import OP_MAP, to_collective_op
+from popxl.ops.collectives.collectives import OP_MAP, members, to_collective_op
 from popxl.transforms import autodiff
 from runtime.devices import Device
 from tests.popxl.ops.rows.collectives import reduced
@@ -907,3 +909,68 @@ def test_saved_programs(device: Any, tmp_path: Any) -> None:
         for stream, array, copy in zip(streams, results.values(), same.values(), strict=True):
             np.testing.assert_array_equal(array, results[stream])
             np.testing.assert_array_equal(array, copy)
+
+
+# Ops of one's own ---------------------------------------------------------------------------------------------------
+
+
+def _centred(t: Any, lowest: Any = 0.0, *, scale: float, group: c.Group) -> Any:
+    """Less the mean of the group; and the ranks of the members from which it takes more than `lowest`."""
+    mean = group.combined(t, "mean")
+    return scale * (t - mean), jnp.where(group.members(t).max(axis=1) > lowest, 1, 0), jnp.int32(group.rank)
+
+
+Centred = OpKind(
+    "Centred",
+    _centred,
+    shape=lambda t, lowest=0.0, *, scale, stride, group_size: (
+        t.spec,
+        popxl.TensorSpec((group_size,), popxl.int32),
+        popxl.TensorSpec((), popxl.int32),
+    ),
+    gradient={
+        "t": lambda g, scale, stride, group_size: Centred(g, scale=scale, stride=stride, group_size=group_size)[0]
+    },
+    between_replicas=True,
+)
+
+
+@pytest.mark.parametrize("count, stride, size", GROUPINGS.values(), ids=GROUPINGS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_op_of_ones_own(device: Any, count: int, stride: int, size: int, saved: bool, tmp_path: Any) -> None:
+    groups, data = groups_of(count, stride, size), np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+    ir = popxl.Ir(replication=count)
+    with ir.main_graph:
+        attributes = members("Centred", ir.replica_grouping(stride, size)) | {"scale": 2.0}
+        t, lowest = own(ir, data), popxl.constant(0.5)
+        graph = ir.create_graph(lambda t: Centred(t, **attributes)[0], t)
+        (dt,) = ops.call(autodiff(graph).graph, t)
+        for x in (*Centred(t, **attributes), *Centred(t, lowest, **attributes), dt):
+            store(x)
+    if saved:
+        ir.save(tmp_path / "program.popxl")
+        ir = popxl.Ir.load(tmp_path / "program.popxl")
+    streams = [op.attributes["stream"] for op in ir.main_graph.ops if op.op_type == "HostStore"]
+    centred, positive, ranks, again, high, _, dt = run(ir, device, *streams)
+    for group in groups:
+        for rank, replica in enumerate(group):
+            expected = 2 * (data[replica] - data[group].mean(axis=0))
+            np.testing.assert_allclose(centred[replica], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(again[replica], centred[replica])
+            np.testing.assert_array_equal(dt[replica], centred[replica])
+            np.testing.assert_array_equal(positive[replica], data[group].max(axis=1) > 0)
+            np.testing.assert_array_equal(high[replica], data[group].max(axis=1) > 0.5)
+            assert ranks[replica] == rank
+
+
+def test_what_an_op_between_replicas_has_to_state() -> None:
+    def lowering(t: Any, *, group: c.Group) -> Any:
+        return group.combined(t, "add")
+
+    for settings in ({"gradient": None}, {"shape": lambda t, **groups: t.spec}):
+        with pytest.raises(TypeError, match="Total talks to other replicas: state its `shape`, and its `gradient`"):
+            OpKind("Total", lowering, between_replicas=True, **settings)  # type: ignore[arg-type]
+    kind = OpKind("Total", lowering, shape=lambda t, **groups: t.spec, gradient=None, between_replicas=True)
+    with popxl.Ir(replication=2).main_graph:
+        with pytest.raises(TypeError, match=r"there is no parameter `group`.*\('stride', 'group_size'\)"):
+            kind(popxl.variable(1.0), group=None)

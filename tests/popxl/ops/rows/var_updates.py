@@ -30,6 +30,7 @@ from tests.popxl.ops.rows.schema import (
 
 HALF = values("float16", (2, 3))
 STRANGE = f32(np.inf, np.nan, 3)
+CAST = sample(f16(0), f32(70000), 0.9, expect=f16(np.inf))  # what is taken in is cast first, too large or not
 UNLIKE = bad(PopxlError, "the same shape; nothing is broadcast", X, Y, 0.5)
 SEVERAL = bad(PopxlError, r"a number or a tensor of one element; `x.*` has the shape \(2,\)", X, X, f32(1, 2))
 
@@ -134,17 +135,17 @@ VAR_UPDATES = [
                  sample(f32(1, 2, 3), STRANGE, 0, expect=f32(1, 2, 3))]),
     accumulator("accumulate_square_", lambda t, X, f=1.0: t + f * X * X,
         samples=[*over("float32 float16", (2, 3), (2, 3)), sample(f32(1, 2, 3), STRANGE, 0.0, expect=f32(1, 2, 3)),
-                 sample(f16(1, 2), f16(300, 400), 0.1), sample(f32(0, 0), f32(1e25, 1e-25), 1e-25)]),
+                 CAST, sample(f16(1, 2), f16(300, 400), 0.1), sample(f32(0, 0), f32(1e25, 1e-25), 1e-25)]),
     accumulator("accumulate_mean_", lambda t, X, step: (step * t + X) / (step + 1), factor="step", adds=2,
         samples=[sample(f32(5, 6), f32(1, 2), 0, expect=f32(1, 2)), sample(X, X * 3, u32(7)),
                  sample(X, X * 3, 3), sample(f16(1000, 2), f16(1, 2), scalar(10**6, "int32"))]),
     accumulator("accumulate_moving_average_", lambda t, X, f: f * t + (1 - f) * X, "accumulate_moving_avg",
-        samples=[sample(f32(1, 2), f32(3, 4), 0.9, expect=f32(1.2, 2.2)), sample(f32(0, 0), f32(1e9, -3), 0.999),
+        samples=[CAST, sample(f32(1, 2), f32(3, 4), 0.9, expect=f32(1.2, 2.2)), sample(f32(0, 0), f32(1e9, -3), 0.999),
                  sample(STRANGE, f32(1, 2, 3), 0, expect=f32(1, 2, 3)),
                  sample(f32(1, 2, 3), STRANGE, 1, expect=f32(1, 2, 3))]),
     accumulator("accumulate_moving_average_square_", lambda t, X, f: f * t + (1 - f) * X * X,
         "accumulate_moving_avg_square",
-        samples=[sample(f32(1, 2), f32(3, 4), 0.9, expect=f32(1.8, 3.4)), sample(f32(0), f16(1e-4), 0.999),
+        samples=[CAST, sample(f32(1, 2), f32(3, 4), 0.9, expect=f32(1.8, 3.4)), sample(f32(0), f16(1e-4), 0.999),
                  sample(f32(1, 2, 3), STRANGE, 1, expect=f32(1, 2, 3))]),
     Row("accumulator_scale_", lambda t, f: t * f,
         [sample(X, scalar(0.5)), *(sample(X, f) for f in (0.25, 3, np.float16(0.5), f32([2]), i32(3), X + 1)),

@@ -1,0 +1,108 @@
+"""What programs ask about the processes that run them together; `poprun` starts those.
+
+Only for programs: `popxl`, `runtime` and `popxl_addons` do not import this module. A process that `poprun` has not
+started is the only instance of its program, with one replica, so that a program may ask in any case.
+
+Example:
+    >>> import popdist
+    >>> popdist.isPopdistEnvSet(), popdist.getInstanceIndex(), popdist.getNumInstances()
+    (False, 0, 1)
+"""
+
+from __future__ import annotations
+
+from popxl.distributed import Instance, launched
+from runtime import processes
+
+__all__ = [
+    "checkNumIpusPerReplica",
+    "getInstanceIndex",
+    "getLocalInstanceIndex",
+    "getNumInstances",
+    "getNumIpusPerReplica",
+    "getNumLocalReplicas",
+    "getNumTotalReplicas",
+    "getReplicaIndexOffset",
+    "init",
+    "isPopdistEnvSet",
+    "synchronize",
+]
+
+
+def init() -> None:
+    """Join the other instances, and wait until all have. A session of a program for several processes does it, too.
+
+    Call it at the beginning, if the program uses JAX, or makes other sessions, before that one. Without `poprun`, or if
+    it was done before, nothing happens.
+
+    Raises:
+        PopxlError: if JAX has been used already.
+        PopxlRuntimeError: if another instance ends, or does not come.
+    """
+    processes.join()
+
+
+def synchronize() -> None:
+    """Wait until all instances have called this; for them to join, too, if they have not yet.
+
+    Example:
+        >>> import popdist
+        >>> if popdist.getInstanceIndex() == 0:
+        ...     print("The data is downloaded once.")
+        The data is downloaded once.
+        >>> popdist.synchronize()
+
+    Raises:
+        PopxlRuntimeError: if another instance ends, or does not come.
+    """
+    processes.join()
+    processes.meet("popdist.synchronize")
+
+
+def isPopdistEnvSet() -> bool:
+    """Whether `poprun` has started this process."""
+    return launched() is not None
+
+
+def getNumInstances() -> int:
+    """The number of instances: processes that run the program together."""
+    return _instance().num_instances
+
+
+def getInstanceIndex() -> int:
+    """The number of this instance, from 0."""
+    return _instance().instance_index
+
+
+def getLocalInstanceIndex() -> int:
+    """The number of this instance among those on the same machine, from 0."""
+    return _instance().local_instance_index
+
+
+def getNumTotalReplicas() -> int:
+    """The number of replicas, over all instances."""
+    return _instance().num_total_replicas
+
+
+def getNumLocalReplicas() -> int:
+    """The number of replicas that this instance drives."""
+    return _instance().num_local_replicas
+
+
+def getReplicaIndexOffset() -> int:
+    """The number of the first replica that this instance drives."""
+    return _instance().replica_offset
+
+
+def getNumIpusPerReplica() -> int:
+    """The number of devices that each replica has."""
+    return _instance().num_ipus_per_replica
+
+
+def checkNumIpusPerReplica(expected: int) -> bool:
+    """Whether each replica has as many devices as are expected."""
+    return getNumIpusPerReplica() == expected
+
+
+def _instance() -> Instance:
+    return launched() or Instance()

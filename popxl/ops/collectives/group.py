@@ -1,0 +1,63 @@
+"""`Group`: what the lowering of an op between replicas can ask of the replicas it talks to.
+
+Everything is built on two questions: what values the members have, and what these are combined. How they are answered
+depends on where replicas run and is in `runtime.collectives`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+Array = Any
+
+
+def chunk_size(count: int, group_size: int) -> int:
+    """How many elements each member of a group has of so many; the last members may have padding."""
+    return -(-count // group_size)
+
+
+class Group(ABC):
+    """The group of each replica, while a program runs: `size` replicas, neighbours `stride` apart, out of `count`.
+
+    Example: the largest value that any member has, as an op.
+        >>> def highest(t, *, group):
+        ...     return group.combined(jnp.max(t), "max")
+        >>> Highest = popxl.OpKind(
+        ...     "Highest", highest, shape=lambda t, **groups: popxl.TensorSpec((), t.dtype), gradient=None,
+        ...     between_replicas=True,
+        ... )
+        >>> with ir.main_graph:
+        ...     y = Highest(x, **members("Highest", ir.replica_grouping()))
+    """
+
+    def __init__(self, count: int, stride: int, size: int) -> None:
+        self.count, self.stride, self.size = count, stride, size
+
+    @property
+    @abstractmethod
+    def rank(self) -> Array:
+        """The place of a replica within its group."""
+
+    @abstractmethod
+    def members(self, t: Array) -> Array:
+        """What `t` is on the members, by rank, along a new first dimension."""
+
+    @abstractmethod
+    def combined(self, t: Array, op: str) -> Array:
+        """What `t` is on all members, combined; it may be wider than `t`."""
+
+    def combined_chunk(self, t: Array, op: str) -> Array:
+        """The own chunk of that."""
+        return self.chunk(self.combined(t, op), chunk_size(t.size, self.size))
+
+    def chunk(self, t: Array, length: int) -> Array:
+        """The own chunk of an array; zeros lie behind its end."""
+        return lax.dynamic_index_in_dim(self.chunks(t, length), self.rank, keepdims=False)
+
+    def chunks(self, t: Array, length: int) -> Array:
+        """An array cut into chunks, one for each member."""
+        return jnp.pad(t.reshape(-1), (0, length * self.size - t.size)).reshape(self.size, length)

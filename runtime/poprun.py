@@ -1,0 +1,368 @@
+"""`poprun`: start several instances of a program, which run it together, and look after them until they have ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from types import FrameType
+from typing import IO, Any
+
+from popxl.distributed import Instance
+from runtime.meetings import Meetings
+
+GRACE = 5.0
+"""For how many seconds an instance may tidy up, once it has been told to end."""
+
+Ends = queue.SimpleQueue[tuple[int | None, int | None]]
+"""An instance, and how it has ended, or `None` if it says that it fails; or `None`, and a signal that poprun got."""
+
+_MOMENT = 0.2
+"""For how many seconds a process that has been killed may seem to live, though others see that it has gone."""
+
+_EXAMPLES = """\
+examples:
+  poprun --num-instances 2 --num-replicas 8 python train.py --epochs 3
+      Two processes on this machine, with four replicas each.
+
+  poprun --host node0,node1 --num-instances 4 --num-replicas 8 -x WANDB_API_KEY python train.py
+      Two processes on each of two machines. They are reached by ssh, which must not ask for a password, and have the
+      same folders with the same programs.
+
+In the program:
+  import popdist, popxl
+  ir = popxl.Ir(replication="popdist" if popdist.isPopdistEnvSet() else 1)
+  ...
+  if popdist.getInstanceIndex() == 0:
+      print("Only one instance says this.")
+
+Each instance builds the same program. Host arrays of streams are for its own replicas; the data of variables is for
+all, and after a run all instances have to ask for it, also if only one saves it.
+
+The first instance to fail ends the others, and its exit code becomes that of poprun: 128 plus the number of the
+signal, if it was killed by one.
+"""
+
+_STARTED = re.compile(rb"(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of [^:]*: \d+\s*)+")
+"""Lines in which JAX's collectives on CPUs say, many times, that they have started; they are not shown."""
+
+_WITHOUT_MEANING = (
+    "--num-ilds --vipu-server-host --vipu-server-port --vipu-server-timeout --vipu-partition --vipu-partition-attempts "
+    "--vipu-cluster --vipu-allocation --update-partition --reset-partition --remove-partition --numa-aware "
+    "--executable-cache-path --print-topology --offline-mode --version-format"
+).split()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run poprun with these arguments, by default those of the command line. Returns its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        launch = Launch(options)
+    except ValueError as problem:
+        parser.error(str(problem))
+    return launch.run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "poprun",
+        usage="poprun [options] program [arguments of the program]",
+        description="Start several instances of a program, which run it together; each drives a share of the replicas.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--num-instances", type=_positive, default=1, metavar="N", help="how many processes to start (default: 1)")
+    add(
+        "--num-replicas",
+        type=_positive,
+        metavar="N",
+        help="how many replicas there are in all; instances get equal shares (default: one for each instance)",
+    )
+    add(
+        "--ipus-per-replica",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="how many devices each replica has; on GPUs, instances on one machine get different ones (default: 1)",
+    )
+    add(
+        "--host",
+        "-H",
+        default="localhost",
+        metavar="HOSTS",
+        help="the machines to start instances on, separated by commas; they get equal shares (default: this machine)",
+    )
+    add(
+        "--env",
+        "-x",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="set an environment variable, or hand one on to other machines, for all instances; may be given again. On "
+        "this machine instances have all that poprun has",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long instances wait for each other: for all to start, where variables are copied to or from devices, "
+        "in `popdist.synchronize`, and at the end (default: 300)",
+    )
+    add(
+        "--tag-output",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="begin each line of output with the number of the instance (default: yes)",
+    )
+    add("--only-output-from-instance", type=int, metavar="I", help="show the output of this instance only")
+    add("--verbose", "-v", "--vv", action="store_true", help="say how each instance is started")
+    for where in ("--mpi-global-args", "--mpi-local-args"):
+        add(where, default="", metavar="ARGS", help="only `-x NAME[=VALUE]` in it is heeded, as --env")
+    ignored = parser.add_argument_group("accepted, without effect", " ".join(_WITHOUT_MEANING))
+    for name in _WITHOUT_MEANING:
+        ignored.add_argument(name, help=argparse.SUPPRESS)
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+class Launch:
+    """One start of a program.
+
+    Args:
+        options: those of the command line.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._command: list[str] = options.command[options.command[:1] == ["--"] :]
+        self._hosts = [host.strip() for host in options.host.split(",") if host.strip()]
+        self._count: int = options.num_instances
+        self._variables = _variables(options)
+        replicas = self._count if options.num_replicas is None else options.num_replicas
+        if not self._command:
+            raise ValueError(
+                "there is no program to run. Write it behind the options: poprun --num-instances 2 python a.py"
+            )
+        if replicas % self._count:
+            raise ValueError(
+                f"--num-replicas {replicas} cannot be shared out evenly among --num-instances {self._count}; choose a "
+                "multiple of it."
+            )
+        if not self._hosts or self._count % len(self._hosts):
+            raise ValueError(
+                f"--num-instances {self._count} cannot be shared out evenly among the {len(self._hosts)} machines of "
+                "--host; choose a multiple of their number."
+            )
+        self._replicas: int = replicas
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def run(self) -> int:
+        """Start the instances, and wait until they have ended. Returns the exit code."""
+        all_here = all(map(_is_here, self._hosts))
+        here = "127.0.0.1" if all_here else socket.getfqdn()
+        ends: Ends = queue.SimpleQueue()
+
+        def failed(index: int) -> None:
+            ends.put((index, None))
+
+        def interrupted(number: int, frame: FrameType | None) -> None:
+            ends.put((None, -number))
+
+        meetings = Meetings(self._count, self._options.timeout, here if all_here else "", failed)
+        before = [(number, signal.signal(number, interrupted)) for number in (signal.SIGINT, signal.SIGTERM)]
+        readers: list[threading.Thread] = []
+        try:
+            for index in range(self._count):
+                readers += self._start(index, here, f"{here}:{meetings.port}", ends)
+            code, message = self._watch(meetings, ends)
+        except OSError as problem:
+            code, message = 127, f"{self._command[0]!r} cannot be started: {problem}"
+        finally:
+            self._stop()
+            meetings.close()
+            for reader in readers:
+                reader.join(1.0)  # no longer: what an instance has started may hold its output open
+            for number, handler in before:
+                signal.signal(number, handler)
+        if message:
+            _say(message)
+        return code
+
+    def _watch(self, meetings: Meetings, ends: Ends) -> tuple[int, str]:
+        """Wait for the instances to end, or for the first to fail. Returns the exit code, and what there is to say."""
+        for _ in range(self._count):
+            index, code = ends.get()
+            if index is None:
+                number = signal.Signals(-(code or 0))
+                return 128 + number, f"{number.name}: all instances are stopped."
+            if code != 0:
+                index, code = self._first_to_fail(meetings, index, code)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+                others = "; the others are stopped" if self._count > 1 else ""
+                said = [f"instance {index} {how}{others}.", *meetings.problems[:1]]
+                return 128 - code if code < 0 else code, " ".join(said)
+            meetings.ended(index, code)
+        if self._count > 1 and not meetings.anybody_came:
+            return 0, (
+                f"each of the {self._count} instances ran the program by itself: none made a session of a `popxl.Ir("
+                "replication='popdist')`, or called `popdist.init()`."
+            )
+        return 0, ""
+
+    def _first_to_fail(self, meetings: Meetings, index: int, code: int | None) -> tuple[int, int]:
+        """The instance that failed first, and how. `index` has ended first, or says that it is about to.
+
+        It may have died of the end of another one, which takes longer. That one is left to end by itself, and so is
+        instance 0, without which it could not. JAX aborts processes that have lost instance 0.
+        """
+        time.sleep(_MOMENT)
+        ended = {i: process.returncode for i, process in self._processes.items() if process.returncode is not None}
+        killed = [i for i in (index, *ended) if ended.get(i, 0) < 0 and ended[i] != -signal.SIGABRT]
+        if killed:
+            return killed[0], ended[killed[0]]
+        if code is None:
+            self._stop(but={0, *meetings.leaving})
+        for other in meetings.leaving:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if how := self._processes[other].wait(GRACE):
+                    return other, how
+        return index, code or 1
+
+    # Starting -------------------------------------------------------------------------------------------------------
+
+    def _start(self, index: int, here: str, launcher: str, ends: Ends) -> list[threading.Thread]:
+        """Start an instance. Returns what reads its output."""
+        share = self._count // len(self._hosts)
+        host = self._hosts[index // share]
+        instance = Instance(
+            instance_index=index,
+            num_instances=self._count,
+            local_instance_index=index % share,
+            num_total_replicas=self._replicas,
+            num_ipus_per_replica=self._options.ipus_per_replica,
+            launcher=launcher,
+            host=here if _is_here(host) else host,
+        )
+        devices = str(max(8, instance.num_local_replicas))
+        variables = {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
+        variables |= self._variables | instance.environment()
+        command = self._command if _is_here(host) else _over_ssh(host, self._command, variables)
+        if self._options.verbose:
+            _say(f"instance {index} on {host}: {shlex.join(command)}")
+        is_shown = self._options.only_output_from_instance in (None, index)
+        is_read = is_shown and self._options.tag_output and self._count > 1
+        output = subprocess.PIPE if is_read else None if is_shown else subprocess.DEVNULL
+        process = subprocess.Popen(
+            command,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL if _is_here(host) else subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # so that all that it starts can be stopped with it
+        )
+        self._processes[index] = process
+        threading.Thread(target=lambda: ends.put((index, process.wait())), daemon=True).start()
+        streams = ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)) if is_read else ()
+        readers = [threading.Thread(target=self._forward, args=(index, *pair), daemon=True) for pair in streams]
+        for reader in readers:
+            reader.start()
+        return readers
+
+    def _forward(self, index: int, source: IO[bytes], target: IO[bytes]) -> None:
+        """Copy the output of an instance, with its number at the beginning of each line."""
+        tag, rest = f"[{index}] ".encode(), b""
+        while chunk := os.read(source.fileno(), 1 << 16):
+            *lines, rest = re.split(rb"(?<=[\n\r])(?!\n)", rest + chunk)
+            self._write(target, b"".join(tag + line for line in lines if not _STARTED.fullmatch(line)))
+        if rest:
+            self._write(target, tag + rest + b"\n")
+
+    def _write(self, target: IO[bytes], text: bytes) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            target.write(text)
+            target.flush()
+
+    # Stopping -------------------------------------------------------------------------------------------------------
+
+    def _stop(self, but: Collection[int] = ()) -> None:
+        """End all instances, but for some, and what they have started."""
+        stopped = [process for index, process in self._processes.items() if index not in but]
+        for process in stopped:
+            if process.stdin is not None:
+                process.stdin.close()  # on another machine, the sign to end
+            _send(process, signal.SIGTERM)
+        for process in stopped:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            _send(process, signal.SIGKILL)
+            process.wait()
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and so has all that it had started
+        os.killpg(process.pid, number)
+
+
+def _over_ssh(host: str, command: Sequence[str], variables: dict[str, str]) -> list[str]:
+    """A command that runs another one on another machine, and ends it when the standard input is closed."""
+    handed_on = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
+    settings = [f"{name}={value}" for name, value in (handed_on | variables).items()]
+    script = (
+        f"cd {shlex.quote(os.getcwd())} || exit 1; exec 3<&0; "
+        f"{shlex.join(['env', *settings, *command])} </dev/null 3<&- & "
+        "program=$!; { cat <&3; kill $program; } >/dev/null 2>&1 & wait $program"
+    )
+    return ["ssh", "-o", "BatchMode=yes", host, script]
+
+
+def _is_here(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """The environment variables that instances are to have; an unset one is an error."""
+    asked = list(options.env)
+    for arguments in (options.mpi_global_args, options.mpi_local_args):
+        words = shlex.split(arguments)
+        asked += [value for flag, value in zip(words, words[1:], strict=False) if flag == "-x"]
+    settings: dict[str, Any] = dict(
+        each.split("=", 1) if "=" in each else (each, os.environ.get(each)) for each in asked
+    )
+    missing = [name for name, value in settings.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"--env {missing[0]}: there is no such environment variable. Write {missing[0]}=VALUE to set it."
+        )
+    return settings
+
+
+def _say(message: str) -> None:
+    print(f"poprun: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

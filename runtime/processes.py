@@ -1,0 +1,230 @@
+"""Several processes that run one program: how they find each other, wait for each other, and end together.
+
+Each process drives its own devices; JAX connects them (`jax.distributed`), and collectives go from device to device.
+What is here is what comes before and around that: a line to the launcher that started the processes. Along it a process
+says that it has come to a place where all must meet, and hears when all are there, or why they never will be: one has
+ended, another waits elsewhere, or time is up. If the line breaks, the process ends too. So nobody waits for the dead.
+
+The other end of the line is `runtime.meetings`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+
+from popxl.distributed import Instance, launched
+from popxl.errors import PopxlError, PopxlRuntimeError
+from popxl.log import Logger
+
+_log = Logger("session")
+
+JOINING, ENDING = "the start of the program over all instances (popdist.init)", "the end of the program"
+"""Places where instances meet."""
+
+LEAVING = ""
+"""No place: an instance says so when it is about to end."""
+
+_ALL_ARE_HERE = 60  # seconds for JAX to connect processes of which each is known to be waiting
+
+
+class Line:
+    """The line from an instance to the launcher.
+
+    Args:
+        instance: what the launcher says of this process.
+
+    Raises:
+        PopxlRuntimeError: if the launcher does not answer.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self._index = instance.instance_index
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        host, _, port = instance.launcher.rpartition(":")
+        try:
+            self._socket = socket.create_connection((host, int(port)), timeout=30)
+        except (OSError, ValueError) as problem:
+            raise PopxlRuntimeError(
+                f"popdist: `poprun`, which started this process, does not answer at {instance.launcher!r}: {problem}."
+            ) from problem
+        self._socket.settimeout(None)
+        threading.Thread(target=self._listen, name="popdist", daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):  # broken, which is the same as closed
+            for answer in self._socket.makefile("rb"):
+                self._answers.put(json.loads(answer))
+        with contextlib.suppress(OSError):  # poprun may have read what is written here
+            os.write(2, b"popdist: poprun has ended, or stops all instances; this one ends too.\n")
+        os._exit(1)  # the main thread may be in a collective that never ends
+
+    def say(self, place: str, said: Any = None) -> None:
+        """Tell the launcher where this instance is."""
+        self._socket.sendall(json.dumps({"index": self._index, "place": place, "said": said}).encode() + b"\n")
+
+    def meet(self, place: str, said: Any = None) -> list[Any]:
+        """Wait until all instances are at a place. Returns what each has said there.
+
+        Raises:
+            PopxlRuntimeError: if they will not all come.
+        """
+        with self._lock:
+            self.say(place, said)
+            answer = self._answers.get()
+        if "problem" in answer:
+            raise PopxlRuntimeError(f"popdist: instance {self._index} is at {place}, and {answer['problem']}")
+        said_by_all: list[Any] = answer["said"]
+        return said_by_all
+
+
+_lines: list[Line] = []  # none before this process has joined, and one after
+
+
+def has_joined() -> bool:
+    """Whether this process has joined the other instances."""
+    return bool(_lines)
+
+
+def join() -> None:
+    """Connect this process with the other instances, if there are any; it waits for them. Once is enough.
+
+    Raises:
+        PopxlError: if JAX runs already: it cannot be connected later.
+        PopxlRuntimeError: if some instance does not come.
+    """
+    instance = launched()
+    if instance is None or instance.num_instances == 1 or has_joined():
+        return
+    line = Line(instance)
+    host = instance.host
+    addresses = line.meet(JOINING, f"{host}:{_free_port()}" if instance.instance_index == 0 else None)
+    devices = instance.num_local_replicas * instance.num_ipus_per_replica
+    first = instance.local_instance_index * devices
+    # JAX would hold SIGTERM back, and the process could not be stopped.
+    jax.config.update("jax_enable_preemption_service", False)
+    if jax.config.values["jax_cpu_collectives_implementation"] is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            addresses[0],
+            instance.num_instances,
+            instance.instance_index,
+            local_device_ids=range(first, first + devices),
+            cluster_detection_method="deactivate",
+            initialization_timeout=_ALL_ARE_HERE,
+            shutdown_timeout_seconds=0,  # instances may end one after the other
+        )
+    except RuntimeError as problem:
+        raise PopxlError(
+            "popdist: this process cannot be connected with the other instances. If JAX has been used before, call "
+            f"`popdist.init()` at the beginning of the program. JAX says: {problem}"
+        ) from problem
+    _lines.append(line)
+    atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _leave(line: Line, is_first: bool, process: int) -> None:
+    """At the end of the program, before JAX takes down what the others may be using.
+
+    Instance 0 waits for them: JAX's service, by which all are connected, is in its process. After an uncaught exception
+    it does not, as they may be waiting for it in a collective.
+    """
+    if os.getpid() != process:  # a copy that the program has forked
+        return
+    failed = getattr(sys, "last_value", None) is not None
+    try:
+        if is_first and not failed:
+            line.meet(ENDING)
+        else:
+            line.say(LEAVING, failed)
+    except PopxlRuntimeError as problem:
+        print(problem, file=sys.stderr)
+        line.say(LEAVING, True)
+
+
+def meet(place: str) -> None:
+    """Wait until all instances are at this place: nothing, in a program of a single process.
+
+    Raises:
+        PopxlRuntimeError: if they will not all come.
+    """
+    for line in _lines:
+        line.meet(place)
+
+
+# Replicas of a program over processes --------------------------------------------------------------------------------
+
+
+def spans(instance_replicas: int, replicas: int) -> bool:
+    """Whether other instances drive some of the replicas of a program.
+
+    Args:
+        instance_replicas: number of replicas of this process, as the program says.
+        replicas: number of replicas, over all processes.
+
+    Raises:
+        PopxlError: if the launcher has counted otherwise.
+    """
+    instance = launched()
+    if instance is None or instance.num_instances == 1 or replicas == instance_replicas:
+        return False
+    if (instance_replicas, replicas) != (instance.num_local_replicas, instance.num_total_replicas):
+        raise PopxlError(
+            f"Session: the program has {replicas} replicas, of which {instance_replicas} are this process's, and "
+            f"poprun was told of {instance.num_total_replicas} for {instance.num_instances} instances. Leave both to "
+            "`popxl.Ir(replication='popdist')`, and give `poprun --num-replicas` the number that you want."
+        )
+    return True
+
+
+def devices_of_all(own: Sequence[jax.Device], count: int) -> list[jax.Device]:
+    """The devices of the replicas of all processes, in their order.
+
+    Args:
+        own: the devices of this process.
+        count: how many replicas it drives: as many of the devices are used.
+
+    Raises:
+        PopxlError: if there are too few.
+    """
+    if len(own) < count:
+        raise PopxlError(
+            f"Session: this process drives {count} replicas and has {len(own)} {own[0].platform} device(s): over "
+            "several processes, each replica needs a device of its own. Start more instances, or, for CPUs, set "
+            f"POPXL_CPU_DEVICES={count}."
+        )
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices(own[0].platform):
+        by_process.setdefault(device.process_index, []).append(device)
+    return [device for process in sorted(by_process) for device in by_process[process][:count]]
+
+
+@cache
+def warn_if_forgotten() -> None:
+    """Warn, once, if poprun has started several instances, and this one runs a program that knows nothing of them."""
+    instance = launched()
+    if instance is not None and instance.num_instances > 1 and not has_joined():
+        _log.warn(
+            f"poprun has started {instance.num_instances} instances, and each runs this program by itself: its Ir was "
+            "not made with `popxl.Ir(replication='popdist')`. If that is meant, call `popdist.init()`."
+        )

@@ -1,0 +1,159 @@
+"""A recorded run: when each executable ran on each device.
+
+Work is queued and goes on while the host does other things, so times are taken where it ends: for each device there is
+a thread that waits for the results of one executable after the other. Work begins when it has been queued, what it
+reads is there, and the device has done what came before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+from typing import Any
+
+import jax
+from pydantic import BaseModel, ConfigDict
+
+from popxl.pages import OnPage, Page, Picture, Table, seconds_text
+from popxl.pictures import bars
+
+Array = Any
+
+
+class Span(BaseModel):
+    """An executable at work.
+
+    Attributes:
+        device: where.
+        name: what it does.
+        start, end: in seconds since the recording began.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str
+    name: str
+    start: float
+    end: float
+
+
+class Timeline(OnPage, BaseModel):
+    """What ran when, and on which device. It is complete when the recording is over; see `Session.recording`.
+
+    Attributes:
+        spans: in the order in which they ended on each device.
+
+    Example:
+        >>> with session.recording() as timeline:
+        ...     session.run(inputs)
+        >>> print(timeline)
+        >>> timeline.picture().save("timeline.svg")
+    """
+
+    spans: list[Span] = []
+
+    def __repr__(self) -> str:
+        return f"Timeline[{len(self.spans)} spans]"
+
+    def devices(self) -> list[str]:
+        """The devices on which something ran."""
+        return list(dict.fromkeys(span.device for span in self.spans))
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
+    def page(self) -> Page:
+        """What `print` and notebooks show: for each device what ran there, how often, and for how long."""
+        times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for span in self.spans:
+            times[span.device, span.name].append(span.end - span.start)
+        if not times:
+            return Page("Timeline", ["Nothing has run."])
+        rows = [
+            [device, name, str(len(each)), seconds_text(sum(each)), f"{100 * sum(each) / self.seconds:.0f} %"]
+            for (device, name), each in times.items()
+        ]
+        columns = ["device", "what", "runs", "time", "share"]
+        title = f"Timeline of {seconds_text(self.seconds)}"
+        return Page(title, [Table(columns, rows), *([self.picture()] if self.spans else [])])
+
+    def picture(self) -> Picture:
+        """A lane for each device, a bar for each executable that ran there."""
+        begin = min((span.start for span in self.spans), default=0.0)
+        spans = sorted(self.spans, key=lambda span: span.device)
+        return bars("Timeline", ((s.device, s.name, s.start - begin, s.end - begin) for s in spans))
+
+
+class Recorder:
+    """Calls executables, and takes their times.
+
+    Args:
+        timeline: where the spans go, by `finish`.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._began = perf_counter()
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)  # or a thread that has waited may have to wait for Python, for milliseconds
+        self._lanes: dict[Any, ThreadPoolExecutor] = {}
+        self._ends: dict[Any, float] = {}
+        self._pending: dict[int, tuple[Array, Mapping[Any, Future[float]]]] = {}
+
+    def __call__(self, name: str, executable: Any, *arguments: Any) -> Any:
+        """Call an executable. Waits only for what it gives up, which could not be waited for afterwards."""
+        infos, arrays = jax.tree.leaves(executable.args_info), jax.tree.leaves(arguments)
+        reads = []
+        for info, array in zip(infos, arrays, strict=True):
+            known, ends = self._pending.get(id(array), (None, {}))
+            if known is array and known is not None:
+                reads.append(ends)
+                if info.donated:
+                    for end in ends.values():
+                        end.result()
+        start = perf_counter()
+        results = executable(*arguments)
+        self._watch(name, start, reads, [r for r in jax.tree.leaves(results) if isinstance(r, jax.Array)])
+        return results
+
+    def _watch(self, name: str, start: float, reads: list[Mapping[Any, Future[float]]], results: list[Array]) -> None:
+        """Have the results waited for, those on each device by themselves."""
+        parts: dict[Any, list[Array]] = defaultdict(list)
+        for array in results:
+            for shard in array.addressable_shards:
+                parts[shard.device].append(shard.data)
+        ends = {}
+        for device, waited in parts.items():
+            needs = [end for known in reads for end in ([known[device]] if device in known else known.values())]
+            lane = self._lanes.setdefault(device, ThreadPoolExecutor(1, f"watching {device}"))
+            ends[device] = lane.submit(self._end, device, name, start, needs, waited)
+        self._pending.update((id(array), (array, ends)) for array in results)
+        for end in ends.values():
+            end.add_done_callback(lambda _: self._forget(ends, results))
+
+    def _forget(self, ends: Mapping[Any, Future[float]], results: list[Array]) -> None:
+        """Let go of arrays that are there: nobody who reads them waits for them."""
+        if all(end.done() for end in ends.values()):
+            for array in results:
+                self._pending.pop(id(array), None)
+
+    def _end(self, device: Any, name: str, start: float, needs: list[Future[float]], waited: list[Array]) -> float:
+        """Wait for arrays on a device, and note when they were there. Returns that time."""
+        jax.block_until_ready(waited)
+        end = perf_counter()
+        start = min(max([start, self._ends.get(device, start), *(need.result() for need in needs)]), end)
+        self._ends[device] = end
+        span = Span(device=str(device), name=name, start=start - self._began, end=end - self._began)
+        self._timeline.spans.append(span)
+        return end
+
+    def finish(self) -> None:
+        """Wait for all that was called."""
+        for lane in self._lanes.values():
+            lane.shutdown()
+        sys.setswitchinterval(self._interval)

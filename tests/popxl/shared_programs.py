@@ -1,0 +1,193 @@
+"""Programs that several processes run together, or one alone: what they compute has to be the same.
+
+Each is a function of the replicas for its `Ir`, and of `share`, which takes what a process has of the arrays of all
+replicas. It returns what every process knows, and what each replica has stored, one row for each. Run as a script by
+`poprun`, this does all of them and writes what they return: `shared_programs.py FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import popdist
+import popxl
+from popxl import ops
+from popxl.transforms import autodiff
+
+Share = Callable[[np.ndarray], np.ndarray]
+Results = tuple[dict[str, Any], dict[str, Any]]
+Replication = int | Literal["popdist"]
+
+REPLICAS = 4
+
+
+def training(replication: Replication, share: Share, calls: Any = "kept", buffers: Any = "device") -> Results:
+    """Data-parallel training: gradients are summed over all replicas; two transfers a run."""
+    ir = popxl.Ir(replication)
+    ir.options.calledGraphs, ir.options.remoteBuffers = calls, buffers
+    ir.num_host_transfers = 2
+
+    def model(x: Any, w: Any) -> Any:
+        return ops.sum(ops.gelu(x @ w))
+
+    rng = np.random.default_rng(1)
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream((3, 5), popxl.float32), popxl.d2h_stream((), popxl.float32)
+        w = popxl.variable(rng.normal(size=(5, 2)).astype(np.float32), name="w")
+        apart = popxl.variable(np.zeros(REPLICAS, np.float32), replica_grouping=ir.replica_grouping(group_size=1))
+        graph = ir.create_graph(model, popxl.TensorSpec((3, 5), popxl.float32), w)
+        info = autodiff(graph, grads_required=graph.inputs[1:])
+        for _ in range(2):
+            x = ops.host_load(into)
+            site = ops.call_with_info(graph, x, w)
+            (gradient,) = ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+            ops.scaled_add_(w, ops.collectives.replicated_all_reduce(gradient, "mean"), b=-0.1)
+            ops.add_(apart, ops.reshape(site.outputs[0], ()))
+            ops.host_store(out, site.outputs[0])
+    with popxl.Session(ir, "ipu_hw") as session:
+        runs = [rng.normal(size=(2, REPLICAS, 3, 5)).astype(np.float32) for _ in range(3)]
+        losses = [
+            session.run({into: share(data.swapaxes(0, 1)).swapaxes(0, 1).reshape(session.host_shape((3, 5)))})[out]
+            for data in runs
+        ]
+    own = np.stack(losses, 0).reshape(3, 2, -1)
+    return {"w": session.get_tensor_data(w), "apart": session.get_tensor_data(apart)}, {
+        "losses": np.moveaxis(own, 2, 0)
+    }
+
+
+def grouped_variables(replication: Replication, share: Share) -> Results:
+    """Groups that lie in one process, and across; values read from all replicas; values written while it runs."""
+    ir = popxl.Ir(replication)
+    with ir.main_graph, popxl.in_sequence():
+        across = ir.replica_grouping(stride=2, group_size=2)
+        into, out = popxl.h2d_stream((3,), popxl.float32), popxl.d2h_stream((3,), popxl.float32)
+        x = ops.host_load(into)
+        v = popxl.variable(np.arange(6, dtype=np.float32).reshape(2, 3), replica_grouping=across)
+        mixed = popxl.variable(
+            np.arange(6, dtype=np.float32).reshape(2, 3),
+            replica_grouping=ir.replica_grouping_from_assignments([0, 1, 1, 0]),
+        )
+        every = popxl.variable(np.float32([1, 2, 3]), retrieval_mode="all_replicas")
+        unchanged = popxl.variable(np.float32([3, 2, 1]), popxl.float16)
+        ops.add_(v, ops.collectives.replicated_all_reduce(x, "add", group=across))
+        ops.add_(mixed, x * ops.cast(unchanged, popxl.float32))
+        ops.add_(every, ops.collectives.replicated_all_reduce(x, "max", group=ir.replica_grouping(group_size=2)))
+        ops.host_store(out, v + mixed + every)
+    data = np.random.default_rng(2).integers(-9, 9, (REPLICAS, 3)).astype(np.float32)
+    known, own = {}, {}
+    with popxl.Session(ir, "ipu_hw") as session:
+        fed = share(data).reshape(session.host_shape((3,)))
+        own["first"] = np.asarray(session.run({into: fed})[out]).reshape(-1, 3)
+        known["v"] = session.get_tensor_data(v).copy()
+        session.write_variables_data({v: v.data * 2, mixed: mixed.data + 100})
+        room = session.create_host_outputs()
+        session.run_with_outputs({into: jax.numpy.asarray(fed)}, room)
+        own["second"] = room[out].reshape(-1, 3)
+    for name, t in {"v after": v, "mixed": mixed, "every": every, "unchanged": unchanged}.items():
+        known[name] = session.get_tensor_data(t)
+    return known, own
+
+
+def sharded_variables(replication: Replication, share: Share, buffers: Any = "device") -> Results:
+    """Each replica holds a piece of a remote variable, and slots of a buffer that no variable fills."""
+    ir = popxl.Ir(replication)
+    ir.options.remoteBuffers = buffers
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.replica_sharded_buffer((10,), popxl.float32, entries=2)
+        w = popxl.remote_replica_sharded_variable(np.arange(10, dtype=np.float32), buffer, 0)
+        pieces = ir.replica_grouping(group_size=1)
+        kept = popxl.remote_buffer((2,), popxl.float32, 2)
+        each = popxl.remote_variable(np.arange(8, dtype=np.float32).reshape(4, 2), kept, 1, replica_grouping=pieces)
+        into, out = popxl.h2d_stream((10,), popxl.float32), popxl.d2h_stream((10,), popxl.float32)
+        piece = ops.remote_load(buffer, 0)
+        ops.add_(piece, ops.collectives.replicated_reduce_scatter(ops.host_load(into), "add"))
+        ops.remote_store(buffer, 0, piece)
+        own = ops.remote_load(kept, 1)
+        ops.remote_store(kept, 1, own * 2.0)
+        ops.remote_store(kept, 0, ops.remote_load(kept, 0) + own)
+        gathered = ops.collectives.replicated_all_gather(piece)
+        ops.host_store(out, ops.reshape(gathered, (-1,))[:10] + ops.sum(ops.remote_load(kept, 0)))
+    data = np.random.default_rng(3).integers(-9, 9, (REPLICAS, 10)).astype(np.float32)
+    with popxl.Session(ir, "ipu_hw") as session:
+        fed = share(data).reshape(session.host_shape((10,)))
+        session.run({into: fed})
+        session.write_variable_data(each, each.data + 1)  # keeps the other slot
+        stored = np.asarray(session.run({into: fed})[out]).reshape(-1, 10)
+    return {"w": session.get_tensor_data(w), "each": session.get_tensor_data(each)}, {"stored": stored}
+
+
+def seeds(replication: Replication, share: Share) -> Results:
+    """Each replica draws from its own seed: one that is fed, and one that is kept."""
+    ir = popxl.Ir(replication)
+    values = popxl.create_seeds(5, replicas=REPLICAS)
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream((2,), popxl.uint32), popxl.d2h_stream((8,), popxl.float32)
+        kept = popxl.variable(values, popxl.uint32, replica_grouping=ir.replica_grouping(group_size=1))
+        ops.host_store(out, ops.random_normal(ops.host_load(into), (8,)) + ops.random_uniform(kept, (8,)))
+        ops.add_(kept, popxl.constant(1, popxl.uint32))
+    with popxl.Session(ir, "ipu_hw") as session:
+        fed = share(values).reshape(session.host_shape((2,)))
+        drawn = [np.asarray(session.run({into: fed})[out]).reshape(-1, 8) for _ in range(2)]
+    return {"kept": session.get_tensor_data(kept)}, {"drawn": np.stack(drawn, 1)}
+
+
+def other_dtypes(replication: Replication, share: Share) -> Results:
+    """What JAX or NumPy have in another way: 64 bits, float8, bool."""
+    ir = popxl.Ir(replication)
+    with ir.main_graph, popxl.in_sequence():
+        alone = ir.replica_grouping(group_size=1)
+        v = popxl.variable(np.arange(4, dtype=np.int64) << 40, popxl.int64, replica_grouping=alone, downcast=False)
+        into, out = popxl.h2d_stream((2,), popxl.float8_143), popxl.d2h_stream((2,), popxl.float8_143)
+        flag = popxl.d2h_stream((), popxl.bool)
+        ops.host_store(out, ops.reshape(ops.host_load(into), (2,)))
+        ops.host_store(flag, ops.greater(v, popxl.constant(1 << 41, popxl.int64, downcast=False)))
+        ops.add_(v, popxl.constant(1, popxl.int64, downcast=False))
+    data = np.arange(8, dtype=np.uint8).reshape(4, 2)
+    with popxl.Session(ir, "ipu_hw") as session:
+        outputs = session.run({into: share(data).reshape(session.host_shape((2,)))})
+        own = {"flag": outputs[flag].reshape(-1), "float8": outputs[out].reshape(-1, 2).view(np.uint8)}
+    return {"v": session.get_tensor_data(v)}, own
+
+
+def alone(replication: Replication, share: Share) -> Results:
+    """Beside the program of all, each process may run one of its own, on its own devices."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph, popxl.in_sequence():
+        v = popxl.variable(np.float32([1, 2]), replica_grouping=ir.replica_grouping(group_size=1))
+        ops.add_(v, ops.collectives.replicated_all_reduce(v))
+    with popxl.Session(ir, "ipu_hw") as session:
+        session.run()
+    return {"v": session.get_tensor_data(v)}, {}
+
+
+PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
+    "training": training,
+    "training, dispatched": lambda replication, share: training(replication, share, calls="dispatched"),
+    "grouped variables": grouped_variables,
+    "sharded variables": sharded_variables,
+    "sharded variables on the host": lambda replication, share: sharded_variables(replication, share, buffers="host"),
+    "seeds": seeds,
+    "other dtypes": other_dtypes,
+    "alone": alone,
+}
+
+
+def main(folder: Path) -> None:
+    first, count = popdist.getReplicaIndexOffset(), popdist.getNumLocalReplicas()
+    results: dict[str, np.ndarray] = {}
+    for name, program in PROGRAMS.items():
+        known, own = program("popdist", lambda data: data[first : first + count])
+        results |= {f"{name}/known/{key}": value for key, value in known.items()}
+        results |= {f"{name}/own/{key}": value for key, value in own.items()}
+    np.savez(folder / f"{popdist.getInstanceIndex()}.npz", **results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,319 @@
+"""poprun: starting instances, their output, and how one that fails ends the others. Nothing here may hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+POPRUN = [sys.executable, "-m", "runtime.poprun"]
+LIMIT = 60  # seconds, after which a test gives up: far more than anything here takes
+
+
+def poprun(*arguments: str, program: str = "", environment: dict[str, str] | None = None) -> Any:
+    """Run poprun with a Python program, or with what the arguments say."""
+    command = [*POPRUN, *arguments]
+    if program:
+        command += [sys.executable, "-c", textwrap.dedent(program)]
+    path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, env=os.environ | path | (environment or {}), capture_output=True, text=True, timeout=LIMIT
+    )
+
+
+# Starting ------------------------------------------------------------------------------------------------------------
+
+SAY_WHO = """
+    import os, sys
+    names = ("INSTANCE_INDEX", "NUM_INSTANCES", "LOCAL_INSTANCE_INDEX", "NUM_TOTAL_REPLICAS", "NUM_IPUS_PER_REPLICA")
+    print(*(os.environ["POPDIST_" + name] for name in names), os.environ.get("SAID"), flush=True)
+    print("problem", file=sys.stderr)
+"""
+
+
+def test_each_instance_is_told_who_it_is() -> None:
+    done = poprun("--num-instances", "2", "--num-replicas", "6", "--ipus-per-replica=2", program=SAY_WHO)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 2 0 6 2 None", "[1] 1 2 1 6 2 None"]
+    lines = done.stderr.splitlines()
+    assert sorted(lines[:2]) == ["[0] problem", "[1] problem"]
+    assert re.match("poprun: each of the 2 instances ran the program by itself", lines[2])
+
+
+def test_a_single_instance_by_default() -> None:
+    done = poprun(program=SAY_WHO)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 0 1 1 None\n", "problem\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-x", "SAID=hello"], "hello"),
+        (["--env", "SAID"], "before"),
+        (["--mpi-local-args", "--bind-to none -x SAID=by mpi"], "by"),
+        ([], "before"),
+    ],
+)
+def test_environment(options: list[str], said: str) -> None:
+    done = poprun("--num-instances=2", *options, program=SAY_WHO, environment={"SAID": "before"})
+    assert {line.split()[-1] for line in done.stdout.splitlines()} == {said}
+
+
+def test_output_of_one_instance_without_tags() -> None:
+    options = ("--num-instances=3", "--only-output-from-instance=2", "--no-tag-output")
+    assert poprun(*options, program=SAY_WHO).stdout == "2 3 2 3 1 None\n"
+
+
+def test_output_is_shown_line_by_line() -> None:
+    """Also where lines are overwritten, as progress bars are, and where the last one has no end."""
+    done = poprun("--num-instances=2", program="import sys; sys.stdout.write('1%\\r2%\\r\\nlast')")
+    for number in "01":
+        tag = f"[{number}] "
+        assert f"{tag}1%\n{tag}2%\n{tag}last\n" in _of_instance(done.stdout, tag)
+
+
+def _of_instance(output: str, tag: str) -> str:
+    return "".join(line + "\n" for line in output.splitlines() if line.startswith(tag))
+
+
+def test_options_without_meaning_here_are_accepted() -> None:
+    options = ("--vv", "--vipu-partition=mine", "--num-ilds", "1", "--mpi-global-args=--tag-output", "--numa-aware=1")
+    assert poprun(*options, program=SAY_WHO).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--num-instances 2 --num-replicas 3 true",
+            "--num-replicas 3 cannot be shared out evenly among --num-instances",
+        ),
+        ("--num-instances 3 --host a,b true", "cannot be shared out evenly among the 2 machines"),
+        ("--num-instances 0 true", "0 is below 1"),
+        ("--num-instances 2", "there is no program to run"),
+        ("-x SURELY_NOT_SET true", "there is no such environment variable"),
+        ("--num-instnces 2 true", "unrecognized arguments"),
+    ],
+)
+def test_what_does_not_fit_together(arguments: str, message: str) -> None:
+    done = poprun(*arguments.split())
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_is_not_there() -> None:
+    done = poprun("--num-instances=2", "surely-no-such-program")
+    assert done.returncode == 127
+    assert "poprun: 'surely-no-such-program' cannot be started" in done.stderr
+
+
+def test_help_shows_how_to_begin() -> None:
+    done = poprun("--help")
+    assert "poprun --num-instances 2 --num-replicas 8 python train.py" in done.stdout
+
+
+def test_other_machines(tmp_path: Path) -> None:
+    """By ssh; here one stands in for it that runs what it is told on this machine."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nprintf "%s " "$1" "$2" "$3" >&2; eval "$4"\n')
+    ssh.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    options = ("--num-instances=4", "--host", "near,far", "-x", "SAID=to all")
+    done = poprun(*options, program=SAY_WHO, environment=environment)
+    assert done.returncode == 0, done.stderr
+    expected = [f"[{index}] {index} 4 {index % 2} 4 1 to all" for index in range(4)]
+    assert sorted(done.stdout.splitlines()) == expected
+    assert "[3] -o BatchMode=yes far problem" in done.stderr
+    # Where one fails, the other is told by the end of its input, as killing ssh would not reach it.
+    (tmp_path / "ended").unlink(missing_ok=True)
+    program = f"""
+        import os, signal, sys, time
+        if os.environ["POPDIST_INSTANCE_INDEX"] == "0":
+            time.sleep(1)
+            sys.exit(7)
+        def end(*_):
+            open({str(tmp_path / "ended")!r}, "w").close()
+            os._exit(0)
+        signal.signal(signal.SIGTERM, end)
+        time.sleep(100)
+    """
+    done = poprun("--num-instances=2", "--host", "localhost,far", program=program, environment=environment)
+    assert done.returncode == 7
+    assert (tmp_path / "ended").exists()
+
+
+# Failing -------------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+    import os, sys, time
+    import numpy as np
+    import popdist, popxl
+    from popxl import ops
+
+    me = popdist.getInstanceIndex()
+    def before_joining(): pass
+    def in_the_third_run(session, v): pass
+    {what}
+    before_joining()
+    ir = popxl.Ir(replication="popdist")
+    with ir.main_graph, popxl.in_sequence():
+        v = popxl.variable(np.zeros(3, np.float32))
+        ops.add_(v, ops.collectives.replicated_all_reduce(popxl.constant(1.0)))
+        out = popxl.d2h_stream(v.shape, v.dtype)
+        ops.host_store(out, v)
+    with popxl.Session(ir, "ipu_hw") as session:
+        for k in range(3000):
+            np.asarray(session.run()[out])
+            if k == 2:
+                print("third run", flush=True)
+                in_the_third_run(session, v)
+            time.sleep(0.01)
+"""
+
+
+def train(what: str, *options: str) -> tuple[Any, str]:
+    """Two instances train until something happens. Returns how that ended, and what poprun says of it."""
+    program = textwrap.dedent(TRAIN).replace("{what}", textwrap.dedent(what))
+    begin = time.monotonic()
+    done = poprun("--num-instances=2", "--num-replicas=4", "--timeout=20", *options, program=program)
+    assert time.monotonic() - begin < LIMIT / 2
+    return done, done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_instance_is_killed(who: int) -> None:
+    done, said = train(f"def in_the_third_run(*_): me == {who} and os.kill(os.getpid(), 9)")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert said == f"poprun: instance {who} was killed by SIGKILL; the others are stopped."
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_instance_raises(who: int) -> None:
+    done, said = train(f"def in_the_third_run(*_): 1 / (me - {who})")
+    assert done.returncode == 1
+    assert said == f"poprun: instance {who} failed with exit code 1; the others are stopped."
+    assert f"[{who}] ZeroDivisionError" in done.stderr
+
+
+def test_an_instance_exits() -> None:
+    done, said = train("def in_the_third_run(*_): me == 1 and sys.exit(3)")
+    assert done.returncode == 3
+    assert said == "poprun: instance 1 failed with exit code 3; the others are stopped."
+
+
+def test_the_first_instance_exits_while_another_waits_for_it() -> None:
+    done, said = train("def in_the_third_run(*_): me == 0 and sys.exit(3)", "--timeout=4")
+    assert done.returncode == 3
+    assert "instance 0 failed with exit code 3" in said
+    assert "Instances waited at the end of the program: instance 1 did not come within 4 seconds" in said
+
+
+def test_an_instance_never_comes() -> None:
+    done, said = train("def before_joining(): me == 1 and time.sleep(1000)", "--timeout=6")
+    assert done.returncode == 1
+    assert "instance 0 failed with exit code 1; the others are stopped." in said
+    assert "instance 1 did not come within 6 seconds" in said
+    assert "popxl.errors.PopxlRuntimeError: popdist: instance 0 is at the start of the program" in done.stderr
+
+
+def test_an_instance_ends_before_it_comes() -> None:
+    done, said = train("def before_joining(): me == 0 and sys.exit(0)")
+    assert done.returncode == 1
+    assert "instance 0 has ended with exit code 0, and will not come." in said
+
+
+def test_instances_that_do_different_things() -> None:
+    """Only one reads a variable, for which all are needed: neither waits for ever."""
+    what = """
+    def in_the_third_run(session, v):
+        session.get_tensor_data(v) if me == 0 else popdist.synchronize()
+    """
+    done, said = train(what)
+    assert done.returncode == 1
+    assert "Instance 0 is at Session.weights_to_host. Instance 1 is at popdist.synchronize." in said
+
+
+def test_jax_has_been_used_before() -> None:
+    done, _ = train("def before_joining(): import jax; jax.devices()")
+    assert done.returncode == 1
+    assert "If JAX has been used before, call `popdist.init()` at the beginning" in done.stderr
+
+
+def test_too_few_devices() -> None:
+    done, _ = train("", "-x", "POPXL_CPU_DEVICES=1")
+    assert done.returncode == 1
+    assert "this process drives 2 replicas and has 1 cpu device(s)" in done.stderr
+
+
+def test_a_device_object_is_of_one_process() -> None:
+    what = """
+    import popart
+    def before_joining():
+        popdist.init()
+        device = popart.DeviceManager().createIpuModelDevice({"numIPUs": 2})
+        make = popxl.Session
+        popxl.Session = lambda ir, name: make(ir, device)
+    """
+    done, _ = train(what)
+    assert done.returncode == 1
+    assert "stands for devices of this process only, and others run the program, too" in done.stderr
+
+
+def test_a_program_that_knows_nothing_of_instances() -> None:
+    program = """
+        import popxl
+        ir = popxl.Ir(replication=2)
+        with ir.main_graph:
+            popxl.variable(1.0) + 1
+        with popxl.Session(ir, "ipu_model") as session:
+            session.run()
+    """
+    done = poprun("--num-instances=2", program=program)
+    assert done.returncode == 0
+    assert done.stderr.count("poprun has started 2 instances, and each runs this program by itself") == 2
+    assert "poprun: each of the 2 instances ran the program by itself" in done.stderr
+
+
+def test_a_session_over_processes_is_not_saved() -> None:
+    done, _ = train("def in_the_third_run(session, v): session.save('never.session')")
+    assert "Session.save: the program runs over several processes" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_poprun_itself_is_stopped(number: int, tmp_path: Path) -> None:
+    """Nothing stays behind, neither if it can still stop the instances nor if it is killed."""
+    note = f"open({str(tmp_path)!r} + f'/{{me}}', 'w').write(str(os.getpid()))"
+    program = textwrap.dedent(TRAIN).replace("{what}", note)
+    command = [*POPRUN, "--num-instances=2", sys.executable, "-u", "-c", program]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert b"third run" in process.stdout.readline()
+        process.send_signal(number)
+        process.stdout.read()
+        said = process.stderr.read().decode()
+        code = process.wait(LIMIT)
+    deadline = time.monotonic() + LIMIT / 2
+    for index in "01":
+        while _is_alive(int((tmp_path / index).read_text())):
+            assert time.monotonic() < deadline, "an instance has stayed behind"
+            time.sleep(0.05)
+    if number == signal.SIGTERM:
+        assert (code, said.splitlines()[-1]) == (143, "poprun: SIGTERM: all instances are stopped.")
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,124 @@
+"""Programs over several processes: the numbers are those of one process with as many replicas."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popdist
+import popxl
+from popxl import ops
+from popxl.distributed import Instance, launched
+from popxl.errors import PopxlError
+from tests.popxl.shared_programs import PROGRAMS, REPLICAS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_numbers_of_one_process(processes: int, tmp_path: Path) -> None:
+    """What is known to all, every process has; what replicas stored, the process that drives them."""
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances", str(processes), "--timeout", "60"]
+    command += ["--num-replicas", str(REPLICAS), sys.executable, "-m", "tests.popxl.shared_programs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    results = [np.load(tmp_path / f"{index}.npz") for index in range(processes)]
+    for name, program in PROGRAMS.items():
+        known, own = program(REPLICAS, lambda data: data)
+        assert known
+        for key, value in known.items():
+            for found in results:
+                check_equal(found[f"{name}/known/{key}"], value, f"{name}: {key}")
+        for key, value in own.items():
+            joined = np.concatenate([found[f"{name}/own/{key}"] for found in results])
+            check_equal(joined, value, f"{name}: {key}")
+
+
+def check_equal(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=what)
+    assert found.dtype == expected.dtype, what
+
+
+def test_examples() -> None:
+    for module in (popdist, popxl.distributed):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
+
+
+# Without a launcher --------------------------------------------------------------------------------------------------
+
+
+def test_a_single_process_is_the_only_instance() -> None:
+    popdist.init()
+    popdist.synchronize()
+    assert not popdist.isPopdistEnvSet()
+    assert (popdist.getNumInstances(), popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()) == (1, 0, 0)
+    assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()) == (1, 1, 0)
+    assert popdist.checkNumIpusPerReplica(1) and not popdist.checkNumIpusPerReplica(2)
+
+
+def test_a_launcher_is_needed() -> None:
+    with pytest.raises(PopxlError, match="takes the number of replicas from `poprun`, which has not started this"):
+        popxl.Ir(replication="popdist")
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    for name, value in Instance(**fields).environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def test_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, instance_index=1, num_instances=3, num_total_replicas=12, num_ipus_per_replica=2)
+    assert launched() == Instance(
+        instance_index=1, num_instances=3, num_total_replicas=12, num_ipus_per_replica=2, host="localhost"
+    )
+    assert popdist.isPopdistEnvSet()
+    assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()) == (12, 4, 4)
+    ir = popxl.Ir(replication="popdist")
+    assert (ir.replication_factor, ir.instance_replication_factor) == (12, 4)
+    assert ir.options.globalReplicaOffset == 4
+    assert ir.replica_grouping(stride=4).assignment == [0, 1, 2, 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("POPDIST_NUM_TOTAL_REPLICAS", "4", "4 replicas cannot be shared out evenly among 3 instances"),
+        ("POPDIST_INSTANCE_INDEX", "3", "there is no instance 3 among 3"),
+        ("POPDIST_NUM_INSTANCES", "several", "do not describe an instance"),
+    ],
+)
+def test_an_environment_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    set_environment(monkeypatch, num_instances=3, num_total_replicas=3)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(PopxlError, match=message):
+        popxl.Ir(replication="popdist")
+
+
+def test_the_launchers_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, num_instances=2, num_total_replicas=4)
+    ir = popxl.Ir(replication="popdist")
+    ir.replication_factor = 3
+    with ir.main_graph:
+        popxl.variable(1.0) + 1
+    with pytest.raises(PopxlError, match="has 4 replicas, of which 3 are this process's"):
+        popxl.Session(ir, "ipu_model")
+
+
+def test_a_single_instance_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, num_total_replicas=3)
+    ir = popxl.Ir(replication="popdist")
+    with ir.main_graph:
+        v = popxl.variable(1.0)
+        ops.add_(v, ops.collectives.replicated_all_reduce(v))
+    with popxl.Session(ir, "ipu_model") as session:
+        session.run()
+    assert session.get_tensor_data(v) == 4

@@ -7,11 +7,14 @@ collections with a meaning of their own (`NamedTensors`, `NamedVariableFactories
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from popxl_addons.utils import OrderedDict, duplicate_items
 
 L = TypeVar("L")
+K = TypeVar("K")
+V = TypeVar("V")
+CLS = TypeVar("CLS", bound="DotTree[Any]")
 
 Key = str | int
 
@@ -42,7 +45,7 @@ class DotTree(Generic[L]):
             self.insert(key, value)
 
     @classmethod
-    def from_dict(cls, d: Mapping[Any, Any]) -> Self:
+    def from_dict(cls: type[CLS], d: Mapping[Any, Any]) -> CLS:
         """A tree of the entries of `d`, in its order. Dotted keys make nested trees; values may be trees themselves.
 
         `ValueError` for an invalid or repeated key, `AttributeError` for a key below a leaf.
@@ -58,7 +61,7 @@ class DotTree(Generic[L]):
             if path not in branches:
                 parent, name = branch(path[:-1]), path[-1]
                 given = parent._map.get(name, cls())
-                if not isinstance(given, cls):
+                if not isinstance(given, DotTree):
                     raise AttributeError(
                         f"{cls.__name__}.from_dict: '{'.'.join(path)}' is a leaf, so nothing can be put below it."
                     )
@@ -72,7 +75,7 @@ class DotTree(Generic[L]):
         return tree
 
     @classmethod
-    def pack(cls, keys: Iterable[Key], values: Iterable[Any]) -> Self:
+    def pack(cls: type[CLS], keys: Iterable[Key], values: Iterable[Any]) -> CLS:
         """``from_dict(dict(zip(keys, values)))``: the inverse of `unpack`. The longer argument is cut.
 
         Example:
@@ -87,7 +90,8 @@ class DotTree(Generic[L]):
         """The leaf or subtree at `key`, which may be a dotted path.
 
         A negative number counts back from the largest numeric key: with entries 0, 1, 3, ``get(-1)`` is entry 3 and
-        ``get(-2)``, entry 2, is missing. `KeyError` if there is no such entry.
+        ``get(-2)``, entry 2, is missing. `KeyError` if there is no such entry. A path only leads through trees of one
+        class: take a step at a time, or attributes, into a tree of another.
 
         Example:
             >>> DotTree.from_dict({"a.b": 1}).get("a.b")
@@ -102,7 +106,8 @@ class DotTree(Generic[L]):
         if not dot:
             return value
         if not isinstance(value, type(self)):
-            raise KeyError(f"{type(self).__name__}: '{head}' is a leaf, so there is no '{rest}' below it.")
+            what = f"a {type(value).__name__}, which is asked by itself" if isinstance(value, DotTree) else "a leaf"
+            raise KeyError(f"{type(self).__name__}: '{head}' is {what}, so there is no '{rest}' below it.")
         return value.get(rest)
 
     def _from_the_end(self, key: int) -> int:
@@ -117,12 +122,13 @@ class DotTree(Generic[L]):
     __getitem__ = get
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_map":  # asked for by `copy` and `pickle`, before there is one
+            raise AttributeError(f"{type(self).__name__} has not been initialised.")
         try:
-            return self.__dict__["_map"][name]
+            return self.get(name)
         except KeyError:
             raise AttributeError(
-                f"{type(self).__name__} has no attribute or entry '{name}'; "
-                f"its keys are {list(self.__dict__.get('_map', ()))}."
+                f"{type(self).__name__} has no attribute or entry '{name}'; its keys are {self.keys()}."
             ) from None
 
     def __contains__(self, key: Key) -> bool:
@@ -183,14 +189,14 @@ class DotTree(Generic[L]):
         leaves = self.to_dict()
         return zip(*((name, leaves[name]) for name in sorted(leaves)), strict=True) if leaves else ([], [])
 
-    def to_mapping(self, other: DotTree[Any]) -> dict[L, Any]:
-        """Own leaf → the leaf of `other` with the same flat name, for the names found in both.
+    def to_mapping(self, values: DotTree[V]) -> dict[L, V]:
+        """Own leaf → the leaf of `values` with the same flat name, for the names found in both.
 
         Example:
             >>> DotTree.from_dict({"a": "x", "b": "y"}).to_mapping(DotTree.from_dict({"b": 1, "c": 2}))
             {'y': 1}
         """
-        return to_mapping(self, other)
+        return to_mapping(self, values)
 
     # Writing
 
@@ -199,8 +205,8 @@ class DotTree(Generic[L]):
 
         A dotted key goes into the subtree; `overwrite` is needed if that exists, and merges. The subtree is copied
         and replaced only when all went well, so a failure changes nothing, and older references to it do not see the
-        new entry. With a key of one component `overwrite` replaces what is there. `ValueError` for an invalid or
-        present key.
+        new entry. It keeps its class, whatever that is. With a key of one component `overwrite` replaces what is
+        there. `ValueError` for an invalid or present key.
 
         Example:
             >>> t = DotTree(blk=DotTree(w=1))
@@ -223,7 +229,7 @@ class DotTree(Generic[L]):
             )
         if dot:
             existing = self._map.get(head)
-            branch = existing.copy() if isinstance(existing, type(self)) else type(self)()
+            branch = existing.copy() if isinstance(existing, DotTree) else type(self)()
             branch.insert(rest, value, overwrite)
             value = branch
         self._map[head] = value
@@ -252,16 +258,19 @@ class DotTree(Generic[L]):
         """
         if not isinstance(key, str):
             raise AttributeError(f"{type(self).__name__}.pop: the key must be a string, not {key!r}; try pop('{key}').")
-        path, _, name = key.rpartition(".")
-        value = self.get(key)
-        (self.get(path) if path else self)._map.pop(name)
-        return value
+        head, dot, rest = key.partition(".")
+        value = self.get(head)
+        if not dot:
+            return self._map.pop(head)
+        if not isinstance(value, DotTree):
+            raise KeyError(f"{type(self).__name__}.pop: '{head}' is a leaf, so there is no '{rest}' below it.")
+        return value.pop(rest)
 
-    def copy(self) -> Self:
+    def copy(self: CLS) -> CLS:
         """A tree of the same class with copies of the subtrees; leaves are shared."""
         return self.map(lambda leaf: leaf)
 
-    def filter_keys(self, keys: Iterable[Key]) -> Self:
+    def filter_keys(self: CLS, keys: Iterable[Key]) -> CLS:
         """A tree with only these entries, leaves or (by reference) subtrees.
 
         `ValueError` for a repeated key, `KeyError` for a missing one.
@@ -275,7 +284,7 @@ class DotTree(Generic[L]):
             raise ValueError(f"{type(self).__name__}.filter_keys: each key can be given once; repeated: {repeated}.")
         return type(self).from_dict({name: self.get(name) for name in names})
 
-    def map(self, fn: Callable[[L], Any]) -> Self:
+    def map(self: CLS, fn: Callable[[L], Any]) -> CLS:
         """A tree of the same class with ``fn(leaf)`` in place of every leaf.
 
         Example:
@@ -297,10 +306,15 @@ class DotTree(Generic[L]):
         return f"{type(self).__name__}({self.to_dict()!r})"
 
 
-def to_mapping(key_tree: DotTree[L], value_tree: DotTree[Any]) -> dict[L, Any]:
-    """Leaf of `key_tree` → leaf of `value_tree` with the same flat name, for the names found in both."""
-    values = value_tree.to_dict()
-    return {leaf: values[name] for name, leaf in key_tree.to_dict().items() if name in values}
+def to_mapping(key: DotTree[K], value: DotTree[V]) -> dict[K, V]:
+    """Leaf of `key` → leaf of `value` with the same flat name, for the names found in both.
+
+    Example:
+        >>> to_mapping(DotTree(a="x", b="y"), DotTree(b=1, c=2))
+        {'y': 1}
+    """
+    values = value.to_dict()
+    return {leaf: values[name] for name, leaf in key.to_dict().items() if name in values}
 
 
 def sanitise(name: str) -> str:

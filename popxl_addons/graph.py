@@ -17,6 +17,7 @@ from popxl_addons.dot_tree import DotTree
 from popxl_addons.errors import GradientError
 from popxl_addons.grad_info import merge_called_graphs
 from popxl_addons.named_tensors import NamedTensors, TensorMap
+from popxl_addons.patterns import apply_patterns
 
 if TYPE_CHECKING:
     from popxl_addons.graph_common import CalledGraphsGradInfoLike
@@ -143,14 +144,20 @@ class GraphWithNamedArgs:
         grads_required: Iterable[popxl.Tensor] | None = None,
         called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
     ) -> GraphWithNamedArgs:
-        """The gradient graph made by the transform, unconditionally: `popxl_addons.autodiff` of this graph."""
-        info = popxl.transforms.autodiff(
+        """The gradient graph made by the transform, unconditionally: `popxl_addons.autodiff` of this graph.
+
+        Patterns have been applied to it and to the gradient graphs that were made along with it.
+        """
+        given = merge_called_graphs(self.called_graphs_grad_info, called_graphs_grad_info)
+        infos = popxl.transforms.autodiff(
             self.graph,
             grads_provided=grads_provided,
             grads_required=grads_required,
-            called_graphs_grad_info=merge_called_graphs(self.called_graphs_grad_info, called_graphs_grad_info),
+            called_graphs_grad_info=given,
+            return_all_grad_graphs=True,
         )
-        return GraphWithNamedArgs.from_grad_graph(info)
+        apply_patterns(info.graph for graph, info in infos.items() if graph not in given)
+        return GraphWithNamedArgs.from_grad_graph(infos[self.graph])
 
 
 class BoundGraph:
@@ -166,7 +173,7 @@ class BoundGraph:
 
     def __init__(self, graph: popxl.Graph, args: TensorMap | None = None):
         self.graph = graph
-        self.args = dict(args or {})
+        self.args = _by_tensor(args)
 
     def call(self, *targs: Any, args: TensorMap | None = None) -> tuple[popxl.Tensor, ...]:
         """The outputs of a call of the graph, made in the current graph.
@@ -185,9 +192,11 @@ class BoundGraph:
         return BoundGraph(self.graph, self._inputs_dict(args))
 
     def subgraph_io_map(
-        self, *targs: Any, args: TensorMap | None = None, outs: Iterable[popxl.Tensor]
+        self, *targs: Any, args: TensorMap | None = None, outs: Iterable[popxl.Tensor] | None = None
     ) -> dict[popxl.Tensor, Any]:
         """Graph tensor → tensor of the calling graph, for a call with `targs` and `args` that returned `outs`.
+
+        `outs` has to be given, though it comes last: `TypeError` otherwise.
 
         Example:
             >>> ir = popxl.Ir()
@@ -198,6 +207,8 @@ class BoundGraph:
             >>> BoundGraph(graph).subgraph_io_map(x, outs=y) == {graph.inputs[0]: x, graph.outputs[0]: y[0]}
             True
         """
+        if outs is None:
+            raise TypeError("BoundGraph.subgraph_io_map: `outs` is missing, the tensors that the call returned.")
         return {
             **self._inputs_dict(args),
             **dict(zip(self.graph.inputs, _flattened(targs), strict=False)),
@@ -205,7 +216,16 @@ class BoundGraph:
         }
 
     def _inputs_dict(self, args: TensorMap | None) -> dict[popxl.Tensor, popxl.Tensor]:
-        return {**self.args, **(args or {})}
+        return {**self.args, **_by_tensor(args)}
+
+
+def _by_tensor(args: TensorMap | None) -> dict[popxl.Tensor, popxl.Tensor]:
+    if isinstance(args, DotTree):
+        raise TypeError(
+            f"BoundGraph: `args` is a {type(args).__name__}, expected a mapping of graph inputs to tensors. Tensors by "
+            "name are for `GraphWithNamedArgs.bind`."
+        )
+    return dict(args or {})
 
 
 def _flattened(targs: Iterable[Any]) -> Iterator[Any]:

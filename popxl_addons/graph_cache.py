@@ -39,6 +39,9 @@ class GraphCache:
         Functions are equal to themselves only; modules, if their hashes are. Tensors and specs count by shape, dtype
         and meta-shape, other arguments by value. Arguments are compared as they are passed: by position or by
         keyword, with or without a default spelled out, makes a difference. `TypeError` for an unhashable argument.
+
+        The callable and the other arguments are kept with the graph: if they refer to the Ir, it lives as long as this
+        cache.
         """
         ir = popxl.gir()
         graphs = self._graphs.setdefault(ir, WeakValueDictionary())

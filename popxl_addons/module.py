@@ -261,7 +261,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
 
     # Gradients
 
-    def build_grad(self, *args: popxl.Tensor) -> Any:
+    def build_grad(self, *args: Any, **kwargs: Any) -> Any:
         """The gradient of `build`, given the gradients of its outputs. May be implemented, with plain parameters.
 
         Returns the gradients of the inputs that are not variables; those of variables go to `var_grad`. What `build`

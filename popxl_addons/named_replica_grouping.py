@@ -1,18 +1,35 @@
-"""Trees of replica groupings: which replicas share each of the named variables of a model."""
+"""Trees of replica groupings: which replicas share each of the named variables of a model. And groups kept close.
+
+Replicas reach each other faster within an *instance*, the replicas of one process, and within an *ild*, the link domain
+of devices that are wired to each other directly. The functions here tell whether groups stay within one, and cut them
+down so that they do. They work on the Ir of the current graph, and on constant groupings. With one process and one
+domain they return what they are given.
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable
 
+from pydantic import BaseModel, PositiveInt
+
 import popxl
-from popxl_addons.dot_tree import DotTree
+from popxl_addons.dot_tree import CLS, DotTree
 
 
 class NamedReplicaGrouping(DotTree[popxl.ReplicaGrouping]):
-    """A tree whose leaves are replica groupings."""
+    """A tree whose leaves are replica groupings.
+
+    Example:
+        >>> ir = popxl.Ir(replication=4)
+        >>> groups = NamedReplicaGrouping.from_dict({"fc.w": ir.replica_grouping(group_size=2)})
+        >>> groups.fc.w.assignment
+        [0, 0, 1, 1]
+    """
 
     @classmethod
-    def build_groups(cls, names: Iterable[str], value: popxl.ReplicaGrouping) -> NamedReplicaGrouping:
+    def build_groups(cls: type[CLS], names: Iterable[str], value: popxl.ReplicaGrouping) -> CLS:
         """The same grouping under each of the `names`.
 
         Example:
@@ -33,3 +50,124 @@ def fill_none_group(
         True
     """
     return none_value if rg is None else rg
+
+
+def get_instance_replica_grouping(replica_grouping: popxl.ReplicaGrouping | None = None) -> popxl.ReplicaGrouping:
+    """The grouping, cut into smaller groups if need be, so that each group stays within one process.
+
+    Args:
+        replica_grouping: by default all replicas.
+
+    Returns:
+        The grouping itself if its groups stay within a process already; else one of the same stride.
+
+    Raises:
+        ValueError: if neighbours in a group are further apart than a process has replicas.
+
+    Example:
+        >>> ir = popxl.Ir(replication=4)
+        >>> with ir.main_graph:
+        ...     get_instance_replica_grouping() == ir.replica_grouping()
+        True
+    """
+    return _within(_instance_size(), "instance", replica_grouping)
+
+
+def is_cross_instance(replica_grouping: popxl.ReplicaGrouping) -> bool:
+    """Whether groups reach over several processes.
+
+    Example:
+        >>> ir = popxl.Ir(replication=4)
+        >>> with ir.main_graph:
+        ...     is_cross_instance(ir.replica_grouping())
+        False
+    """
+    return _crosses(_instance_size(), replica_grouping)
+
+
+def get_ild_size_from_popdist() -> int:
+    """How many replicas there are in a link domain.
+
+    The number is the field `ipuLinkDomainSize` of the JSON object in the environment variable `POPLAR_TARGET_OPTIONS`,
+    where a launcher of several processes may put it. Without it a domain is taken to have 64 replicas, or all if there
+    are fewer; with several processes there is a warning about that.
+
+    Raises:
+        ValueError: if the variable holds something else.
+
+    Example:
+        >>> with popxl.Ir(replication=4).main_graph:
+        ...     get_ild_size_from_popdist()
+        4
+    """
+    stated = _TargetOptions.model_validate_json(os.environ.get("POPLAR_TARGET_OPTIONS") or "{}").ipuLinkDomainSize
+    if stated is not None:
+        return stated
+    total = popxl.gcg().ir.replication_factor
+    size = min(total, 64)
+    if _instance_size() < total:
+        warnings.warn(
+            f"The size of a link domain is not known: {size} is assumed. Set POPLAR_TARGET_OPTIONS, for example to "
+            f"'{{\"ipuLinkDomainSize\": {size}}}'.",
+            stacklevel=1,  # this line, so that it is said once in a process
+        )
+    return size
+
+
+def get_ild_replica_grouping(replica_grouping: popxl.ReplicaGrouping | None = None) -> popxl.ReplicaGrouping:
+    """The grouping, cut into smaller groups if need be, so that each group stays within one link domain.
+
+    Args:
+        replica_grouping: by default all replicas.
+
+    Returns:
+        The grouping itself if its groups stay within a link domain already; else one of the same stride.
+
+    Raises:
+        ValueError: if neighbours in a group are further apart than a link domain has replicas.
+
+    Example:
+        >>> ir = popxl.Ir(replication=128)
+        >>> with ir.main_graph:
+        ...     get_ild_replica_grouping(ir.replica_grouping(stride=4)).group_size
+        16
+    """
+    return _within(get_ild_size_from_popdist(), "link domain", replica_grouping)
+
+
+def is_cross_ild(replica_grouping: popxl.ReplicaGrouping) -> bool:
+    """Whether groups reach over several link domains.
+
+    Example:
+        >>> ir = popxl.Ir(replication=128)
+        >>> with ir.main_graph:
+        ...     is_cross_ild(ir.replica_grouping()), is_cross_ild(ir.replica_grouping(group_size=64))
+        (True, False)
+    """
+    return _crosses(get_ild_size_from_popdist(), replica_grouping)
+
+
+class _TargetOptions(BaseModel):
+    ipuLinkDomainSize: PositiveInt | None = None
+
+
+def _instance_size() -> int:
+    return popxl.gcg().ir.instance_replication_factor
+
+
+def _crosses(size: int, group: popxl.ReplicaGrouping) -> bool:
+    # With one domain nothing is asked of the grouping, which need not be constant then.
+    return size < popxl.gcg().ir.replication_factor and group.group_size * group.stride > size
+
+
+def _within(size: int, domain: str, replica_grouping: popxl.ReplicaGrouping | None) -> popxl.ReplicaGrouping:
+    ir = popxl.gcg().ir
+    group = ir.replica_grouping() if replica_grouping is None else replica_grouping
+    if not _crosses(size, group):
+        return group
+    if group.stride > size:
+        raise ValueError(
+            f"Assignment pattern is different across {domain}s: neighbours in {group} are {group.stride} replicas "
+            f"apart, and each {domain} has only {size} replicas. Choose a grouping with a stride of at most {size}."
+        )
+    return ir.replica_grouping(group.stride, size // group.stride)

@@ -7,28 +7,29 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import popxl
 
-S = TypeVar("S", popxl.HostToDeviceStream, popxl.DeviceToHostStream)
+StreamType = TypeVar("StreamType", popxl.HostToDeviceStream, popxl.DeviceToHostStream)
 
 
-class AbstractStreams(Generic[S]):
+class AbstractStreams(Generic[StreamType]):
     """Streams by name, by attribute and by position. Iteration gives the streams, not their names."""
 
-    _create: ClassVar[Callable[..., Any]]
+    stream_init: ClassVar[Callable[..., Any]]
+    """Makes a stream of a shape, a dtype and a name."""
 
     def __init__(self, /, **specs: tuple[Iterable[int], popxl.dtype]):
-        self._streams: dict[str, S] = {
-            name: type(self)._create(shape, dtype, name) for name, (shape, dtype) in specs.items()
+        self._streams: dict[str, StreamType] = {
+            name: type(self).stream_init(shape, dtype, name) for name, (shape, dtype) in specs.items()
         }
 
     @classmethod
-    def from_streams(cls, streams: Iterable[S]) -> Self:
+    def from_streams(cls, streams: Iterable[StreamType]) -> Self:
         """A collection of existing streams, each under its ``tensor_id``."""
         collection = cls()
         for stream in streams:
             collection[stream.tensor_id] = stream
         return collection
 
-    def __getattr__(self, name: str) -> S:
+    def __getattr__(self, name: str) -> StreamType:
         try:
             return self.__dict__["_streams"][name]
         except KeyError:
@@ -37,17 +38,17 @@ class AbstractStreams(Generic[S]):
             ) from None
 
     @overload
-    def __getitem__(self, key: str | int) -> S: ...
+    def __getitem__(self, key: str | int) -> StreamType: ...
     @overload
-    def __getitem__(self, key: slice) -> list[S]: ...
-    def __getitem__(self, key: str | int | slice) -> S | list[S]:
+    def __getitem__(self, key: slice) -> list[StreamType]: ...
+    def __getitem__(self, key: str | int | slice) -> StreamType | list[StreamType]:
         if not isinstance(key, str):
             return list(self)[key]
         if key not in self:
             raise KeyError(f"{type(self).__name__}: there is no stream '{key}'; available: {list(self.keys())}.")
         return self._streams[key]
 
-    def __setitem__(self, name: str, stream: S) -> None:
+    def __setitem__(self, name: str, stream: StreamType) -> None:
         self._streams[name] = stream
 
     def __contains__(self, name: str) -> bool:
@@ -56,18 +57,18 @@ class AbstractStreams(Generic[S]):
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __iter__(self) -> Iterator[S]:
+    def __iter__(self) -> Iterator[StreamType]:
         return iter(self._streams.values())
 
     def keys(self) -> KeysView[str]:
         """The names."""
         return self._streams.keys()
 
-    def values(self) -> ValuesView[S]:
+    def values(self) -> ValuesView[StreamType]:
         """The streams."""
         return self._streams.values()
 
-    def items(self) -> ItemsView[str, S]:
+    def items(self) -> ItemsView[str, StreamType]:
         """Pairs of name and stream."""
         return self._streams.items()
 
@@ -85,7 +86,7 @@ class InputStreams(AbstractStreams[popxl.HostToDeviceStream]):
         (True, [(4, 2), (4,)])
     """
 
-    _create = staticmethod(popxl.h2d_stream)
+    stream_init = staticmethod(popxl.h2d_stream)
 
 
 class OutputStreams(AbstractStreams[popxl.DeviceToHostStream]):
@@ -98,4 +99,4 @@ class OutputStreams(AbstractStreams[popxl.DeviceToHostStream]):
         True
     """
 
-    _create = staticmethod(popxl.d2h_stream)
+    stream_init = staticmethod(popxl.d2h_stream)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import re
 import time
 from collections import Counter
 from collections import OrderedDict as _OrderedDict
-from collections.abc import Iterable, Iterator, KeysView, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, KeysView, MutableMapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,10 @@ from popxl.tensor import Variable
 
 K = TypeVar("K")
 V = TypeVar("V")
+E = TypeVar("E", bound=Hashable)
+
+# Whether Weights & Biases is there to be told; it is imported when there is something to tell, since it is slow.
+WANDB_IMPORTED = importlib.util.find_spec("wandb") is not None
 
 _logger = logging.getLogger(__name__)
 
@@ -48,11 +53,11 @@ class OrderedDict(_OrderedDict[K, V]):
         dict_keys(['w', 'b'])
     """
 
-    def idx(self, i: int) -> V:
-        """The value at position `i`; negative positions count from the end. `IndexError` outside."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"OrderedDict.idx: position {i} is outside; there are {len(self)} items.")
-        return list(self.values())[i]
+    def idx(self, idx: int) -> V:
+        """The value at position `idx`; negative positions count from the end. `IndexError` outside."""
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"OrderedDict.idx: position {idx} is outside; there are {len(self)} items.")
+        return list(self.values())[idx]
 
     def keys(self) -> Any:
         """A view of the keys, as `dict.keys`."""
@@ -133,17 +138,16 @@ def timer(title: str | None = None, log_to_wandb: bool = True) -> Iterator[None]
     yield
     minutes = (time.perf_counter() - start) / 60
     _logger.info("%s: %.2f mins", f"{title} duration" if title else "Duration", minutes)
-    if log_to_wandb and title:
+    if log_to_wandb and title and WANDB_IMPORTED:
         _add_to_wandb_summary(title.lower().replace(" ", "_") + "_mins", minutes)
 
 
 def _add_to_wandb_summary(key: str, value: float) -> None:
-    try:
-        import wandb  # optional, and slow to import: only looked for when there is something to tell it
-    except ImportError:
-        return
-    if wandb.run is not None:
-        wandb.run.summary[key] = value
+    import wandb
+
+    run = getattr(wandb, "run", None)  # a folder `wandb` of earlier runs can be imported, too
+    if run is not None:
+        run.summary[key] = value
 
 
 def null_context() -> contextlib.AbstractContextManager[None]:
@@ -176,7 +180,7 @@ def overrides(cls: type, base_cls: type, method: str) -> bool:
     return bool(getattr(cls, method) != getattr(base_cls, method))
 
 
-def duplicate_items(iterable: Iterable[K]) -> list[K]:
+def duplicate_items(iterable: Iterable[E]) -> list[E]:
     """The items that occur more than once, in the order in which they are first seen.
 
     Example:

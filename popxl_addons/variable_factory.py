@@ -24,6 +24,9 @@ from popxl_addons.dot_tree import DotTree
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
 
+# What an element of the data may be: an array of some library, or a scalar of NumPy.
+host_scalar_tensor_types: tuple[type, ...] = (*popxl.tensor.host_tensor_types, Number, np.generic)
+
 DataIter = Callable[[], Any] | Iterable[Any]
 PathLike = str | os.PathLike[str]
 
@@ -99,7 +102,7 @@ class VariableFactory:
 
     def create_remote_tensor(
         self,
-        buffer: Any,
+        buffer: popxl.RemoteBuffer,
         entry: int,
         name: str | None = None,
         empty: bool = False,
@@ -109,8 +112,8 @@ class VariableFactory:
         """The variable in slot `entry` of a remote buffer, in pieces if the buffer has a meta-shape."""
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
-        create = "remote_replica_sharded_variable" if buffer.meta_shape else "remote_variable"
-        return getattr(popxl, create)(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
+        create = popxl.remote_replica_sharded_variable if buffer.meta_shape else popxl.remote_variable
+        return create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
 
     def next_data(self, empty: bool = False) -> Any:
         """The host value of the next variable: one element, or one for each replica group, stacked."""
@@ -146,10 +149,14 @@ class VariableFactory:
         return self.next_memmap(memmap_dir, name, empty, read_only_if_exists)
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the variable, which is whole: that of the data for one replica group."""
+        return self.shape if self.meta_shape is None else self.meta_shape
+
+    @property
     def _host_shape(self) -> tuple[int, ...]:
         groups = self.replica_grouping.num_groups
-        value = self.shape if self.meta_shape is None else self.meta_shape
-        return value if groups == 1 else (groups, *value)
+        return self.whole_shape if groups == 1 else (groups, *self.whole_shape)
 
 
 class NamedVariableFactories(DotTree[VariableFactory]):
@@ -193,17 +200,33 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
     ) -> NamedTensors:
-        """As `init`, with each variable in slot `entry` of the buffer of the same flat name.
+        """As `init`, with each variable in slot `entry` of the buffer of the same flat name; further buffers are fine.
 
-        `KeyError` lists the names that `buffers` lacks.
+        Before any variable is made all buffers are looked at: `KeyError` lists the names that `buffers` lacks,
+        `ValueError` those whose buffer holds another number of elements, or elements of another dtype.
+
+        Example:
+            >>> with popxl.Ir().main_graph:
+            ...     facts = NamedVariableFactories(w=VariableFactory(lambda: np.zeros((2, 3)), popxl.float32))
+            ...     buffers = DotTree(w=popxl.remote_buffer((2, 3), popxl.float32, entries=2))
+            ...     layers = [facts.init_remote(buffers, i, prefix=f"layer{i}") for i in range(2)]
+            >>> layers[1].w.name
+            'layer1.w'
         """
         factories = sorted(self.to_dict().items())
-        if missing := [name for name, _ in factories if name not in buffers]:
+        slots = buffers.to_dict()
+        if missing := [name for name, _ in factories if name not in slots]:
             raise KeyError(f"NamedVariableFactories.init_remote: `buffers` has no buffer for {missing}.")
+        if unfit := [
+            f"'{name}' is {factory.dtype.name}{list(factory.whole_shape)}, and its buffer is {slots[name]!r}"
+            for name, factory in factories
+            if not _fits(factory, slots[name])
+        ]:
+            raise ValueError(f"NamedVariableFactories.init_remote: these do not fit: {'; '.join(unfit)}.")
         return NamedTensors.from_dict(
             {
                 name: factory.create_remote_tensor(
-                    buffers[name], entry, _join(prefix, name), empty, memmap_dir, read_only_if_exists
+                    slots[name], entry, _join(prefix, name), empty, memmap_dir, read_only_if_exists
                 )
                 for name, factory in factories
             }
@@ -314,7 +337,7 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
         first = elements.peek()
     except StopIteration:
         raise ValueError(f"VariableFactory `{name}`: `data_iter` is empty.") from None
-    if not isinstance(first, (Iterable, Number, np.generic)):
+    if not isinstance(first, host_scalar_tensor_types):
         raise ValueError(
             f"VariableFactory `{name}`: `data_iter` gives a {type(first).__name__}, expected NumPy or torch arrays."
         )
@@ -324,6 +347,11 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
             "Wrap it in `np.array(...)`."
         )
     return first
+
+
+def _fits(factory: VariableFactory, buffer: popxl.RemoteBuffer) -> bool:
+    slot = buffer.meta_shape or buffer.tensor_shape
+    return math.prod(factory.whole_shape) == math.prod(slot) and factory.dtype == buffer.tensor_dtype
 
 
 def _join(prefix: str | None, name: str | None) -> str | None:

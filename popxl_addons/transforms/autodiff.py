@@ -1,21 +1,35 @@
-"""Gradient graphs made by popxl's transform, with names. Hand-written ones are in `popxl_addons.build_grad`."""
+"""Gradient graphs made by popxl's transform: as they are, or keeping means of gradients in accumulators.
+
+Hand-written ones are in `popxl_addons.build_grad`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import popxl
+from popxl import ops
 from popxl.transforms.autodiff import GradGraphInfo, make_grad_graph_info
+from popxl_addons.dot_tree import sanitise
 from popxl_addons.grad_info import as_grad_graph_info, as_graph
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.utils import duplicate_items
+from popxl_addons.variable_factory import NamedVariableFactories, add_variable_input
 
 if TYPE_CHECKING:
     from popxl_addons.graph_common import CalledGraphsGradInfoLike, GradGraphInfoLike, GraphLike
 
+__all__ = ["autodiff", "autodiff_with_accumulation"]
+
 
 def autodiff(
-    graph: GraphWithNamedArgs | popxl.Graph,
+    graph: GraphLike,
     grads_provided: Iterable[popxl.Tensor] | None = None,
     grads_required: Iterable[popxl.Tensor] | None = None,
     called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
@@ -28,7 +42,8 @@ def autodiff(
     of `graph` are now outputs of it, so take results as ``y, *_ = info.outputs``.
 
     `called_graphs_grad_info` says which gradient graphs to use for the graphs that `graph` calls; its entries win over
-    those that `graph` brings along. Errors are those of `popxl.transforms.autodiff`.
+    those that `graph` brings along. Errors are those of `popxl.transforms.autodiff`. The patterns of
+    `popxl_addons.patterns` are applied to the gradient graphs that are made.
 
     Example:
         >>> ir = popxl.Ir()
@@ -42,8 +57,98 @@ def autodiff(
         >>> dx.shape
         (2,)
     """
-    named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(graph)
+    named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(as_graph(graph))
     return named.differentiate(grads_provided, grads_required, called_graphs_grad_info)
+
+
+def autodiff_with_accumulation(
+    graph: GraphWithNamedArgs,
+    tensors_to_accumulate_grads: Iterable[popxl.Tensor],
+    grads_provided: Iterable[popxl.Tensor] | None = None,
+    grads_required: Iterable[popxl.Tensor] | None = None,
+    called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
+    replica_groupings: NamedReplicaGrouping | None = None,
+) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
+    """A gradient graph that takes some gradients into running means, in variables of its own, and returns the others.
+
+    The variables are inputs by reference: the float32 scalar `mean_accum_counter`, which counts the calls, and for each
+    tensor ``accum.<name>``, of its shape and dtype. `<name>` is the tensor's flat name in ``graph.args``, or for others
+    ``sanitise(tensor.name)``. A call takes a gradient ``g`` into a mean of ``c`` values as
+    ``accum = (c * accum + g) / (c + 1)``, and then counts up ``c``. All start at zero; setting the counter to zero
+    starts new means.
+
+    Args:
+        graph: what to differentiate.
+        tensors_to_accumulate_grads: tensors of `graph` whose gradients go into means.
+        grads_provided: as for `autodiff`.
+        grads_required: tensors of `graph` whose gradients are returned, in this order; by default none.
+        called_graphs_grad_info: as for `autodiff`.
+        replica_groupings: by `<name>`, which replicas share an accumulator's initial value; by default all. Further
+            names are ignored.
+
+    Returns:
+        Factories of the variables, and the gradient graph, with the same names in `args`.
+
+    Raises:
+        ValueError: if a tensor is named twice, or two would have the same name.
+        PopxlError: as `popxl.transforms.autodiff`.
+
+    Example: after gradients of 2, 4 and 9 an accumulator is 5, and the counter 3.
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     x, w, dy = (popxl.variable(value) for value in (3.0, 2.0, 1.0))
+        ...     product = ir.create_graph(lambda x, w: x * w, x, w)
+        ...     graph = GraphWithNamedArgs(product, NamedTensors(w=product.inputs[1]))
+        ...     facts, grad = autodiff_with_accumulation(graph, graph.args.tensors, grads_required=product.inputs[:1])
+        ...     accumulators = facts.init()
+        ...     info = graph.call_with_info(x, w)
+        ...     (dx,) = grad.bind(accumulators).call(dy, args=grad.grad_graph_info.inputs_dict(info))
+        >>> facts.keys_flat()
+        ['mean_accum_counter', 'accum.w']
+    """
+    accumulated = _by_name(graph, list(tensors_to_accumulate_grads))
+    required = list(grads_required or ())
+    grad = graph.differentiate(grads_provided, required + accumulated.values_flat(), called_graphs_grad_info)
+    info, gradients = grad.grad_graph_info, grad.graph.outputs[len(required) :]
+    grad.graph.trim_outputs(len(required))
+    grad.grad_graph_info = make_grad_graph_info(
+        info.forward_graph,
+        info.graph,
+        [(expected.fwd_tensor, expected.connection_type) for expected in info.expected_inputs],
+        required,
+    )
+    factories = NamedVariableFactories()
+
+    def state(
+        name: str, shape: tuple[int, ...], dtype: popxl.dtype, group: popxl.ReplicaGrouping | None
+    ) -> popxl.Tensor:
+        t, factory = add_variable_input(name, partial(np.zeros, shape), dtype, by_ref=True, replica_grouping=group)
+        grad.args.insert(name, t, overwrite=True)
+        factories.insert(name, factory, overwrite=True)
+        return t
+
+    groups = {} if replica_groupings is None else replica_groupings.to_dict()
+    with grad.graph, popxl.in_sequence():
+        counter = state("mean_accum_counter", (), popxl.float32, None)
+        for (name, t), gradient in zip(accumulated.to_dict().items(), gradients, strict=True):
+            mean = state(f"accum.{name}", t.shape, t.dtype, groups.get(name))
+            ops.var_updates.accumulate_mean_(mean, gradient, counter)
+        ops.var_updates.accumulate_(counter, popxl.constant(1, popxl.float32))
+    return factories, grad
+
+
+def _by_name(graph: GraphWithNamedArgs, tensors: list[popxl.Tensor]) -> NamedTensors:
+    """Tensors whose gradients are accumulated, by the names of their accumulators."""
+    if twice := duplicate_items(tensors):
+        raise ValueError(f"autodiff_with_accumulation: `tensors_to_accumulate_grads` has some tensors twice: {twice}.")
+    flat_names = {t: name for name, t in graph.args.to_dict().items()}
+    names = [flat_names.get(t) or sanitise(t.name) for t in tensors]
+    if same := duplicate_items(names):
+        raise ValueError(
+            f"autodiff_with_accumulation: several of the tensors {tensors} would have accumulators of the same name: "
+            f"{same}. Give the graph's inputs other names."
+        )
+    return NamedTensors.pack(names, tensors)
 
 
 def remap_grad_info(grad_info: GradGraphInfoLike, forward_graph: GraphLike, backward_graph: GraphLike) -> GradGraphInfo:

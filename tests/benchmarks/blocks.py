@@ -1,9 +1,10 @@
 """A deep model: one transformer-like block called many times, each time with its own weights.
 
-Ours has a graph for the block, and one for its gradient that computes the block again instead of keeping what is inside
-of it: a choice that one states in three lines, `recomputed`. The session compiles each graph by itself, if there are
-many calls. Beside it are ours as one program, ours without recomputing, and plain JAX in its idioms: unrolled, unrolled
-with `jax.checkpoint`, and as a scan over stacked weights. Each does a forward pass, a backward pass and an update.
+Ours has a graph for the block, and one for its gradient, which keeps the projections for attention and computes the
+rest of the block again: what is kept is what one writes down, see `recomputing`. The session compiles each graph by
+itself, if there are many calls. Beside it are ours as one program, ours without computing anything again, and plain JAX
+in its idioms: unrolled, unrolled with `jax.checkpoint`, and as a scan over stacked weights. Each does a forward pass, a
+backward pass and an update.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.ops.call import CallSiteInfo
+from popxl.transforms import GradGraphInfo
 from runtime import structure
 from tests.benchmarks.harness import (
     OURS,
@@ -65,6 +68,9 @@ def model(size: Size, blocks: int) -> Model:
     return Model(2, rows=6, width=8, heads=2) if size is Size.TINY else Model(blocks)
 
 
+Passes = tuple[popxl.Graph, Callable[[CallSiteInfo, popxl.Tensor], tuple[popxl.Tensor, ...]]]
+"""The graph of a block, and what makes the gradients at a call of it from the gradient of its result."""
+
 # Ours ---------------------------------------------------------------------------------------------------------------
 
 
@@ -74,15 +80,68 @@ def norm(x: popxl.Tensor) -> popxl.Tensor:
     return centred / ops.sqrt(ops.mean(centred * centred, -1, keepdims=True) + 1e-5)
 
 
-def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor, heads: int):
+def project(x: popxl.Tensor, qkv: popxl.Tensor) -> popxl.Tensor:
+    """Queries, keys and values, beside each other."""
+    return norm(x) @ qkv
+
+
+def attend(
+    x: popxl.Tensor, projected: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor, heads: int
+) -> popxl.Tensor:
     """Attention and a feed-forward layer, each added to its input."""
     rows, width = x.shape
-    q, k, v = (
-        t.reshape((rows, heads, width // heads)).transpose((1, 0, 2)) for t in ops.split(norm(x) @ qkv, 3, axis=1)
-    )
+    q, k, v = (t.reshape((rows, heads, width // heads)).transpose((1, 0, 2)) for t in ops.split(projected, 3, axis=1))
     shares = ops.softmax((q @ k.transpose((0, 2, 1))) * (width // heads) ** -0.5, -1)
     x = x + (shares @ v).transpose((1, 0, 2)).reshape((rows, width)) @ out
     return x + ops.gelu(norm(x) @ up) @ down
+
+
+def storing(ir: popxl.Ir, heads: int, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
+    """A block, and its gradient: that is given all that it needs of the forward pass."""
+
+    def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor):
+        return attend(x, project(x, qkv), out, up, down, heads)
+
+    forward = ir.create_graph(block, x, *weights)
+    return forward, partial(gradients_at, popxl.transforms.autodiff(forward))
+
+
+def recomputing(ir: popxl.Ir, heads: int, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
+    """A block, and its gradient: that is given what went in and the projections, and computes the rest again."""
+
+    def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor):
+        projected = project(x, qkv)
+        return attend(x, projected, out, up, down, heads), projected
+
+    forward = ir.create_graph(block, x, *weights)
+    projecting = popxl.transforms.autodiff(ir.create_graph(project, x, weights[0]))
+    attending = popxl.transforms.autodiff(
+        ir.create_graph(attend, x, forward.outputs[1].spec, *weights[1:], heads=heads)
+    )
+
+    def again(info: GradGraphInfo, gradient: popxl.Tensor, *inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+        return gradients_at(info, ops.call_with_info(info.forward_graph, *inputs), gradient)
+
+    def gradient(
+        gradient: popxl.Tensor,
+        projected: popxl.Tensor,
+        x: popxl.Tensor,
+        qkv: popxl.Tensor,
+        out: popxl.Tensor,
+        up: popxl.Tensor,
+        down: popxl.Tensor,
+    ) -> tuple[popxl.Tensor, ...]:
+        dx, dprojected, *others = again(attending, gradient, x, projected, out, up, down)
+        more, dqkv = again(projecting, dprojected, x, qkv)
+        return dx + more, dqkv, *others
+
+    backward = ir.create_graph(gradient, x, *(t.spec for t in forward.outputs[1:]), x, *weights)
+    return forward, lambda call, dy: ops.call(backward, dy, call.outputs[1], *call.inputs)
+
+
+def gradients_at(info: GradGraphInfo, call: CallSiteInfo, gradient: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+    """The gradients of what went into a call."""
+    return ops.call(info.graph, gradient, inputs_dict=info.inputs_dict(call))
 
 
 class Ours:
@@ -90,7 +149,7 @@ class Ours:
 
     Args:
         m: the sizes.
-        recompute: let the backward pass compute each block again. Otherwise what it needs is kept.
+        recompute: let the backward pass compute most of each block again. Otherwise what it needs is kept.
         calls: how called graphs are compiled; see the option `calledGraphs`.
     """
 
@@ -105,18 +164,8 @@ class Ours:
                 for i, weights in enumerate(m.weights())
             ]
             x = ops.host_load(self.feed)
-            inputs = (x, *self.variables[0])
-            forward = ir.create_graph(block, *inputs, m.heads)
-            inner = ir.create_graph(block, *inputs, m.heads) if recompute else forward
-            backward = popxl.transforms.autodiff(inner)
-
-            def gradients_at(call: Any, gradient: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
-                return ops.call(backward.graph, gradient, inputs_dict=backward.inputs_dict(call))
-
-            def recomputed(gradient: popxl.Tensor, *inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
-                return gradients_at(ops.call_with_info(inner, *inputs), gradient)
-
-            again = ir.create_graph(recomputed, x, *inputs) if recompute else None
+            blocks = recomputing if recompute else storing
+            forward, backward = blocks(ir, m.heads, x, *self.variables[0])
             calls = []
             for variables in self.variables:
                 calls.append(ops.call_with_info(forward, x, *variables))
@@ -124,9 +173,7 @@ class Ours:
             ops.host_store(self.loss, ops.mean(x * x))
             gradient = x * (2 / (m.rows * m.width))
             for variables, call in zip(reversed(self.variables), reversed(calls), strict=True):
-                gradient, *gradients = (
-                    ops.call(again, gradient, *call.inputs) if again else gradients_at(call, gradient)
-                )
+                gradient, *gradients = backward(call, gradient)
                 for w, g in zip(variables, gradients, strict=True):
                     ops.scaled_add_(w, g, b=-RATE)
 

@@ -472,6 +472,58 @@ def test_aux_and_var_grad_are_for_build_grad(ir):
             graph.autodiff()
 
 
+def test_too_many_gradients_provided(ir):
+    _, graph = module_of(lambda self, da: da, lambda self, x: (x * 2.0, x * 3.0)).create_graph(SPEC)
+    with pytest.raises(ValueError, match="do not match the signature"):
+        graph.autodiff()
+    assert len(graph.graph.outputs) == 2
+    assert len(graph.autodiff(grads_provided=graph.graph.outputs[:1]).graph.inputs) == 1
+
+
+def test_one_tensor_stashed_twice_and_an_output_stashed(x, dy, evaluate):
+    def build(self, x):
+        y = x * x
+        self.aux["y"], self.aux["x"], self.aux["again"] = y, x, x
+        return y
+
+    def build_grad(self, dy):
+        return dy * (self.aux["x"] + self.aux["again"]) + 0.0 * self.aux["y"]
+
+    _, graph = module_of(build_grad, build).create_graph(x)
+    grad = graph.autodiff()
+    assert len(grad.graph.inputs) == len(graph.graph.outputs) == 4
+    info = graph.call_with_info(x)
+    (dx,) = grad.call(dy, args=grad.grad_graph_info.inputs_dict(info))
+    dxs, xs, seed = evaluate(dx, x, dy)
+    np.testing.assert_allclose(dxs, 2 * xs * seed, rtol=1e-6)
+
+
+def test_gradients_of_sharded_variables():
+    class Sharded(addons.Module):
+        def __init__(self, gradient):
+            super().__init__()
+            self.gradient = gradient
+
+        def build(self, x):
+            s = self.add_replica_sharded_variable_input("s", lambda: np.ones((4, 6)), popxl.float32)
+            self.aux["s"] = s
+            return x * s
+
+        def build_grad(self, dy):
+            self.var_grad["s"] = self.gradient(self.aux["s"], dy)
+            return dy * self.aux["s"]
+
+    with popxl.Ir(replication=4).main_graph:
+        spec = popxl.TensorSpec((6,), popxl.float32, (4, 6))
+        _, graph = Sharded(lambda s, dy: dy * s).create_graph(spec)
+        assert graph.autodiff().graph.outputs[1].meta_shape == (4, 6)
+        _, graph = Sharded(lambda s, dy: popxl.constant(np.ones(6), popxl.float32)).create_graph(spec)
+        with pytest.raises(
+            ValueError, match=r"Shape or meta-shape of Tensor does not match .* \(meta-shape \(4, 6\)\)"
+        ):
+            graph.autodiff()
+
+
 def test_aux_of_another_graph(ir):
     outer = popxl.constant(1.0)
 

@@ -1,5 +1,8 @@
 """Trees: keys, reading, writing, printing. The leaves are plain numbers; nothing here depends on what they are."""
 
+import copy
+import pickle
+
 import pytest
 
 from popxl_addons.dot_tree import DotTree, sanitise, to_mapping
@@ -70,6 +73,25 @@ def test_a_missing_key_lists_the_others(tree):
         _ = tree.nope
     with pytest.raises(AttributeError, match="strings or integers"):
         tree.get(1.5)
+
+
+def test_attributes_are_keys(tree):
+    assert getattr(tree, "enc.w") == 1  # noqa: B009
+    assert not hasattr(tree, "enc.x") and not hasattr(tree, "-1")
+
+
+def test_trees_can_be_copied_and_pickled_by_python(tree):
+    for other in (copy.copy(tree), copy.deepcopy(tree), pickle.loads(pickle.dumps(tree))):
+        assert other.to_dict() == tree.to_dict()
+
+
+def test_a_tree_that_is_filled_after_it_was_inserted():
+    variables, part = DotTree(), DotTree()
+    variables.insert("transformer", part)
+    for i in range(2):
+        part.insert(f"decoder.{i}.fwd", DotTree(w=i), overwrite=True)
+    assert variables.keys_flat() == ["transformer.decoder.0.fwd.w", "transformer.decoder.1.fwd.w"]
+    assert variables.transformer.decoder[1].fwd.w == 1
 
 
 def test_identity(tree):
@@ -168,9 +190,12 @@ def test_pop(tree):
     assert tree.enc.pop("b") == 2
     assert tree.keys() == ["enc", "head"]
     assert tree.pop("head") == 3
-    for missing in ("head", "enc.w", "no.where"):
+    for missing in ("head", "enc.w", "no.where", "-1"):
         with pytest.raises(KeyError):
             tree.pop(missing)
+    tree.insert("leaf", 4)
+    with pytest.raises(KeyError, match="'leaf' is a leaf"):
+        tree.pop("leaf.w")
     with pytest.raises(AttributeError, match="must be a string"):
         tree.pop(0)
 
@@ -210,9 +235,18 @@ def test_subtrees_of_another_class():
     assert tree.keys_flat() == ["other.x"]
     assert isinstance(tree.copy().other, Other)
     assert tree.get("other") is tree.other
-    with pytest.raises(KeyError, match="leaf"):
+    with pytest.raises(KeyError, match="'other' is a Other, which is asked by itself"):
         tree.get("other.x")
+    assert "other.x" not in tree
     assert Other.from_dict({"a.b": 1}).a.__class__ is Other
+
+    tree.insert("other.y", 2, overwrite=True)  # merges, as into any subtree
+    assert isinstance(tree.other, Other) and tree.keys_flat() == ["other.x", "other.y"]
+    assert tree.pop("other.x") == 1
+    assert tree.map(str).other.y == "2"
+    tree._clear()
+    assert isinstance(tree.other, Other) and tree.keys_flat() == []
+    assert Third.from_dict({"o": Other(x=1), "o.y": 2}).keys_flat() == ["o.x", "o.y"]
 
 
 def test_to_mapping():

@@ -6,6 +6,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.errors import PopxlError
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms.autodiff import autodiff, remap_grad_info
 
@@ -88,6 +89,36 @@ def test_call_errors(affine, x, v):
         affine.call(x, args={affine.args.w: "a", affine.args.b: v.b})
 
 
+def test_what_is_missing_or_does_not_fit_is_listed_by_name_all_at_once(affine, x, v):
+    with pytest.raises(ValueError, match=r"nothing is bound to w, b\.\n") as error:
+        affine.bind(NamedTensors(wieght=v.w)).call(x)
+    assert str(x) in str(error.value)  # what is bound is listed, too
+    short = NamedTensors(w=popxl.variable(np.ones(3), popxl.float32, "short"), b=popxl.ops.cast(v.b, popxl.float16))
+    ops_before = list(x.ir.main_graph.ops)
+    with pytest.raises(PopxlError, match=r"`w` .* f32\[2, 3\], and 'short', .*; the input `b` .* is f16\[2, 3\]"):
+        affine.bind(short).call(x)
+    assert x.ir.main_graph.ops == ops_before
+    (y,) = affine.bind(short).call(x, args={affine.args.w: v.w, affine.args.b: v.b})  # what is replaced may be anything
+    assert y.shape == (2, 3)
+
+
+def test_names_are_for_bind(affine, x, v):
+    for use in (
+        lambda: affine.call(x, args=v),
+        lambda: affine.bind().bind(v),
+        lambda: addons.BoundGraph(affine.graph, v),
+    ):
+        with pytest.raises(TypeError, match="`args` is a NamedTensors, expected a mapping of graph inputs to tensors"):
+            use()
+
+
+def test_activations_of_another_graph_are_refused(affine, x, v):
+    grad = addons.autodiff(affine)
+    other = x.ir.create_graph(lambda x, w, b: x * w + b, x, x, x)
+    with pytest.raises(TypeError):
+        grad.grad_graph_info.inputs_dict(ops.call_with_info(other, x, v.w, v.b))
+
+
 def test_bind_wants_named_tensors(affine, v):
     with pytest.raises(TypeError, match="`args` is a dict, expected NamedTensors"):
         affine.bind(dict(v.to_dict()))
@@ -105,7 +136,7 @@ def test_subgraph_io_map(affine, x, v):
     inputs = affine.graph.inputs
     assert io == {inputs[0]: x, inputs[1]: v.w, inputs[2]: v.b, affine.graph.outputs[0]: outs[0]}
     assert affine.bind().subgraph_io_map([x, v.w], outs=[]) == {inputs[0]: x, inputs[1]: v.w}
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="`outs` is missing"):
         bound.subgraph_io_map(x)
 
 
@@ -143,6 +174,7 @@ def test_autodiff_of_chosen_tensors_in_their_order(affine, x, v):
     assert grad.grad_graph_info.outputs == affine.args.tensors == (affine.args.b, affine.args.w)
     assert len(grad.graph.outputs) == 2
     assert addons.autodiff(affine.graph, [affine.graph.outputs[0]], [affine.graph.inputs[0]]).graph.outputs
+    assert addons.autodiff(addons.BoundGraph(affine.graph), affine.graph.outputs[:1], affine.args.tensors).graph.outputs
 
 
 def test_autodiff_once(affine):

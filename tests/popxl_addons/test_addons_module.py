@@ -387,8 +387,12 @@ def test_lists(x, evaluate):
 def test_only_lists_can_be_iterated(ir):
     with pytest.raises(AttributeError, match="iteration not supported"):
         list(Affine(3))
-    with pytest.raises(AttributeError):
-        addons.Module.from_list([])[0]
+    modules = addons.Module.from_list([Affine(3)])
+    for missing in (1, -1, "name"):
+        with pytest.raises(AttributeError):
+            modules[missing]
+        with pytest.raises(AttributeError):
+            modules.get(missing)
 
 
 def test_lists_of_placeholders(ir):
@@ -488,6 +492,30 @@ def test_cache(x):
     assert g2.args.m == g1.args.m
     f1.pop("m")
     assert opt.create_graph(x, x.spec, lr=0.1)[0].keys() == ["m"]
+
+
+def test_a_cache_compares_by_value():
+    class Optimiser(addons.Module):
+        def build(self, v: popxl.TensorByRef, group=None, dtype=popxl.float32, betas=(0.9,), names=None):
+            self.add_variable_input("m", partial(np.zeros, v.shape), dtype, replica_grouping=group)
+
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph:
+        opt, spec = Optimiser(cache=True), popxl.TensorSpec((2,), popxl.float32)
+        pairs = ir.replica_grouping(group_size=2)
+
+        def graph(*args, **kwargs):
+            return opt.create_graph(spec, *args, **kwargs)[1].graph
+
+        assert graph(pairs) is graph(ir.replica_grouping_from_assignments([0, 0, 1, 1]))
+        assert graph(pairs) is not graph(ir.replica_grouping(stride=2, group_size=2))
+        assert graph(betas=[0.9, 0.99]) is graph(betas=[0.9, 0.99]) is not graph(betas=[0.9, 0.98])
+        assert graph(names={"w": {"groups": [pairs]}}) is graph(
+            names={"w": {"groups": [pairs.transpose().transpose()]}}
+        )
+        assert graph(dtype=popxl.float16) is not graph(dtype=popxl.float32)
+        with pytest.raises(TypeError, match="ndarray is unhashable"):
+            graph(names=np.zeros(2))
 
 
 def test_no_cache(x):

@@ -5,6 +5,7 @@ import pytest
 
 import popxl
 import popxl_addons as addons
+from popxl_addons.streams import StreamType
 
 
 @pytest.fixture
@@ -22,6 +23,12 @@ def test_access(ins):
     assert list(ins.keys()) == ["x", "label"]
     assert list(ins.items()) == [("x", ins.x), ("label", ins.label)]
     assert dict(zip(ins, [1, 2], strict=True)) == {ins.x: 1, ins.label: 2}
+
+
+def test_how_streams_are_made(ins):
+    made = [streams.stream_init((3,), popxl.float16, "s") for streams in (type(ins), addons.OutputStreams)]
+    assert [type(stream) for stream in made] == list(StreamType.__constraints__)
+    assert all((stream.shape, stream.dtype) == ((3,), popxl.float16) for stream in made)
 
 
 def test_missing_streams(ins):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import popxl
+from popxl_addons import utils
 from popxl_addons.utils import (
     OrderedDict,
     WeightsDict,
@@ -27,7 +28,7 @@ def test_ordered_dict_prints_one_item_a_line():
 
 def test_ordered_dict_positions():
     d = OrderedDict(a=1, b=2, c=3)
-    assert (d.idx(0), d.idx(2), d.idx(-1), d.idx(-3)) == (1, 3, 3, 1)
+    assert (d.idx(0), d.idx(2), d.idx(-1), d.idx(idx=-3)) == (1, 3, 3, 1)
     for outside in (3, -4):
         with pytest.raises(IndexError, match="3 items"):
             d.idx(outside)
@@ -95,6 +96,7 @@ def test_timer_logs_no_duration_after_an_exception(caplog):
 
 def test_timer_tells_wandb(monkeypatch):
     summary = {}
+    monkeypatch.setattr(utils, "WANDB_IMPORTED", True)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(summary=summary)))
     with timer("Graph Building"):
         pass
@@ -103,9 +105,10 @@ def test_timer_tells_wandb(monkeypatch):
     with timer():
         pass
     assert list(summary) == ["graph_building_mins"]
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
-    with timer("No run"):
-        pass
+    for no_run in (SimpleNamespace(run=None), SimpleNamespace()):  # the latter is a folder of that name
+        monkeypatch.setitem(sys.modules, "wandb", no_run)
+        with timer("No run"):
+            pass
 
 
 def test_null_context():

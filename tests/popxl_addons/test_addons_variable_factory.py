@@ -8,7 +8,8 @@ import pytest
 
 import popxl
 import popxl_addons as addons
-from popxl_addons.named_replica_grouping import NamedReplicaGrouping, fill_none_group
+from popxl_addons.dot_tree import DotTree
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_factory import (
     NamedVariableFactories,
@@ -200,6 +201,58 @@ def test_init_remote_lists_all_missing_buffers(facts):
         facts.init_remote(NamedTensors())
 
 
+def test_init_remote(ir, tmp_path):
+    facts = NamedVariableFactories.from_dict(
+        {"fc.w": VariableFactory(counting((2, 3)), popxl.float32), "b": VariableFactory(counting(), popxl.float16)}
+    )
+    buffers = facts.map(lambda f: popxl.remote_buffer(f.shape, f.dtype, entries=2))
+    buffers.insert("unused", popxl.remote_buffer((1,), popxl.float32))
+    rows = [facts.init_remote(buffers, i, prefix=f"row{i}", memmap_dir=tmp_path) for i in range(2)]
+    assert type(rows[0]) is NamedTensors and rows[0].keys_flat() == ["b", "fc.w"]
+    assert [v.name for v in rows[1].values_flat()] == ["row1.b", "row1.fc.w"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"row{i}.{n}.npy" for i in (0, 1) for n in ("b", "fc.w")
+    ]
+    loaded = [popxl.ops.remote_load(buffers["fc.w"], i) for i in range(2)]
+    out = addons.host_store(popxl.ops.concat(loaded))
+    with popxl.Session(ir, "cpu") as session:
+        np.testing.assert_array_equal(session.run()[out], np.repeat([[1, 1, 1], [2, 2, 2]], 2, axis=0))
+
+
+def test_init_remote_in_pieces(replicated_ir):
+    facts = NamedVariableFactories(w=VariableFactory(counting((4, 6)), popxl.float32, shard_over=4))
+    buffers = DotTree(w=popxl.replica_sharded_buffer((4, 6), popxl.float32))
+    assert facts.init_remote(buffers).w.shape == (4, 6)
+    assert popxl.ops.remote_load(buffers.w, 0).shape == (6,)
+
+
+def test_init_remote_lists_all_buffers_that_do_not_fit(facts, ir):
+    buffers = NamedTensors.from_dict(
+        {
+            "a": popxl.remote_buffer((3,), popxl.float32),
+            "fc.weight": popxl.remote_buffer((5, 3), popxl.float32),
+            "fc.bias": popxl.remote_buffer((3,), popxl.float16),
+        }
+    )
+    with pytest.raises(ValueError, match=r"'fc.bias' is float32\[3\], and its .*; 'fc.weight' is float32\[4, 3\], and"):
+        facts.init_remote(buffers)
+    assert not ir.main_graph.variables
+
+
+def test_torch_data(replicated_ir):
+    torch = pytest.importorskip("torch")
+    f = VariableFactory(lambda: torch.ones((2, 3), requires_grad=True), popxl.float16, "w")
+    g = VariableFactory(
+        iter([torch.zeros(2), torch.ones(2)]), replica_grouping=replicated_ir.replica_grouping(group_size=2)
+    )
+    assert (f.shape, g.dtype) == ((2, 3), popxl.float32)
+    v, w = f.create_tensor(), g.create_tensor()
+    addons.host_store(v * 1.0)
+    data = popxl.Session(replicated_ir, "ipu_model").get_tensors_data([v, w])
+    np.testing.assert_array_equal(data[v], np.ones((2, 3)))
+    np.testing.assert_array_equal(data[w], [[0, 0], [1, 1]])
+
+
 def test_replica_groupings(replicated_ir):
     pairs = replicated_ir.replica_grouping(group_size=2)
     facts = NamedVariableFactories.from_dict(
@@ -210,14 +263,6 @@ def test_replica_groupings(replicated_ir):
     assert groups.x.w == pairs and groups.b == replicated_ir.replica_grouping()
     groups.insert("more", pairs)
     assert "more" not in facts.replica_groupings
-
-
-def test_named_replica_grouping(replicated_ir):
-    pairs = replicated_ir.replica_grouping(group_size=2)
-    groups = NamedReplicaGrouping.build_groups(["w", "fc.b"], pairs)
-    assert groups.keys_flat() == ["w", "fc.b"] and groups.fc.b is pairs
-    assert fill_none_group(None, pairs) is pairs
-    assert fill_none_group(pairs, None) is pairs
 
 
 def test_free_functions(replicated_ir):

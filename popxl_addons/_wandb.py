@@ -1,0 +1,49 @@
+"""Weights & Biases, which is optional: looked for when it is needed, and named if it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCHEME = "wandb://"
+
+
+def wandb() -> Any:
+    """The package. `ImportError` if it is not installed."""
+    try:
+        import wandb
+    except ImportError as problem:
+        raise ImportError("Weights & Biases is not installed. Install it with `pip install wandb`.") from problem
+    return wandb
+
+
+def log_arrays(arrays: Mapping[str, np.ndarray], step: int) -> None:
+    """Log the distribution of each array, and how many of its elements are not finite, at `step` of the active run."""
+    package = wandb()
+    record: dict[str, Any] = {}
+    for name, array in arrays.items():
+        finite = np.isfinite(array)
+        record[f"{name}:histogram"] = package.Histogram(array[finite].astype(np.float32))
+        record[f"{name}:not_finite"] = int(array.size - np.count_nonzero(finite))
+    package.log(record, step=step)
+
+
+def upload(name: str, directory: Path) -> None:
+    """Store the files in `directory` as an artifact of the active run. `RuntimeError` if there is no run."""
+    package = wandb()
+    if package.run is None:
+        raise RuntimeError(f"There is no active run to store `{SCHEME}{name}` in. Start one with `wandb.init(...)`.")
+    artifact = package.Artifact(name, type="checkpoints")
+    artifact.add_dir(str(directory))
+    package.run.log_artifact(artifact)
+
+
+def download(name: str, directory: Path) -> None:
+    """Fetch the files of an artifact, by default the latest version, into `directory`."""
+    package = wandb()
+    version = name if ":" in name else f"{name}:latest"
+    source = package.Api().artifact(version) if package.run is None else package.run.use_artifact(version)
+    source.download(root=str(directory))

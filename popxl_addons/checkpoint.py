@@ -1,0 +1,204 @@
+"""Checkpoints as files: named arrays and a record of the session that they come from. Sessions are not known here.
+
+A checkpoint is a directory:
+
+    model/<name>.npz         an array, under the key <name>
+    model.safetensors        all arrays together, in place of these
+    model/<file name>        a memory map, copied as it is
+    session_info.json        the record
+    dataloader.bin           what the data loader has written, if there is one
+
+Nothing in it is read as a Python object. It is written beside its place, brought to the disk and renamed: a program
+that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import popxl
+from popxl_addons import _wandb
+from popxl_addons._replaced_directory import current, discard, replacing
+
+Format = Literal["npz", "safetensors"]
+
+MODEL = "model"
+TENSORS = "model.safetensors"
+INFO = "session_info.json"
+LOADER = "dataloader.bin"
+
+_log = logging.getLogger(__name__)
+
+
+# Places -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def created(place: str) -> Iterator[Path]:
+    """An empty directory to write a checkpoint to. It becomes `place` when the block ends, unless it fails.
+
+    What is in `place` besides a checkpoint stays there. ``wandb://<name>`` stands for an artifact.
+    """
+    if place.startswith(_wandb.SCHEME):
+        with tempfile.TemporaryDirectory() as directory:
+            yield Path(directory)
+            _wandb.upload(place.removeprefix(_wandb.SCHEME), Path(directory))
+    else:
+        with replacing(as_path(place), own=(MODEL, TENSORS, INFO, LOADER)) as directory:
+            yield directory
+
+
+@contextmanager
+def located(place: str) -> Iterator[Path]:
+    """The directory with the files of the checkpoint `place`, for the duration of the block.
+
+    `FileNotFoundError` if there is no checkpoint.
+    """
+    if place.startswith(_wandb.SCHEME):
+        with tempfile.TemporaryDirectory() as directory:
+            _wandb.download(place.removeprefix(_wandb.SCHEME), Path(directory))
+            yield _checked(Path(directory), place)
+    else:
+        yield _checked(current(as_path(place)), place)
+
+
+def as_path(place: str) -> Path:
+    """The absolute path of a checkpoint that is a directory; ``~`` is the user's home."""
+    return Path(place).expanduser().resolve()
+
+
+def forget(directory: Path) -> None:
+    """Delete a checkpoint. A failure is only told in the log."""
+    try:
+        discard(directory)
+    except OSError as problem:
+        _log.warning("The old checkpoint `%s` could not be deleted: %s", directory, problem)
+
+
+def _checked(directory: Path, place: str) -> Path:
+    if not any((directory / name).exists() for name in (MODEL, TENSORS)):
+        raise FileNotFoundError(f"`{place}` is no checkpoint: there is neither `{MODEL}` nor `{TENSORS}` in it.")
+    return directory
+
+
+# Contents -----------------------------------------------------------------------------------------------------------
+
+
+def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> None:
+    """Write arrays in a format, and copy the files of those that are memory maps.
+
+    Raises:
+        ValueError: for another `format`, two memory maps whose files have the same name, or an array that only Python
+            could read.
+    """
+    if format not in ("npz", "safetensors"):
+        raise ValueError(f"The format of a checkpoint is {format!r}; expected 'npz' or 'safetensors'.")
+    maps = {name: file for name, array in arrays.items() if (file := map_file(array))}
+    stored = {name: array for name, array in arrays.items() if name not in maps}
+    model = directory / MODEL
+    model.mkdir()
+    sources: dict[str, Path] = {}
+    for name, source in maps.items():
+        if sources.setdefault(source.name, source) != source:
+            raise ValueError(
+                f"The memory map of `{name}`, {source}, and that of another array, {sources[source.name]}, would be "
+                "one file in a checkpoint. Give one of them another name."
+            )
+        shutil.copyfile(source, model / source.name)
+    if format == "safetensors":
+        _write_safetensors(directory / TENSORS, stored)
+    else:
+        for name, array in stored.items():
+            _write_npz(model / f"{name}.npz", name, array)
+
+
+def read_arrays(directory: Path) -> dict[str, np.ndarray]:
+    """The arrays by name, of whichever format; without memory maps.
+
+    Raises:
+        ValueError: if a file is damaged, or holds something that only Python could read.
+    """
+    if (directory / TENSORS).exists():
+        return _read_safetensors(directory / TENSORS)
+    return {path.stem: _read_npz(path, path.stem) for path in sorted((directory / MODEL).glob("*.npz"))}
+
+
+def map_file(array: np.ndarray) -> Path | None:
+    """The file that an array is mapped to, if there is one."""
+    return Path(array.filename) if isinstance(array, np.memmap) and array.filename is not None else None
+
+
+def write_info(directory: Path, info: Mapping[str, Any]) -> None:
+    """Write the record. `TypeError` if it is not made of what JSON knows."""
+    try:
+        text = json.dumps(info, indent=2)
+    except TypeError as problem:
+        raise TypeError(
+            "The record of a checkpoint holds text, numbers, booleans, None, and lists and dictionaries of these. "
+            f"{problem}, in {info!r}."
+        ) from problem
+    (directory / INFO).write_text(text, encoding="utf-8")
+
+
+def read_info(directory: Path) -> dict[str, Any]:
+    """The record, or that of a session that has not run if there is none. `ValueError` if it is damaged."""
+    path = directory / INFO
+    if not path.exists():
+        return {"steps": 0}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"`{path}` is damaged: {problem}.") from problem
+    if not isinstance(info, dict):
+        raise ValueError(f"`{path}` is damaged: expected a JSON object, found {info!r}.")
+    return info
+
+
+# By hand: `np.savez` takes a name such as `file` for its own parameter, and `np.load` leaves a damaged file open.
+def _write_npz(path: Path, name: str, array: np.ndarray) -> None:
+    with zipfile.ZipFile(path, "w") as archive, archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+        np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+
+
+def _read_npz(path: Path, name: str) -> np.ndarray:
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+            array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+            return array
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
+        raise ValueError(
+            f"`{path}` is damaged: expected a NumPy archive with the array `{name}`. {problem}"
+        ) from problem
+
+
+# A float8 is one byte with a name, which safetensors does not know: the byte is stored, and the name beside it.
+def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    float8 = {name: popxl.dtype.as_dtype(array.dtype).name for name, array in arrays.items() if array.dtype.names}
+    plain = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    from safetensors.numpy import save_file  # only who asks for this format needs the library
+
+    save_file(plain | {name: plain[name].view(np.uint8) for name in float8}, path, metadata=float8 or None)
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            float8 = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+            named = {name: popxl.dtype.as_dtype(float8[name]).as_numpy() for name in float8 if name in arrays}
+            return arrays | {name: arrays[name].view(dtype) for name, dtype in named.items()}
+    except (SafetensorError, ValueError) as problem:
+        raise ValueError(f"`{path}` is damaged: {problem}") from problem

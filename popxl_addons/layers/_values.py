@@ -1,0 +1,52 @@
+"""Values of the variables of layers: at random, or from a torch layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import popxl
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.utils import WeightsDict
+
+
+def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
+    """Draws of a normal distribution, from NumPy's global generator; those beyond two `std` are drawn again.
+
+    Example:
+        >>> values = truncated_normal(3, 4)
+        >>> values.shape, bool((abs(values) <= 0.04).all())
+        ((3, 4), True)
+    """
+    values = np.random.standard_normal(shape)
+    flat = values.reshape(-1)
+    beyond = np.flatnonzero(np.abs(flat) > 2)
+    while beyond.size:
+        flat[beyond] = np.random.standard_normal(beyond.size)
+        beyond = beyond[np.abs(flat[beyond]) > 2]
+    values *= std
+    return values
+
+
+def torch_weights(
+    variables: NamedTensors, nn_layer: Any, dtype: popxl.dtype, **arrange: Callable[[np.ndarray], np.ndarray]
+) -> WeightsDict:
+    """Data for `variables` from parameters of the same names of a torch layer, as `dtype`.
+
+    For each name, `arrange` is what makes our layout of torch's. Names that `variables` lacks are left out, such as
+    the bias of a layer without one.
+
+    Raises:
+        ValueError: if the torch layer has no such parameter, or an array has another shape or dtype than its variable.
+    """
+    weights = WeightsDict()
+    for name, arranged in arrange.items():
+        if name not in variables:
+            continue
+        parameter = getattr(nn_layer, name, None)
+        if parameter is None:
+            raise ValueError(f"torch_mapping: the variables have a `{name}`, but {nn_layer!r} has none.")
+        weights[variables[name]] = np.ascontiguousarray(arranged(popxl.utils.to_numpy(parameter, dtype)))
+    return weights

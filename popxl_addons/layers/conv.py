@@ -1,0 +1,111 @@
+"""A convolution of images."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.ops.conv import PadType
+from popxl_addons.layers._values import torch_weights, truncated_normal
+from popxl_addons.module import Module
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.utils import WeightsDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Conv2D(Module):
+    """``conv(x, weight) + bias`` over the last two axes of `x`. See also ``torch.nn.Conv2d``.
+
+    Variables, of the dtype of `x`: `weight` of shape (out_channels, C / groups, kh, kw), a truncated normal
+    distribution with the standard deviation 0.02; `bias` of shape (1, out_channels, 1, 1), zeros.
+
+    Args:
+        out_channels: channels of the result.
+        kernel_size: ``(kh, kw)``, or one number for both.
+        strides, dilations: for each of the two axes.
+        paddings: zeros ``(top, left, bottom, right)``, or ``"same_upper"``, ``"same_lower"``, ``"valid"`` as in
+            `ops.conv`.
+        groups: the channels are divided into so many groups, which do not mix.
+        bias: whether there is a bias.
+        available_memory_proportions, partials_types, enable_conv_dithering: without effect; see `ops.conv`.
+        replica_grouping: that of the variables.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     images = popxl.TensorSpec((2, 3, 9, 8), popxl.float32)
+        ...     facts, graph = Conv2D(4, kernel_size=3, strides=(2, 2), paddings="same_upper").create_graph(images)
+        >>> facts.weight.shape, graph.graph.outputs[0].shape
+        ((4, 3, 3, 3), (2, 4, 5, 4))
+    """
+
+    def __init__(
+        self,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        strides: tuple[int, int] = (1, 1),
+        paddings: tuple[int, int, int, int] | Literal["same_upper", "same_lower", "valid"] = (0, 0, 0, 0),
+        dilations: tuple[int, int] = (1, 1),
+        groups: int = 1,
+        bias: bool = True,
+        available_memory_proportions: list[float] | None = None,
+        partials_types: list[str] | None = None,
+        enable_conv_dithering: list[int] | None = None,
+        replica_grouping: popxl.ReplicaGrouping | None = None,
+    ):
+        super().__init__()
+        self.out_channels = out_channels
+        self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        self.strides = strides
+        self.paddings = paddings
+        self.dilations = dilations
+        self.groups = groups
+        self.bias = bias
+        self.available_memory_proportions = available_memory_proportions
+        self.partials_types = partials_types
+        self.enable_conv_dithering = enable_conv_dithering
+        self.replica_grouping = replica_grouping
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        """`x` of shape (N, C, H, W) to (N, out_channels, H', W'). `AssertionError` for another rank."""
+        if x.rank != 4:
+            raise AssertionError(f"Conv2D: `x` has the shape {x.shape}; expected images (N, C, H, W).")
+        weight = self.add_variable_input(
+            "weight",
+            partial(truncated_normal, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
+            x.dtype,
+            replica_grouping=self.replica_grouping,
+        )
+        pad_type: PadType = self.paddings if isinstance(self.paddings, str) else "not_set"
+        y = ops.conv(
+            x,
+            weight,
+            stride=self.strides,
+            padding=() if isinstance(self.paddings, str) else self.paddings,
+            dilation=self.dilations,
+            groups=self.groups,
+            pad_type=pad_type,
+            available_memory_proportions=self.available_memory_proportions,
+            partials_types=self.partials_types,
+            enable_conv_dithering=self.enable_conv_dithering,
+        )
+        if not self.bias:
+            return y
+        return y + self.add_variable_input(
+            "bias", partial(np.zeros, (1, self.out_channels, 1, 1)), x.dtype, replica_grouping=self.replica_grouping
+        )
+
+    @staticmethod
+    def torch_mapping(
+        variables: NamedTensors, nn_layer: torch.nn.Conv2d, dtype: popxl.dtype = popxl.float32
+    ) -> WeightsDict:
+        """Data for the layer's variables from a ``torch.nn.Conv2d``.
+
+        `ValueError` if `dtype` or the shapes are not those of the variables.
+        """
+        return torch_weights(variables, nn_layer, dtype, weight=np.asarray, bias=lambda bias: bias.reshape(1, -1, 1, 1))

@@ -1,0 +1,89 @@
+"""A table of vectors, maybe split over replicas."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl_addons.layers._values import truncated_normal
+from popxl_addons.module import Module
+
+MULTISLICE_MAGIC_NUMBER = 16
+"""Rows of a table come in multiples of this."""
+
+
+class Embedding(Module):
+    """The rows of a table that indices pick. See also ``torch.nn.Embedding``.
+
+    Each group of `replica_grouping` holds one of `n_shards` blocks of rows (one block without a grouping). With
+    several, subtract the block's entry of `offsets` from the indices: those outside of the block give zeros, so that
+    the sum over the blocks is the embedding.
+
+    Variable: `weight` of shape (vocab_shard_size, hidden_size), a truncated normal distribution with the standard
+    deviation 0.02.
+
+    Args:
+        dtype: dtype of the table.
+        vocab_size: number of rows of the whole table.
+        hidden_size: their length.
+        axis: the axis of the table that indices pick from.
+        replica_grouping: see above.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     indices = popxl.TensorSpec((2, 3), popxl.int32)
+        ...     facts, graph = Embedding(popxl.float32, vocab_size=100, hidden_size=4).create_graph(indices)
+        >>> facts.weight.shape, graph.graph.outputs[0].shape
+        ((112, 4), (2, 3, 4))
+    """
+
+    def __init__(
+        self,
+        dtype: popxl.dtype,
+        vocab_size: int,
+        hidden_size: int,
+        axis: int = 0,
+        replica_grouping: popxl.ReplicaGrouping | None = None,
+    ):
+        super().__init__()
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.axis = axis
+        self.replica_grouping = replica_grouping
+        self.n_shards = 1 if replica_grouping is None else replica_grouping.num_groups
+        self.vocab_shard_size = self.get_vocab_shard_size(vocab_size, self.n_shards)
+        self.offsets = self.get_offsets(vocab_size, self.n_shards)
+
+    def build(self, indices: popxl.Tensor) -> popxl.Tensor:
+        """Integer `indices` of any shape to (\\*indices.shape, hidden_size)."""
+        weight = self.add_variable_input(
+            "weight",
+            partial(truncated_normal, self.vocab_shard_size, self.hidden_size),
+            self.dtype,
+            replica_grouping=self.replica_grouping,
+        )
+        return ops.gather(weight, indices, axis=self.axis, zero_OOR=self.n_shards > 1)
+
+    @staticmethod
+    def get_vocab_shard_size(vocab_size: int, n_shards: int) -> int:
+        """Rows of one block: a multiple of 16, also if there is only one block.
+
+        Example:
+            >>> Embedding.get_vocab_shard_size(100, 1), Embedding.get_vocab_shard_size(100, 4)
+            (112, 32)
+        """
+        return -(-vocab_size // (n_shards * MULTISLICE_MAGIC_NUMBER)) * MULTISLICE_MAGIC_NUMBER
+
+    @staticmethod
+    def get_offsets(vocab_size: int, n_shards: int) -> np.ndarray:
+        """The row of the whole table that each block begins with.
+
+        Example:
+            >>> Embedding.get_offsets(100, 4)
+            array([ 0, 32, 64, 96], dtype=int32)
+        """
+        return np.arange(n_shards, dtype=np.int32) * np.int32(Embedding.get_vocab_shard_size(vocab_size, n_shards))

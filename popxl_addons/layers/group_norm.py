@@ -1,0 +1,72 @@
+"""Normalisation of groups of channels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl_addons.layers._values import torch_weights
+from popxl_addons.module import Module
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.utils import WeightsDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GroupNorm(Module):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` with mean and variance of each sample's groups of channels.
+
+    See also ``torch.nn.GroupNorm``. Variables, of the dtype of `x`: `weight` and `bias`, one number for each channel;
+    ones and zeros.
+
+    Args:
+        num_groups: how many groups of adjacent channels there are.
+        replica_grouping: that of the variables.
+        eps: added to the variance.
+        cache: see `Module`.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = GroupNorm(2).create_graph(popxl.TensorSpec((5, 4, 3), popxl.float32))
+        >>> facts.weight.shape, facts.bias.shape
+        ((4,), (4,))
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        replica_grouping: popxl.ReplicaGrouping | None = None,
+        eps: float = 1e-5,
+        cache: Any = False,
+    ):
+        super().__init__(cache)
+        self.num_groups = num_groups
+        self.replica_grouping = replica_grouping
+        self.eps = eps
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        """`x` of shape (N, C, ...), normalised."""
+        if x.rank < 2:
+            raise ValueError(f"GroupNorm: `x` has the shape {x.shape}; expected (N, C, ...).")
+        weight = self.add_variable_input(
+            "weight", partial(np.ones, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
+        )
+        bias = self.add_variable_input(
+            "bias", partial(np.zeros, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
+        )
+        return ops.group_norm(x, weight, bias, self.num_groups, self.eps)
+
+    @staticmethod
+    def torch_mapping(
+        variables: NamedTensors, nn_layer: torch.nn.GroupNorm, dtype: popxl.dtype = popxl.float32
+    ) -> WeightsDict:
+        """Data for the layer's variables from a ``torch.nn.GroupNorm``.
+
+        `ValueError` if `dtype` or the shapes are not those of the variables.
+        """
+        return torch_weights(variables, nn_layer, dtype, weight=np.asarray, bias=np.asarray)

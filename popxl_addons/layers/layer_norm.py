@@ -1,0 +1,52 @@
+"""Normalisation of each row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl_addons.layers._values import torch_weights
+from popxl_addons.module import Module
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.utils import WeightsDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LayerNorm(Module):
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, for each row of a matrix. See also ``torch.nn.LayerNorm``.
+
+    Variables, of the dtype of `x`: `weight` and `bias`, of the length of a row; ones and zeros.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = LayerNorm().create_graph(popxl.TensorSpec((5, 4), popxl.float32))
+        >>> facts.weight.shape, facts.bias.shape
+        ((4,), (4,))
+    """
+
+    def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
+        """`x` of shape (N, C), normalised. `ValueError` for another rank."""
+        if x.rank != 2:
+            raise ValueError(
+                f"LayerNorm: `x` has the shape {x.shape}; expected a matrix (N, C). To normalise over the last axis, "
+                "make one with `x.reshape((-1, x.shape[-1]))`."
+            )
+        weight = self.add_variable_input("weight", partial(np.ones, x.shape[1]), x.dtype)
+        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[1]), x.dtype)
+        return ops.layer_norm(x, weight, bias, eps)
+
+    @staticmethod
+    def torch_mapping(
+        variables: NamedTensors, nn_layer: torch.nn.LayerNorm, dtype: popxl.dtype = popxl.float32
+    ) -> WeightsDict:
+        """Data for the layer's variables from a ``torch.nn.LayerNorm``, flattened if that is over several axes.
+
+        `ValueError` if `dtype` or the sizes are not those of the variables.
+        """
+        return torch_weights(variables, nn_layer, dtype, weight=np.ravel, bias=np.ravel)

@@ -1,0 +1,45 @@
+"""Layer norm with weights, over an axis that is divided among replicas."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+import popxl
+from popxl_addons.module import Module
+from popxl_addons.ops.layer_norm_distributed import layer_norm_distributed
+
+
+class LayerNormDistributed(Module):
+    """`layer_norm_distributed` with its weights, divided in the same way: ``weight`` of ones and ``bias`` of zeros.
+
+    Args:
+        replica_grouping: the replicas among which the channels are divided. Replicas with the same channels share
+            their part of the weights.
+
+    Example: the channels are divided between neighbours, and two pairs of replicas do the same.
+        >>> ir = popxl.Ir(replication=4)
+        >>> with ir.main_graph:
+        ...     x = popxl.variable(np.ones((3, 8)), popxl.float32, "x")
+        ...     facts, graph = LayerNormDistributed(ir.replica_grouping(stride=1, group_size=2)).create_graph(x)
+        ...     (y,) = graph.bind(facts.init()).call(x)
+        >>> facts.keys(), facts.weight.shape, y.shape
+        (['weight', 'bias'], (8,), (3, 8))
+    """
+
+    def __init__(self, replica_grouping: popxl.ReplicaGrouping | None = None):
+        super().__init__()
+        self.replica_grouping = replica_grouping
+
+    def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
+        """Normalise the rows of `x`, of shape ``(rows, channels)``. `ValueError` if no grouping was given."""
+        if self.replica_grouping is None:
+            raise ValueError(
+                "LayerNormDistributed: `replica_grouping` is None; expected the replicas among which the channels are "
+                "divided, such as `ir.replica_grouping()` for all of them."
+            )
+        shared_by = self.replica_grouping.transpose()
+        weight = self.add_variable_input("weight", partial(np.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by)
+        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by)
+        return layer_norm_distributed(x, weight, bias, epsilon=eps, group=self.replica_grouping)

@@ -1,0 +1,71 @@
+"""A fully connected layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import popxl
+from popxl_addons.layers._values import torch_weights, truncated_normal
+from popxl_addons.module import Module
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.utils import WeightsDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Linear(Module):
+    """``x @ weight + bias``, over the last axis of `x`. See also ``torch.nn.Linear``.
+
+    Variables, of the dtype of `x`: `weight` of shape (in, out_features), a truncated normal distribution with the
+    standard deviation 0.02; `bias` of shape (out_features,), zeros.
+
+    Args:
+        out_features: size of the last axis of the result.
+        bias: whether there is a bias.
+        replica_grouping: that of the variables.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = Linear(3).create_graph(popxl.TensorSpec((5, 4), popxl.float16))
+        >>> facts.weight.shape, facts.bias.shape, facts.weight.dtype
+        ((4, 3), (3,), popxl.dtypes.float16)
+    """
+
+    def __init__(self, out_features: int, bias: bool = True, replica_grouping: popxl.ReplicaGrouping | None = None):
+        super().__init__()
+        self.out_features = out_features
+        self.bias = bias
+        self.replica_grouping = replica_grouping
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        """`x` of shape (..., in) to (..., out_features)."""
+        return self._with_bias(x @ self._weight(x))
+
+    def _weight(self, x: popxl.Tensor) -> popxl.Tensor:
+        return self.add_variable_input(
+            "weight",
+            partial(truncated_normal, x.shape[-1], self.out_features),
+            x.dtype,
+            replica_grouping=self.replica_grouping,
+        )
+
+    def _with_bias(self, y: popxl.Tensor) -> popxl.Tensor:
+        if not self.bias:
+            return y
+        return y + self.add_variable_input(
+            "bias", partial(np.zeros, self.out_features), y.dtype, replica_grouping=self.replica_grouping
+        )
+
+    @staticmethod
+    def torch_mapping(
+        variables: NamedTensors, nn_layer: torch.nn.Linear, dtype: popxl.dtype = popxl.float32
+    ) -> WeightsDict:
+        """Data for the layer's variables from a ``torch.nn.Linear``, whose weight is the transpose.
+
+        `ValueError` if `dtype` or the shapes are not those of the variables.
+        """
+        return torch_weights(variables, nn_layer, dtype, weight=np.transpose, bias=np.asarray)

@@ -1,0 +1,87 @@
+"""All-reduces that know which of the values they meet are the same on all replicas.
+
+An all-reduce is its own gradient. At the two ends of a layer whose weights are divided among replicas that would be one
+reduction too many: what enters is the same on all replicas, and so are the gradients that come back. Whoever knows this
+declares it, and the reduction of the declared values is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import popxl
+from popxl import Op, OpKind, ops
+from popxl.errors import PopxlError
+from popxl.ops.collectives import Group
+from popxl.ops.collectives.collectives import members, to_collective_op
+from popxl_addons.patterns import Replacement, pattern
+
+Identical = Literal["nothing", "inputs", "gradients", "incoming gradients"]
+
+_IN_THE_GRADIENT: Mapping[Identical, Identical] = {
+    "nothing": "nothing",
+    "inputs": "gradients",
+    "gradients": "incoming gradients",
+    "incoming gradients": "gradients",
+}
+"""What is identical where an op is differentiated, by what is identical in the op."""
+
+
+def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.Tensor]:
+    """Declare an op, and say how to add it to a graph: `(name, t, op, group, identical="nothing")`.
+
+    Args:
+        op_type: what printed graphs call the op.
+        known: the reductions that it makes, and what `popxl.ops.collectives` calls them.
+    """
+
+    def lowering(t: Any, *, op: str, identical: Identical, group: Group) -> Any:
+        if identical == "incoming gradients":
+            raise PopxlError(
+                "it is the gradient of an all-reduce whose gradients were declared identical, and has to be made an "
+                "identity first. Call `popxl_addons.patterns.apply_pre_alias_patterns(ir)` when all is built and "
+                "differentiated, or differentiate with `popxl_addons.autodiff`, which does so."
+            )
+        return t if identical == "inputs" else group.combined(t, op)
+
+    def gradient(g: popxl.Tensor, identical: Identical, op: str, stride: int, group_size: int) -> popxl.Tensor:
+        how = {"op": op, "identical": _IN_THE_GRADIENT[identical], "stride": stride, "group_size": group_size}
+        result: popxl.Tensor = kind(g, results=["all_reduce_grad"], **how)  # autodiff names it after what it is of
+        return result
+
+    kind = OpKind(
+        op_type,
+        lowering,
+        shape=lambda t, **attributes: t.spec,
+        gradient={"t": gradient},
+        result="{t}_all_reduce",
+        between_replicas=True,
+    )
+
+    @pattern("default")
+    def identity_of_identical(op: Op) -> Replacement | None:
+        declared = op.kind is kind and op.attributes["identical"] in ("inputs", "incoming gradients")
+        return ops.identity if declared else None
+
+    def record(
+        name: str, t: popxl.Tensor, op: str, group: popxl.ReplicaGrouping | None, identical: Identical = "nothing"
+    ) -> popxl.Tensor:
+        reduction = known_reduction(name, op, known)
+        result: popxl.Tensor = kind(t, op=reduction, identical=identical, **members(name, group))
+        return result
+
+    return record
+
+
+def known_reduction(name: str, op: str, known: Mapping[str, str]) -> str:
+    """What `popxl.ops.collectives` calls the reduction `op` of the function `name`.
+
+    Raises:
+        ValueError: for a name that no collective knows.
+        PopxlError: for one that this function does not know.
+    """
+    to_collective_op(op)
+    if op not in known:
+        raise PopxlError(f"{name}: `op` is {op!r}; expected one of {', '.join(map(repr, known))}.")
+    return known[op]

@@ -1,0 +1,134 @@
+"""Cross entropy over classes that are divided among replicas: no replica ever has the logits of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+import popxl
+from popxl import OpKind, TensorSpec, ops
+from popxl.errors import PopxlError
+from popxl.ops.collectives import Group
+from popxl.ops.collectives.collectives import members
+from popxl.ops.precision import widened
+
+REDUCTION_TYPE = Literal["mean", "sum", "none"]
+_REDUCTIONS: dict[str, Callable[[popxl.Tensor], popxl.Tensor]] = {"mean": ops.mean, "sum": ops.sum, "none": lambda t: t}
+
+__all__ = ["REDUCTION_TYPE", "cross_entropy_sharded_loss"]
+
+
+def _specs(logits: Any, indices: Any, **groups: Any) -> tuple[TensorSpec, TensorSpec]:
+    if len(logits.shape) != 2:
+        raise PopxlError(f"expected `logits` of rank 2: samples, and the classes of this replica; got {logits.shape}.")
+    if len(indices.shape) != 1:
+        raise PopxlError(f"expected `indices` of rank 1, a class for each sample; got {indices.shape}.")
+    if indices.shape != logits.shape[:1]:
+        raise PopxlError(f"`logits` has {logits.shape[0]} samples, and `indices` {indices.shape[0]}; expected as many.")
+    if not indices.dtype.is_int:
+        raise PopxlError(f"expected `indices` of an integer dtype; got {indices.dtype.name}.")
+    return TensorSpec(indices.shape, logits.dtype), TensorSpec(logits.shape, logits.dtype)
+
+
+def of_class(indices: Any, classes: int, first: int = 0) -> Any:
+    """For each sample, and each of a block of classes that starts with `first`, whether the sample is of that class."""
+    return indices.astype(jnp.int32)[:, None] == jnp.arange(first, first + classes, dtype=jnp.int32)
+
+
+def _cross_entropy(logits: Any, indices: Any, *, group: Group) -> tuple[Any, Any]:
+    """The loss, and the negative logarithms of the softmax for the own classes."""
+    logits = widened(logits)
+    logits -= group.combined(logits.max(axis=1, keepdims=True), "max")
+    total = group.combined(jnp.exp(logits).sum(axis=1, keepdims=True), "add")
+    surprise = jnp.log(total) - logits
+    own = jnp.where(of_class(indices, logits.shape[1]), surprise, 0).sum(axis=1)
+    return group.combined(own, "add"), surprise
+
+
+def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+    """Of the logits."""
+    if gs[0] is None or not forward.wants(0):
+        return {}
+    surprise, indices = forward.read(forward.op.outputs[1]), forward.read(forward.op.inputs[1])
+    return {0: _cross_entropy_sharded_grad(gs[0], surprise, indices)}
+
+
+def _cross_entropy_grad(g: Any, surprise: Any, indices: Any) -> Any:
+    softmax = jnp.exp(-widened(surprise))
+    return widened(g)[:, None] * (softmax - of_class(indices, surprise.shape[1]))
+
+
+_cross_entropy_sharded_grad = OpKind(
+    "CrossEntropyShardedGrad",
+    _cross_entropy_grad,
+    shape=lambda g, surprise, indices: TensorSpec(surprise.shape, surprise.dtype),
+    result="cross_entropy_logits_grad",
+)
+_cross_entropy_sharded = OpKind(
+    "CrossEntropySharded",
+    _cross_entropy,
+    shape=_specs,
+    gradient=_gradient,
+    result=("cross_entropy_loss", "cross_entropy_negative_log_softmax"),
+    between_replicas=True,
+)
+
+
+def cross_entropy_sharded_loss(
+    logits: popxl.Tensor,
+    indices: popxl.Tensor,
+    ignore_index: popxl.Tensor | None = None,
+    replica_grouping: popxl.ReplicaGrouping | None = None,
+    reduction: REDUCTION_TYPE = "mean",
+    available_memory_proportion: float = 0.4,
+) -> popxl.Tensor:
+    """``-log(softmax(logits)[label])``, where the classes are divided among the replicas of a group.
+
+    Each replica has a block of the classes, and counts labels from the first of these: what is outside of its block
+    belongs to others. The loss is the same on all members. Only `logits` have a gradient, which is not summed over
+    replicas: differentiate with `grads_required` of the logits. Computed in float32 and rounded once.
+
+    Args:
+        logits: float tensor of shape ``(samples, classes)``, the classes of this replica.
+        indices: integer tensor of shape ``(samples,)``: the labels less the number of this replica's first class.
+        ignore_index: integer scalar: a label that does not count, less the same number. If no label counts, the mean is
+            0.
+        replica_grouping: the replicas among which the classes are divided; all of them by default. Their stride may be
+            any.
+        reduction: the ``"mean"`` over the labels that count, their ``"sum"``, or ``"none"``.
+        available_memory_proportion: without effect.
+
+    Returns:
+        The loss, of the dtype of `logits`: a scalar, or of shape ``(samples,)`` for ``"none"``.
+
+    Raises:
+        ValueError: for another `reduction`, or if the replicas of the Ir cannot be grouped like this.
+        PopxlError: if the operands have other ranks, or differ in the number of samples.
+
+    See also ``torch.nn.functional.cross_entropy``.
+
+    Example: two replicas with two classes each; the label is 2, which the second replica has as its first.
+        >>> ir = popxl.Ir(replication=2)
+        >>> with ir.main_graph:
+        ...     each = ir.replica_grouping(group_size=1)
+        ...     logits = popxl.variable(np.zeros((2, 1, 2)), popxl.float32, replica_grouping=each)
+        ...     indices = popxl.variable([[2], [0]], popxl.int32, replica_grouping=each)
+        ...     loss = cross_entropy_sharded_loss(logits, indices)  # log(4) on both
+        >>> loss.shape
+        ()
+    """
+    name = "cross_entropy_sharded_loss"
+    if reduction not in _REDUCTIONS:
+        choice = ", ".join(map(repr, _REDUCTIONS))
+        raise ValueError(f"{name}: `reduction` is {reduction!r}; expected one of {choice}.")
+    loss, _ = _cross_entropy_sharded(logits, indices, **members(name, replica_grouping))
+    if ignore_index is None:
+        return _REDUCTIONS[reduction](loss)
+    counts = ops.cast(ops.logical_not(ops.equal(indices, ignore_index)), loss.dtype)
+    total = _REDUCTIONS[reduction](loss * counts)
+    if reduction != "mean":
+        return total
+    # Not a sum over a sum: in float16 the loss of many samples is out of range.
+    return total / ops.maximum(ops.mean(counts), popxl.constant(1 / counts.nelms, counts.dtype))

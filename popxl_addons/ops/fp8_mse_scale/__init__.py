@@ -1,0 +1,10 @@
+"""A scale for float8 that loses least, in the mean square."""
+
+from popxl_addons.ops.fp8_mse_scale.fp8_mse_scale import (
+    CandidateConfig,
+    fp8_mse_scale,
+    max_scaling_bias,
+    min_scaling_bias,
+)
+
+__all__ = ["CandidateConfig", "fp8_mse_scale", "max_scaling_bias", "min_scaling_bias"]

@@ -1,0 +1,62 @@
+"""A reduce-scatter: each member of a group gets its chunk of the sum, or the mean, of all values."""
+
+from __future__ import annotations
+
+import popxl
+from popxl import OpKind
+from popxl.op import REFUSED
+from popxl.ops.collectives.collectives import members
+from popxl.ops.collectives.replicated import reduce_scatter_kind
+from popxl_addons.ops._all_reduce import known_reduction
+from popxl_addons.ops.replicated_strided_collectives.replicated_all_reduce_strided import SUMS_AND_MEANS
+
+__all__ = ["replicated_reduce_scatter_strided"]
+
+_reduce_scatter = OpKind(
+    "ReplicatedReduceScatterStrided",
+    reduce_scatter_kind.lowering,
+    shape=reduce_scatter_kind.shape,
+    gradient=REFUSED,
+    result="{t}_reduce_scattered",
+    between_replicas=True,
+)
+
+
+def replicated_reduce_scatter_strided(
+    t: popxl.Tensor,
+    op: str = "add",
+    group: popxl.ReplicaGrouping | None = None,
+    configure_output_for_replicated_tensor_sharding: bool = False,
+) -> popxl.Tensor:
+    """Reduce the values that `t` has on the replicas of a group, and give each member its chunk of the result.
+
+    The result is flattened and cut into as many equal chunks as there are members, in the order of the replicas; what
+    lacks at the end is 0. Autodiff raises when a gradient reaches this op.
+
+    Args:
+        t: tensor of any shape.
+        op: ``"add"`` or ``"mean"``. ``"mul"`` is a mean too, not a product.
+        group: which replicas talk to each other; all of them by default. Their stride may be any.
+        configure_output_for_replicated_tensor_sharding: make the result a shard: its `meta_shape` is the shape of `t`,
+            and `replicated_all_gather_strided` puts it together again.
+
+    Returns:
+        A new tensor of the same dtype and of shape ``(ceil(t.nelms / group_size),)``.
+
+    Raises:
+        ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
+        PopxlError: for another `op`.
+
+    Example:
+        >>> ir = popxl.Ir(replication=4)
+        >>> with ir.main_graph:
+        ...     x = popxl.variable([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        ...     shard = replicated_reduce_scatter_strided(x, "mean", None, True)
+        >>> shard.shape, shard.meta_shape
+        ((2,), (2, 3))
+    """
+    name = "replicated_reduce_scatter_strided"
+    reduction = known_reduction(name, op, SUMS_AND_MEANS)
+    sharded = bool(configure_output_for_replicated_tensor_sharding)
+    result: popxl.Tensor = _reduce_scatter(t, op=reduction, sharded=sharded, **members(name, group))
+    return result

@@ -1,0 +1,137 @@
+"""Adam with decoupled weight decay, as a graph that updates one variable."""
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.ops.convert import cast_if_needed
+from popxl.ops.var_updates.factors import factor
+from popxl_addons.module import Module
+
+__all__ = ["AdamOptimizerStep"]
+
+
+class AdamOptimizerStep(Module):
+    """One step of AdamW on one variable, in place. `Module` takes the arguments, such as ``cache=True``.
+
+    See also ``torch.optim.AdamW``, and "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019).
+
+    Example:
+        >>> with popxl.Ir().main_graph, popxl.in_sequence():
+        ...     w, dw = popxl.variable([1.0], name="w"), popxl.constant([0.5])
+        ...     facts, step = AdamOptimizerStep(cache=True).create_graph(w, dw, lr=0.1)
+        ...     step.bind(facts.init("w_state")).call(w, dw)
+        ()
+        >>> facts.keys()
+        ['first_order', 'second_order', 'step']
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+
+    # No deferred annotations in this file: `TensorByRef` is read from them.
+    @popxl.in_sequence()
+    def build(
+        self,
+        var: popxl.TensorByRef,
+        grad: popxl.Tensor,
+        replica_grouping: popxl.ReplicaGrouping | None = None,
+        *,
+        lr: float | popxl.Tensor,
+        beta1: float | popxl.Tensor = 0.9,
+        beta2: float | popxl.Tensor = 0.999,
+        eps: float | popxl.Tensor = 1e-5,
+        weight_decay: float | popxl.Tensor = 1e-2,
+        first_order_dtype: popxl.dtype = popxl.float16,
+        bias_correction: bool = True,
+        loss_scaling: float | popxl.Tensor = 1,
+        global_norm: popxl.Tensor | None = None,
+        global_norm_max: float | popxl.Tensor | None = None,
+    ) -> None:
+        """With g the gradient in true units, and m and v the state:
+
+            m ← beta1 m + (1 - beta1) g,    v ← beta2 v + (1 - beta2) g²,    t ← t + 1
+            u = m / (1 - beta1ᵗ) / (√(v / (1 - beta2ᵗ)) + eps) + weight_decay var
+            var ← var - lr u
+
+        Factors are numbers, or tensors of one element; given to `create_graph` as tensors or specs they become inputs,
+        in this order after `grad`.
+
+        Args:
+            var: the variable, or one replica's piece of it: then the state is in pieces, too.
+            grad: its gradient, of the same shape; its dtype may differ.
+            replica_grouping: that of the variable, for the state.
+            lr: the learning rate.
+            beta1, beta2: what stays of m and v in each step.
+            eps: added to the root of v.
+            weight_decay: see above; for the number 0 the variable is not read.
+            first_order_dtype: dtype of m. v and t are float32.
+            bias_correction: whether m and v are divided as above; otherwise there is no t.
+            loss_scaling: what the loss was multiplied by: `grad` is divided by it.
+            global_norm: the norm of all gradients, in true units. Where it exceeds `global_norm_max` the gradient is
+                scaled down, to that norm.
+            global_norm_max: see above.
+
+        Raises:
+            AssertionError: if `global_norm` is given without `global_norm_max`.
+        """
+        if global_norm is not None and global_norm_max is None:
+            raise AssertionError(
+                "AdamOptimizerStep: `global_norm` is given without `global_norm_max`; pass the norm to clip to."
+            )
+        first_order = self._state("first_order", var, first_order_dtype, replica_grouping)
+        second_order = self._state("second_order", var, popxl.float32, replica_grouping)
+        step = (
+            self.add_variable_input("step", partial(np.zeros, ()), popxl.float32, by_ref=True)
+            if bias_correction
+            else None
+        )
+        grad = _in_true_units(grad, loss_scaling, global_norm, global_norm_max)
+        ops.var_updates.accumulate_moving_average_(first_order, grad, beta1)
+        ops.var_updates.accumulate_moving_average_square_(second_order, grad, beta2)
+        update = ops.var_updates.adam_updater(
+            first_order, second_order, var, step, weight_decay, beta1=beta1, beta2=beta2, epsilon=eps
+        )
+        ops.scaled_add_(var, update, b=-factor(lr, "AdamOptimizerStep: `lr`"))
+
+    def _state(
+        self, name: str, var: popxl.Tensor, dtype: popxl.dtype, replica_grouping: popxl.ReplicaGrouping | None
+    ) -> popxl.Tensor:
+        """Zeros like `var`."""
+        if not var.meta_shape:
+            return self.add_variable_input(
+                name, partial(np.zeros, var.shape), dtype, by_ref=True, replica_grouping=replica_grouping
+            )
+        return self.add_replica_sharded_variable_input(
+            name,
+            partial(np.zeros, var.meta_shape),
+            dtype,
+            by_ref=True,
+            replica_grouping=replica_grouping,
+            shard_over=math.prod(var.meta_shape) // math.prod(var.shape),
+        )
+
+
+def _in_true_units(
+    grad: popxl.Tensor,
+    loss_scaling: float | popxl.Tensor,
+    global_norm: popxl.Tensor | None,
+    global_norm_max: float | popxl.Tensor | None,
+) -> popxl.Tensor:
+    """The gradient without the loss scaling, and clipped by the norm of all; as it is where neither applies."""
+    scale = 1 / _factor(loss_scaling, "loss_scaling")
+    if global_norm is not None:
+        limit = _factor(global_norm_max, "global_norm_max")
+        limit = limit if isinstance(limit, popxl.Tensor) else popxl.constant(limit, popxl.float32)
+        scale = scale * (limit / ops.maximum(_factor(global_norm, "global_norm"), limit))
+    return grad if scale == 1 else cast_if_needed(grad, popxl.float32) * scale
+
+
+def _factor(value: Any, name: str) -> Any:
+    """A number as a float, a tensor as float32."""
+    value = factor(value, f"AdamOptimizerStep: `{name}`")
+    return cast_if_needed(value, popxl.float32) if isinstance(value, popxl.Tensor) else value

@@ -1,0 +1,85 @@
+"""Patterns: small rewrites, op by op, of graphs that are finished.
+
+A pattern looks at an op and says what is to stand in its place, if anything. Whoever declares an op that some pattern
+has to replace registers the pattern beside it, so this module knows no op by name:
+
+    @pattern("default")
+    def drop_noise(op: popxl.Op) -> Replacement | None:
+        return ops.identity if op.kind is noise and not op.attributes["scale"] else None
+
+Rewriting may lose what a gradient needs: differentiate first, apply patterns afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import popxl
+from popxl import Op
+
+Replacement = Callable[..., Any]
+"""Makes the new ops: takes the inputs of the old op, returns tensors for its outputs. See `popxl.Graph.replace`."""
+
+Pattern = Callable[[Op], Replacement | None]
+"""Says what is to stand in the place of an op; `None` leaves it alone."""
+
+patterns_level: dict[str, list[Pattern]] = {"no_patterns": [], "minimal": [], "default": [], "all": []}
+"""The patterns of each level. Every level has those of the levels before it."""
+
+
+def pattern(level: str) -> Callable[[Pattern], Pattern]:
+    """Register the decorated function as a pattern of `level`, and of the levels above it.
+
+    What it puts in the place of an op should match no pattern, so that applying patterns again changes nothing.
+
+    Raises:
+        KeyError: for an unknown level.
+    """
+    _check(level)
+
+    def register(rewrite: Pattern) -> Pattern:
+        names = list(patterns_level)
+        for name in names[names.index(level) :]:
+            patterns_level[name].append(rewrite)
+        return rewrite
+
+    return register
+
+
+def apply_pre_alias_patterns(ir: popxl.Ir, level: str = "default") -> None:
+    """Apply the patterns of a level to every graph of `ir`, in place. Doing so again changes nothing.
+
+    Call it when all is built and differentiated, right before creating the session.
+
+    Args:
+        ir: the program.
+        level: ``"no_patterns"``, ``"minimal"``, ``"default"`` or ``"all"``.
+
+    Raises:
+        KeyError: for another level.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     y = popxl.variable(1.0) + 1.0
+        >>> apply_pre_alias_patterns(ir)
+        >>> [op.op_type for op in ir.main_graph.ops]
+        ['Add']
+    """
+    apply_patterns(ir.graphs, level)
+
+
+def apply_patterns(graphs: Iterable[popxl.Graph], level: str = "default") -> None:
+    """Apply the patterns of a level to some graphs; see `apply_pre_alias_patterns`. Graphs they call are left alone."""
+    _check(level)
+    for graph in graphs:
+        for op in graph.ops:
+            replacement = next(filter(None, (rewrite(op) for rewrite in patterns_level[level])), None)
+            if replacement is not None:
+                graph.replace([op], replacement)
+
+
+def _check(level: str) -> None:
+    if level not in patterns_level:
+        raise KeyError(f"There is no pattern level {level!r}; the levels are {list(patterns_level)}.")

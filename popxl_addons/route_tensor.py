@@ -1,0 +1,149 @@
+"""Routing: a tensor of a calling graph, made usable deep inside by giving every graph on the way an input for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import popxl
+from popxl import Op
+from popxl.aliasing import reachable
+from popxl.ops.call import call_kind
+from popxl.ops.repeat import EXTRA_INPUTS, loop_kind
+
+__all__ = ["is_subgraph", "route_tensor_into_graph"]
+
+_OWN_INPUTS = {call_kind: 0, loop_kind: EXTRA_INPUTS}
+"""The kinds of ops that tensors are routed through, and how many inputs of the graph they give themselves."""
+
+_routed: WeakKeyDictionary[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]] = WeakKeyDictionary()
+"""For each graph the inputs that it has been given, by the tensors that were routed."""
+
+
+def route_tensor_into_graph(
+    tensor: popxl.Tensor, graph: popxl.Graph | None = None, modified: bool | Iterable[Any] = False
+) -> popxl.Tensor:
+    """A tensor of a graph further out, as a tensor of `graph`.
+
+    Every graph between the two gains one input, named like the tensor, and each call of these graphs binds it, however
+    many calls and ways there are. A loop passes the tensor to each turn as it is. Routing the same tensor again returns
+    the same input. A graph on the way that nothing calls yet gains the input too; whoever calls it has to bind it, as
+    do later calls of the others.
+
+    Args:
+        tensor: a tensor of a graph that calls `graph`, directly or by way of others.
+        graph: where to use it; by default the current graph.
+        modified: what is done to it in place inside is done to `tensor`, too. Instead of true, some regions of it may
+            be given; all of it is meant.
+
+    Returns:
+        The input of `graph`; `tensor` itself if that is in `graph`.
+
+    Raises:
+        ValueError: if no graph that runs `graph` has the tensor, if the main graph, which cannot have inputs, would
+            need one, or if a call cannot take it: because it comes before the tensor is made, lacks an input already,
+            or (with `modified`) writes another input back to the same tensor.
+        RuntimeError: if an op on the way is neither a call nor a loop.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> inner = ir.create_empty_graph("inner")
+        >>> with ir.main_graph:
+        ...     v = popxl.variable([1.0, 2.0], name="v")
+        ...     _ = popxl.ops.call(inner), popxl.ops.call(inner)
+        >>> with inner:
+        ...     y = route_tensor_into_graph(v) * 2.0
+        >>> inner.inputs
+        (Tensor[inner_subgraph(0)/v popxl.dtypes.float32 (2,)],)
+    """
+    graph = popxl.gcg() if graph is None else graph
+    changes = modified if isinstance(modified, bool) else any(True for _ in modified)
+    if tensor.graph is graph:
+        return tensor
+    between = _callers_first(graph, tensor.graph)
+    _check(tensor, graph, between, changes)
+    local = {tensor.graph: tensor}
+    for each in between:
+        routed = _routed.setdefault(each, {})
+        if tensor not in routed:
+            routed[tensor] = each.add_input(tensor.spec, tensor.name)
+        local[each] = routed[tensor]
+        local[each].by_ref |= changes
+        for op in each.call_sites:
+            position = each.inputs.index(local[each]) - _OWN_INPUTS[op.kind]
+            if position == len(op.inputs):
+                op.gain_input(local[op.graph])
+            if changes:
+                op.modified |= {position}
+    return local[graph]
+
+
+def is_subgraph(parent: popxl.Graph, subgraph: popxl.Graph) -> bool:
+    """Whether running `parent` can run `subgraph`; also if they are the same.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     _ = popxl.ops.call(inner := ir.create_empty_graph())
+        >>> is_subgraph(ir.main_graph, inner), is_subgraph(inner, ir.main_graph)
+        (True, False)
+    """
+    return subgraph in reachable(parent)
+
+
+def _callers_first(graph: popxl.Graph, home: popxl.Graph) -> list[popxl.Graph]:
+    """`graph`, which is the last, and the graphs that it is called from, directly or not; `home` left out."""
+    found: dict[popxl.Graph, None] = {}
+    waiting = [(graph, False)]
+    while waiting:
+        each, after_its_callers = waiting.pop()
+        if after_its_callers:
+            found[each] = None
+        elif each not in found and each is not home:
+            waiting.append((each, True))
+            waiting += [(op.graph, False) for op in each.call_sites]
+    return list(found)
+
+
+def _check(tensor: popxl.Tensor, graph: popxl.Graph, between: list[popxl.Graph], changes: bool) -> None:
+    """The errors of `route_tensor_into_graph`, before anything is changed."""
+    home = tensor.graph
+    sites = [(op, each) for each in between for op in each.call_sites]
+    if not any(op.graph is home for op, _ in sites):
+        raise ValueError(
+            f"route_tensor_into_graph: {tensor!r} is not in the graph {graph.title}, and is not in a known parent "
+            f"graph of it: {home.title} does not run {graph.title}. Call the graph first, or give it an input."
+        )
+    if graph.main_graph in between:
+        raise ValueError(
+            f"route_tensor_into_graph: {tensor!r} is in {home.title}, but the main graph runs {graph.title} without "
+            "it, and cannot have an input for it. Route a tensor of the main graph instead."
+        )
+    for op, each in sites:
+        where = f"{op!r} ({op.source}) in {op.graph.title}, which runs {each.title}"
+        if op.kind not in _OWN_INPUTS:
+            raise RuntimeError(
+                f"route_tensor_into_graph: {tensor!r} cannot be routed through {where}. Only calls and loops can gain "
+                "an input; pass the tensor as an input when the op is created."
+            )
+        if len(op.inputs) + _OWN_INPUTS[op.kind] < len(each.inputs):
+            raise ValueError(f"route_tensor_into_graph: an input that the graph has already is not bound by {where}.")
+        if op.graph is home:
+            _check_site(tensor, op, where, _position(tensor, op, each), changes)
+
+
+def _check_site(tensor: popxl.Tensor, op: Op, where: str, own: int | None, changes: bool) -> None:
+    made_by = tensor.producer
+    if made_by is not None and op.graph.ops.index(op) < op.graph.ops.index(made_by):
+        raise ValueError(f"route_tensor_into_graph: {tensor!r} is made after {where}.")
+    if changes and any(op.inputs[i] is tensor for i in op.modified - {own}):
+        raise ValueError(
+            f"route_tensor_into_graph: {tensor!r} is written back by {where}, from another input. Use that input."
+        )
+
+
+def _position(tensor: popxl.Tensor, op: Op, graph: popxl.Graph) -> int | None:
+    """Where an op binds the input that a tensor has been routed to, if it has."""
+    routed = _routed.get(graph, {}).get(tensor)
+    return None if routed is None else graph.inputs.index(routed) - _OWN_INPUTS[op.kind]

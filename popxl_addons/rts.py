@@ -1,0 +1,200 @@
+"""Replicated tensor sharding: each replica of a group keeps a piece of a tensor; it is put together when it is used.
+
+A *sharded* tensor has rank 1. On the member of rank `k` of a group of `n` replicas it holds the elements from
+``k * L`` to ``(k + 1) * L`` of the flattened whole, ``L = nelms / n``, and its `meta_shape` is the shape of the whole.
+Tensors whose elements cannot be divided evenly stay whole. A grouping that is not constant stands for its `const_rg`,
+which is how the variables of such a grouping are cut. See also: ZeRO, https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import popxl
+from popxl import ops
+from popxl_addons import _io_tiles
+from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_tensors import NamedTensors
+
+__all__ = [
+    "all_gather_replica_sharded_graph",
+    "gather_replica_sharded_tensor",
+    "reduce_replica_sharded_graph",
+    "reduce_replica_sharded_tensor",
+    "replica_sharded_spec",
+]
+
+ReduceOp = Literal["add", "mean"]
+
+
+def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec, shard_over: popxl.ReplicaGrouping) -> popxl.TensorSpec:
+    """What one replica's piece of `t` looks like.
+
+    Args:
+        t: a tensor or spec.
+        shard_over: the replicas that share it out.
+
+    Returns:
+        The spec of a piece; the spec of `t` itself if it is one already, or cannot be divided evenly.
+
+    Example:
+        >>> everyone = popxl.Ir(replication=4).replica_grouping()
+        >>> replica_sharded_spec(popxl.TensorSpec((8, 2), popxl.float32), everyone)
+        TensorSpec(shape=(4,), dtype=popxl.dtypes.float32, meta_shape=(8, 2))
+    """
+    nelms, pieces = math.prod(t.shape), shard_over.const_rg.group_size
+    if t.meta_shape or pieces == 1 or nelms % pieces:
+        return popxl.TensorSpec(t.shape, t.dtype, t.meta_shape)
+    return popxl.TensorSpec((nelms // pieces,), t.dtype, t.shape)
+
+
+def gather_replica_sharded_tensor(
+    t: popxl.Tensor, use_io_tiles: bool = False, replica_group: popxl.ReplicaGrouping | None = None
+) -> popxl.Tensor:
+    """The whole of a sharded tensor, of shape `t.meta_shape`; a tensor without a meta-shape is returned as it is.
+
+    Args:
+        t: one replica's piece.
+        use_io_tiles: where the gathering runs; the numbers do not depend on it.
+        replica_group: the replicas that hold the pieces; all of them by default.
+
+    Example:
+        >>> with popxl.Ir(replication=2).main_graph:
+        ...     _, piece = popxl.replica_sharded_variable(np.ones((2, 3)), popxl.float32, "w")
+        ...     gather_replica_sharded_tensor(piece).shape
+        (2, 3)
+    """
+    if not t.meta_shape:
+        return t
+    group = None if replica_group is None else replica_group.const_rg
+    return _io_tiles.loaded(use_io_tiles, ops.collectives.replicated_all_gather, t, 0, group, "meta_shape")
+
+
+def reduce_replica_sharded_tensor(
+    t: popxl.Tensor,
+    op: ReduceOp = "add",
+    replica_group: popxl.ReplicaGrouping | None = None,
+    shard_group: popxl.ReplicaGrouping | None = None,
+) -> popxl.Tensor:
+    """Combine the values that `t` has on the replicas of one group, and share out the result among those of another.
+
+    Args:
+        t: a tensor that is whole on each replica, with a value of its own.
+        op: ``"add"`` or ``"mean"``.
+        replica_group: the replicas whose values are combined; all of them by default.
+        shard_group: the replicas that keep a piece each; by default `replica_group`.
+
+    Returns:
+        A sharded tensor; a whole one if `shard_group` has one member only or `t` cannot be divided evenly.
+
+    Raises:
+        ValueError: for another `op`.
+
+    Example:
+        >>> ir = popxl.Ir(replication=2)
+        >>> with ir.main_graph:
+        ...     dw = popxl.variable(np.ones((2, 3)), popxl.float32, "dw")
+        ...     piece = reduce_replica_sharded_tensor(dw, "mean")
+        >>> piece.shape, piece.meta_shape
+        ((3,), (2, 3))
+    """
+    if op not in ("add", "mean"):
+        raise ValueError(f"reduce_replica_sharded_tensor: `op` is {op!r}; expected 'add' or 'mean'.")
+    reduced_over = popxl.gir().replica_grouping() if replica_group is None else replica_group
+    shared_by = (reduced_over if shard_group is None else shard_group).const_rg
+    sharded = shared_by.group_size > 1 and t.nelms % shared_by.group_size == 0
+    if sharded and reduced_over == shared_by:
+        return ops.collectives.replicated_reduce_scatter(t, op, reduced_over, True)
+    if reduced_over.group_size > 1:
+        t = ops.collectives.replicated_all_reduce(t, op, reduced_over)
+    return ops.collectives.replica_sharded_slice(t, shared_by) if sharded else t
+
+
+def all_gather_replica_sharded_graph(
+    tensors: NamedTensors, use_io_tiles: bool = False, replica_groups: NamedReplicaGrouping | None = None
+) -> tuple[GraphWithNamedArgs, list[str]]:
+    """A graph that applies `gather_replica_sharded_tensor` to tensors like these.
+
+    Args:
+        tensors: what the graph's inputs look like; only their names and specs are used.
+        use_io_tiles: where the gathering runs.
+        replica_groups: by flat name, which replicas hold the pieces; all of them by default.
+
+    Returns:
+        The graph, and the flat names of its outputs, which are sorted. Its inputs have the same names.
+
+    Raises:
+        KeyError: if `replica_groups` lacks a name.
+
+    Example:
+        >>> with popxl.Ir(replication=2).main_graph:
+        ...     w, piece = popxl.replica_sharded_variable(np.ones((2, 3)), popxl.float32, "w")
+        ...     gather, names = all_gather_replica_sharded_graph(NamedTensors(w=piece))
+        ...     whole = NamedTensors.pack(names, gather.bind(NamedTensors(w=piece)).call())
+        >>> whole.w.shape
+        (2, 3)
+    """
+    if replica_groups is not None and (missing := [n for n in tensors.keys_flat() if n not in replica_groups]):
+        raise KeyError(f"all_gather_replica_sharded_graph: `replica_groups` has no grouping for {missing}.")
+
+    def gathered(name: str, t: popxl.Tensor) -> popxl.Tensor:
+        group = None if replica_groups is None else replica_groups[name]
+        return gather_replica_sharded_tensor(t, use_io_tiles, group)
+
+    return graph_over("all_gather", tensors, gathered)
+
+
+def reduce_replica_sharded_graph(
+    tensors: NamedTensors,
+    op: ReduceOp = "add",
+    use_io_tiles: bool = False,
+    shard_groups: NamedReplicaGrouping | None = None,
+    replica_group: popxl.ReplicaGrouping | None = None,
+) -> tuple[GraphWithNamedArgs, list[str]]:
+    """A graph that applies `reduce_replica_sharded_tensor` to tensors like these.
+
+    Args:
+        tensors: what the graph's inputs look like; only their names and specs are used.
+        op: ``"add"`` or ``"mean"``.
+        use_io_tiles: where the reducing runs; the numbers do not depend on it.
+        shard_groups: by flat name, which replicas keep the pieces; for missing names those of `replica_group`.
+        replica_group: the replicas whose values are combined; all of them by default.
+
+    Returns:
+        The graph, and the flat names of its outputs, which are sorted. Its inputs have the same names.
+
+    Raises:
+        ValueError: for another `op`.
+
+    Example:
+        >>> with popxl.Ir(replication=2).main_graph:
+        ...     grads = NamedTensors(w=popxl.variable(np.ones((2, 3)), popxl.float32, "dw"))
+        ...     reduce, names = reduce_replica_sharded_graph(grads, "mean")
+        ...     pieces = NamedTensors.pack(names, reduce.bind(grads).call())
+        >>> pieces.w.shape, pieces.w.meta_shape
+        ((3,), (2, 3))
+    """
+    groups = {} if shard_groups is None else shard_groups.to_dict()
+
+    def reduced(name: str, t: popxl.Tensor) -> popxl.Tensor:
+        reduce = reduce_replica_sharded_tensor
+        return _io_tiles.loaded(use_io_tiles, reduce, t, op, replica_group, groups.get(name))
+
+    return graph_over("replica_reduce", tensors, reduced)
+
+
+def graph_over(
+    name: str, tensors: NamedTensors, function: Callable[[str, popxl.Tensor], popxl.Tensor]
+) -> tuple[GraphWithNamedArgs, list[str]]:
+    """A graph with an input for each name, sorted, and what the function makes of it as an output; and these names."""
+    ir = popxl.gir()
+    with ir.undone_on_failure():
+        graph = ir.create_empty_graph(name)
+        with graph:
+            args = {key: popxl.graph_input(**t.spec, name=key) for key, t in sorted(tensors.to_dict().items())}
+            for key, t in args.items():
+                popxl.graph_output(function(key, t))
+    return GraphWithNamedArgs(graph, NamedTensors.from_dict(args)), list(args)

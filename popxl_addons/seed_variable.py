@@ -1,0 +1,41 @@
+"""A random seed that a program keeps, one for each group of replicas."""
+
+from __future__ import annotations
+
+import popxl
+from popxl.tensor import Variable
+
+
+def seed_variable(seed: int, replica_grouping: popxl.ReplicaGrouping | None = None) -> tuple[Variable, popxl.Tensor]:
+    """A variable ``random_seed`` and the tensor that programs use: a seed for each group of replicas.
+
+    The tensor is loaded when variables go to the device and read back when they are fetched, so what a program does to
+    it (``seed += 1``) lasts from run to run, and is saved and loaded with the rest of a model.
+
+    Args:
+        seed: what the seeds are made from, by `popxl.create_seeds`.
+        replica_grouping: which replicas share a seed. By default each replica has its own.
+
+    Returns:
+        The variable, for the session: on the host a uint32 array of shape ``(groups, 2)``, or ``(2,)`` for one group.
+        The tensor, for the main graph: uint32 of shape ``(2,)``. They are one object here, because a variable with a
+        value for each group is on the device already; the pair keeps the two uses apart.
+
+    Raises:
+        RuntimeError: without a current graph.
+        ValueError: if the current graph is not the main graph, or `seed` is negative.
+
+    Example:
+        >>> ir = popxl.Ir(replication=4)
+        >>> with ir.main_graph, popxl.in_sequence():
+        ...     variable, seed = seed_variable(42, ir.replica_grouping(group_size=2))
+        ...     key, _ = popxl.ops.split_random_seed(seed)
+        ...     y = popxl.ops.dropout(popxl.constant([1.0, 2.0]), key, p=0.5)
+        ...     seed += 1
+        >>> variable.shape_on_host, seed.shape
+        ((2, 2), (2,))
+    """
+    group = popxl.gcg().ir.replica_grouping(group_size=1) if replica_grouping is None else replica_grouping
+    seeds = popxl.create_seeds(seed, replicas=group.num_groups)
+    variable = popxl.variable(seeds, popxl.uint32, "random_seed", replica_grouping=group)
+    return variable, variable

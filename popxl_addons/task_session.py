@@ -1,0 +1,389 @@
+"""A session that knows its task: streams by name, the state that matters, and how to save and load that.
+
+What a checkpoint is on the disk, see `popxl_addons.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol, cast
+
+import numpy as np
+
+import popxl
+from popxl.distributed import Instance, launched
+from popxl.fp8_utils import host_pow2scale_cast_from_fp8
+from popxl.tensor import HostScalarTensor, Variable
+from popxl_addons import _wandb, checkpoint
+from popxl_addons.named_tensors import NamedTensorData, NamedTensors
+from popxl_addons.streams import InputStreams, OutputStreams
+from popxl_addons.utils import timer
+
+__all__ = ["TaskSession", "write_variables_pb"]
+
+ReportMissingMethods = Literal["none", "warn", "error"]
+
+_log = logging.getLogger(__name__)
+
+
+class DataLoader(Protocol):
+    """A data loader whose position can be written to a file and found again."""
+
+    def save(self, path: str) -> Any:
+        """Write the position to a file."""
+
+    def resume(self, filename: str) -> Any:
+        """Go to the position in a file."""
+
+
+class TaskSession(popxl.Session):
+    """A `popxl.Session` with named streams and state, which counts its runs and can be saved and loaded.
+
+    Args:
+        inputs: streams from the host, in the order in which they are wanted; a dictionary of them will do.
+        outputs: streams to the host.
+        state: the variables that define the task: what is saved and loaded.
+        max_checkpoints: how many checkpoints of this session to keep. With another one the oldest is deleted.
+        *args, **kwargs: those of `popxl.Session`, by keyword: ``ir``, ``device_desc``, ``weights_to_host_on_exit``.
+
+    Attributes:
+        inputs, outputs: the streams, by name and position.
+        state: as given. May be assigned, for example to a part of it.
+        session_state: facts about the session that are saved with it, such as JSON knows. ``steps`` counts the runs.
+
+    Raises:
+        ValueError: if `max_checkpoints` is less than 1, and as `popxl.Session` does.
+
+    Example:
+        >>> import tempfile
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     state = addons.NamedTensors(total=popxl.variable(0.0, name="total"))
+        ...     _, stream, x = addons.host_load(0.0, popxl.float32, "x")
+        ...     _ = popxl.ops.add_(state.total, x)
+        >>> with tempfile.TemporaryDirectory() as folder, TaskSession([stream], [], state, ir=ir) as session:
+        ...     for value in (1.0, 2.0, 3.0):
+        ...         _ = session.run({session.inputs[0]: value})
+        ...     session.save_checkpoint(f"{folder}/after_3")
+        ...     session.write_variable_data(state.total, np.float32(0))
+        ...     session.load_checkpoint(f"{folder}/after_3", report_missing="error")
+        ...     session.get_named_tensors_data().total, session.session_state
+        (array(6., dtype=float32), {'steps': 3})
+    """
+
+    def __init__(
+        self,
+        inputs: InputStreams | Iterable[popxl.HostToDeviceStream],
+        outputs: OutputStreams | Iterable[popxl.DeviceToHostStream],
+        state: NamedTensors,
+        max_checkpoints: int = 1,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if max_checkpoints < 1:
+            raise ValueError(f"TaskSession: `max_checkpoints` is {max_checkpoints}; expected at least 1.")
+        with timer("PopXL compilation"):
+            super().__init__(*args, **kwargs)
+        self.inputs = inputs if isinstance(inputs, InputStreams) else InputStreams.from_streams(inputs)
+        self.outputs = outputs if isinstance(outputs, OutputStreams) else OutputStreams.from_streams(outputs)
+        self.state = state
+        self.max_checkpoints = max_checkpoints
+        self.session_state: dict[str, Any] = {"steps": 0}
+        self._dataloader: DataLoader | None = None
+        self._saved: list[Path] = []
+
+    @classmethod
+    def load(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for this class: the file of a session has no names for its state."""
+        raise NotImplementedError(
+            "TaskSession.load: the file of a saved session has no names for its state. Load it with "
+            "`popxl.Session.load`; or build the program again, make a TaskSession of it, and use `load_checkpoint`."
+        )
+
+    # Running
+
+    def run(
+        self, inputs: Mapping[popxl.HostToDeviceStream, HostScalarTensor] | None = None, downcast_inputs: bool = True
+    ) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
+        """As `popxl.Session.run`, and counted in ``session_state["steps"]``."""
+        outputs = super().run(inputs, downcast_inputs)
+        self.session_state["steps"] = self.session_state.get("steps", 0) + 1
+        return outputs
+
+    def add_session_state_info(self, info: dict[str, Any]) -> None:
+        """Add facts, such as JSON knows, to `session_state`."""
+        self.session_state.update(info)
+
+    @property
+    def dataloader(self) -> DataLoader | None:
+        """The data loader whose position is saved and loaded with the state; `None`, and a warning, if there is none.
+
+        `ValueError` on assigning an object without the methods ``save(path)`` and ``resume(filename)``.
+        """
+        if self._dataloader is None:
+            _log.warning("TaskSession.dataloader: no data loader has been assigned to this session.")
+        return self._dataloader
+
+    @dataloader.setter
+    def dataloader(self, dataloader: DataLoader) -> None:
+        if missing := [name for name in ("save", "resume") if not callable(getattr(dataloader, name, None))]:
+            raise ValueError(
+                f"TaskSession.dataloader: the {type(dataloader).__name__} has no method {missing}; expected "
+                "`save(path)`, which writes its position to a file, and `resume(filename)`, which goes there."
+            )
+        self._dataloader = dataloader
+
+    # State
+
+    def get_named_tensors_data(self) -> NamedTensorData:
+        """The values of the state under its names, with one transfer.
+
+        A variable with several groups of replicas has a leading dimension for them. The arrays change with the host
+        copies of the variables; copy them to keep them.
+        """
+        data = self.get_tensors_data(_variables(self.state).values())
+        return NamedTensorData.from_dict({name: data[v] for name, v in _variables(self.state).items()})
+
+    def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "none") -> None:
+        """Copy the values of `src.state` to the variables of the same names in this session's state.
+
+        Args:
+            src: another session.
+            report_missing: what to do about names that only one of them has, as in `load_checkpoint`.
+
+        Raises:
+            ValueError: if shapes or dtypes differ; for missing names, if these are errors. Nothing is written then.
+        """
+        # Copies: sessions of one Ir share the host copies of its variables.
+        arrays = {name: array.copy() for name, array in src.get_named_tensors_data().to_dict().items()}
+        self._write(self._matched(f"TaskSession.load_from_session, from {src!r}", "Source", arrays, report_missing))
+
+    # Checkpoints
+
+    def save_checkpoint(self, checkpoint_dir: str | os.PathLike[str], format: checkpoint.Format = "npz") -> None:
+        """Write the state, `session_state` and the position of the data loader to a directory.
+
+        The directory is replaced when everything has been written: an interruption at any moment leaves the old
+        checkpoint or the new one. In a directory that exists the files of a checkpoint are replaced, and others stay.
+        Then the oldest checkpoint that this session has written is deleted, if there are now more than
+        `max_checkpoints`; so there has to be room for one more.
+
+        Of several processes that run the program, all have to call this, and the first one writes. If others are to
+        read the checkpoint at once, wait for it (``popdist.synchronize()``).
+
+        Args:
+            checkpoint_dir: a directory, ``~`` for the user's home; or ``wandb://<name>`` for an artifact of the type
+                ``checkpoints`` of the active Weights & Biases run.
+            format: ``"npz"``, a NumPy archive for each name; or ``"safetensors"``, one file for all. Memory-mapped
+                variables are copied as raw files in both.
+
+        Raises:
+            TypeError: if `session_state` holds something that JSON does not know.
+            ValueError: for another `format`, or memory maps that lie in `checkpoint_dir`.
+            ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
+        """
+        place = os.fspath(checkpoint_dir)
+        arrays = self.get_named_tensors_data().to_dict()
+        if (launched() or Instance()).instance_index != 0:
+            return
+        self._check_maps_elsewhere(place, arrays)
+        with checkpoint.created(place) as directory:
+            checkpoint.write_info(directory, self.session_state)
+            checkpoint.write_arrays(directory, arrays, format)
+            if self._dataloader is not None:
+                self._dataloader.save(str(directory / checkpoint.LOADER))
+        if not place.startswith(_wandb.SCHEME):
+            self._keep(checkpoint.as_path(place))
+
+    def load_checkpoint(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        report_missing: ReportMissingMethods = "warn",
+        skip_memmap: bool = False,
+    ) -> None:
+        """Read a checkpoint of either format: into the state, the data loader and `session_state`.
+
+        Works in and out of the ``with`` block; variables that are not in the state keep their values. Everything is
+        read and compared before anything changes.
+
+        Args:
+            checkpoint_dir: as for `save_checkpoint`.
+            report_missing: what to do about names of the state, keys of `session_state`, and a position for the data
+                loader, that are in the checkpoint or in the session only: ``"none"`` leaves them alone, ``"warn"`` says
+                so in the log, ``"error"`` raises.
+            skip_memmap: without effect. The raw files of memory-mapped variables are never read here: copy them with
+                `initialise_memmap_dir_from_checkpoint` before the program is built.
+
+        Raises:
+            ValueError: if shapes or dtypes differ, or files are damaged; with ``"error"``, for all that is missing.
+            FileNotFoundError: if there is no checkpoint.
+            ImportError: for an artifact, if `wandb` is not installed.
+        """
+        place = os.fspath(checkpoint_dir)
+        with checkpoint.located(place) as directory:
+            info = checkpoint.read_info(directory)
+            position = directory / checkpoint.LOADER
+            differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), " (session_state)")
+            if self._dataloader is not None and not position.exists():
+                differences.append(f"state keys not in checkpoint: {position.name}")
+            arrays = checkpoint.read_arrays(directory)
+            maps = {path.name for path in (directory / checkpoint.MODEL).glob("*")}
+            values = self._matched(
+                f"TaskSession.load_checkpoint, from `{place}`", "Checkpoint", arrays, report_missing, differences, maps
+            )
+            if self._dataloader is not None and position.exists():
+                self._dataloader.resume(filename=str(position))
+                if hasattr(self._dataloader, "get_state"):
+                    _log.info("The data loader goes on at %s.", self._dataloader.get_state())
+        self._write(values)
+        self.session_state = info
+
+    def _matched(
+        self,
+        what: str,
+        source: str,
+        stored: Mapping[str, np.ndarray],
+        report_missing: ReportMissingMethods,
+        differences: Iterable[str] = (),
+        maps: AbstractSet[str] = frozenset(),
+    ) -> dict[Variable, np.ndarray]:
+        """The arrays by the variables that they are for. All that does not fit is told at once.
+
+        Memory-mapped variables whose files are among `maps` are not expected in `stored`.
+        """
+        if report_missing not in ("none", "warn", "error"):
+            raise ValueError(f"{what}: `report_missing` is {report_missing!r}; expected 'none', 'warn' or 'error'.")
+        present = self.get_named_tensors_data().to_dict()  # brings the host copies of all variables up to date, too
+        expected = {name for name in present if name in stored or not _is_mapped_to(present[name], maps)}
+        missing = [*_differences(source, stored.keys(), expected), *differences]
+        unfit = [
+            f"`{name}` is {_brief(array)} there and {_brief(present[name])} in the state"
+            for name, array in stored.items()
+            if name in present and _brief(array) != _brief(present[name])
+        ]
+        if unfit or (missing and report_missing == "error"):
+            raise ValueError(f"{what}: nothing has been loaded. {'. '.join([*missing, *unfit])}.")
+        if missing and report_missing == "warn":
+            _log.warning("%s: %s.", what, ". ".join(missing))
+        return {v: stored[name] for name, v in _variables(self.state).items() if name in stored}
+
+    def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
+        if values:
+            self.write_variables_data(values)
+
+    def _keep(self, directory: Path) -> None:
+        """Note the newest checkpoint, and delete the oldest if there are too many."""
+        self._saved = [path for path in self._saved if path != directory] + [directory]
+        while len(self._saved) > self.max_checkpoints:
+            oldest = self._saved.pop(0)
+            if oldest in directory.parents:
+                _log.warning("The old checkpoint `%s` is not deleted: the newest, `%s`, is in it.", oldest, directory)
+            else:
+                checkpoint.forget(oldest)
+
+    def _check_maps_elsewhere(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            file = checkpoint.map_file(array)
+            if file is not None and checkpoint.as_path(place) in file.resolve().parents:
+                raise ValueError(
+                    f"TaskSession.save_checkpoint: the state `{name}` is mapped to `{file}`, which is in `{place}`, "
+                    "the checkpoint that is to be replaced. Save to another directory."
+                )
+
+    # Weights & Biases
+
+    def wandb_histogram(self, name: str, step: int, data: np.ndarray) -> None:
+        """Log an array as ``<name>:histogram``, its finite values, and ``<name>:not_finite``, how many are not.
+
+        `ImportError` if `wandb` is not installed.
+        """
+        _wandb.log_arrays({name: _as_numbers(data)}, step)
+
+    def wandb_variable_histograms(self, step: int = 0) -> None:
+        """Log every variable of the main graph as `wandb_histogram` does, under its tensor name."""
+        data = self.get_tensors_data(self.ir.main_graph.variables)
+        _wandb.log_arrays({v.name: _as_numbers(array) for v, array in data.items()}, step)
+
+
+def write_variables_pb(session: popxl.Session, weights: Mapping[popxl.Tensor, np.ndarray]) -> None:
+    """Write arrays to the variables of `session` that have the ids of these tensors.
+
+    As `Session.write_variables_data`, but the tensors may be those of another program that is built alike.
+
+    Raises:
+        PopxlError: if the program has no tensor of an id.
+        TypeError, ValueError: as `Session.write_variables_data` does.
+
+    Example:
+        >>> def program() -> tuple[popxl.Ir, popxl.Tensor]:
+        ...     ir = popxl.Ir()
+        ...     with ir.main_graph:
+        ...         v = popxl.variable(0.0, name="v")
+        ...         _ = v + 1.0
+        ...     return ir, v
+        >>> (ir, v), (_, same) = program(), program()
+        >>> session = popxl.Session(ir)
+        >>> write_variables_pb(session, {same: np.array(2, np.float32)})
+        >>> session.get_tensor_data(v)
+        array(2., dtype=float32)
+    """
+    main = session.ir.main_graph
+    session.write_variables_data({cast(Variable, main.get_tensor(t.id)): data for t, data in weights.items()})
+
+
+def initialise_memmap_dir_from_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], memmap_dir: str | os.PathLike[str]
+) -> None:
+    """Copy the raw files of a checkpoint, ``model/*.npy``, to a directory for memory-mapped variables.
+
+    Do this before the program is built: its variables then start from these values. Files of the same names are
+    replaced.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+
+    Example:
+        >>> initialise_memmap_dir_from_checkpoint("checkpoints/step_100", "maps")  # doctest: +SKIP
+        >>> variables = factories.init(memmap_dir="maps")  # doctest: +SKIP
+    """
+    target = Path(memmap_dir)
+    with checkpoint.located(os.fspath(checkpoint_dir)) as directory:
+        target.mkdir(parents=True, exist_ok=True)
+        for source in sorted((directory / checkpoint.MODEL).glob("*.npy")):
+            draft = target / f".{source.name}.draft"
+            shutil.copyfile(source, draft)
+            draft.replace(target / source.name)  # a program that maps the old file keeps it, whole
+
+
+def _variables(state: NamedTensors) -> dict[str, Variable]:
+    return {name: cast(Variable, v) for name, v in state.to_dict().items()}
+
+
+def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:
+    sides = {
+        f"{source} keys not in state{where}": stored - present,
+        f"state keys not in {source.lower()}{where}": present - stored,
+    }
+    return [f"{text}: {', '.join(sorted(names))}" for text, names in sides.items() if names]
+
+
+def _is_mapped_to(array: np.ndarray, names: AbstractSet[str]) -> bool:
+    file = checkpoint.map_file(array)
+    return file is not None and file.name in names
+
+
+def _brief(array: np.ndarray) -> str:
+    dtype = array.dtype.names[0] if array.dtype.names else array.dtype.name  # of a float8, and of others
+    return f"{dtype}{list(array.shape)}"
+
+
+def _as_numbers(array: np.ndarray) -> np.ndarray:
+    """A float8 array as float32, others as they are."""
+    if array.dtype.names is None:
+        return array
+    return host_pow2scale_cast_from_fp8(array, popxl.float32)

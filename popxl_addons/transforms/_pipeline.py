@@ -1,0 +1,281 @@
+"""Ops whose stages are known become a pipeline: one graph for each stage, called in overlapping cycles.
+
+In cycle `c` stage `s` works on micro-batch `c - s`, so with `S` stages there are ``steps + S - 1`` cycles. In the first
+and the last ``S - 1``, some stages have nothing to do; these cycles are written out. The full ones between are a loop.
+A value that stage `s` makes and stage `t` reads waits ``t - s`` cycles: what is waiting is carried by the loop.
+
+Each stage is one graph, which every cycle calls in one place, and within a cycle no call needs a result of another:
+whoever runs the stages on several devices can run all calls of a cycle at once. Copies from IPU to IPU belong to the
+stage that makes them. How programs say what belongs to which stage is told in `pipelining`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import popxl
+from popxl import ops
+from popxl.aliasing import reachable, storages, written_inputs
+from popxl.context import get_current_context
+from popxl.tensor import Constant
+from popxl_addons.graph import BoundGraph
+from popxl_addons.named_tensors import TensorMap
+
+if TYPE_CHECKING:
+    from popxl.op import Op
+
+OpId = int
+
+BEFORE = -1
+"""In place of a stage, for ops that run once before the pipeline."""
+
+Waiting = dict[str, deque[Any]]
+"""What later stages will read, oldest first, by the id of the tensor in the program; `None` where there is nothing."""
+
+
+def get_op_pipeline_stage(op: Op, op_dict: Mapping[OpId, int]) -> int:
+    """The stage of an op, given the stages of all ops by their ids. `RuntimeError` if it has none."""
+    if op.id not in op_dict:
+        raise RuntimeError(
+            f"Operation must be created in a stage context. {op!r} ({op.source}) is in a `pipelined_execution` block, "
+            "and in none of its stages: create it inside `with p.stage(i):`, or before the block."
+        )
+    return op_dict[op.id]
+
+
+class PipelineBoundGraph(BoundGraph):
+    """A stage: a graph whose inputs and outputs stand for tensors of the program, known by the ids they had there.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     x, y = popxl.variable(1.0, name="x"), popxl.variable(2.0, name="y")
+        ...     stage = PipelineBoundGraph(ir.create_empty_graph("stage"))
+        ...     with stage.graph:
+        ...         stage.add_output_tensor(stage.add_variable_input(x) * 2.0, "double")
+        ...     stage.reconnect_input("x", y)
+        ...     (double_y,) = stage.call()
+        >>> stage.original_input_ids, stage.original_output_ids
+        (('x',), ('double',))
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inputs: dict[str, popxl.Tensor] = {}
+        self._output_ids: list[str] = []
+
+    def __contains__(self, value: popxl.Tensor) -> bool:
+        return value in self.graph
+
+    @property
+    def original_input_ids(self) -> tuple[str, ...]:
+        """What the inputs stand for, in order."""
+        return tuple(self._inputs)
+
+    @property
+    def original_output_ids(self) -> tuple[str, ...]:
+        """What the outputs stand for, in order."""
+        return tuple(self._output_ids)
+
+    def add_variable_input(self, tensor: popxl.Tensor) -> popxl.Tensor:
+        """The input that stands for `tensor` and is bound to it; made if there is none."""
+        if tensor.id not in self._inputs:
+            self._inputs[tensor.id] = self.graph.add_input(tensor.spec, tensor.name)
+            self.args[self._inputs[tensor.id]] = tensor
+        return self._inputs[tensor.id]
+
+    def add_output_tensor(self, tensor: popxl.Tensor, original_id: str) -> None:
+        """Make `tensor` of the graph an output that stands for `original_id`."""
+        self.graph.add_output(tensor)
+        self._output_ids.append(original_id)
+
+    def reconnect_input(self, original_id: str, new: popxl.Tensor) -> None:
+        """Bind the input that stands for `original_id` to another tensor."""
+        self.args[self._inputs[original_id]] = new
+
+    def call(self, *args: Any, inputs_dict: TensorMap | None = None) -> tuple[popxl.Tensor, ...]:  # type: ignore[override]
+        """Call the graph, as `BoundGraph.call` does; `inputs_dict` are bindings for this call."""
+        return super().call(*args, args=inputs_dict)
+
+
+class Pipelining:
+    """Puts a pipeline over `steps` micro-batches in the place of ops of a graph."""
+
+    def __init__(self, graph: popxl.Graph, steps: int):
+        self.graph = graph
+        self.steps = steps
+        self.stages: list[PipelineBoundGraph] = []
+        self._ipus: list[int | None] = []  # where each stage is called
+        self._makers: dict[str, int] = {}  # the stages that make the values which others read
+        self._waits: dict[str, int] = {}  # the cycles until the last of those reads them
+        self._shared: dict[str, popxl.Tensor] = {}  # the tensors from outside
+        self._changed: set[str] = set()  # those of them that some stage changes
+
+    def apply(self, include_ops: Mapping[OpId, int]) -> None:
+        """Replace the ops that `include_ops` gives stages, by their ids. `ValueError` if that makes no pipeline."""
+        by_stage = self._sorted(include_ops)
+        self._check(by_stage, include_ops)
+        with get_current_context().set(scope_prefix=""):  # names have the scopes that they were made in
+            self.construct_graphs(by_stage)
+            with self.graph:
+                self.build()
+
+    def construct_graphs(self, by_stage: Sequence[Sequence[Op]]) -> None:
+        """Move the ops of each stage into a graph of its own; the last stage first, since no other one needs it."""
+        makers = _makers(by_stage)
+        ids = {t: t.id for t in makers}
+        self._ipus = [Counter(op.ipu for op in members).most_common(1)[0][0] for members in by_stage]
+        self.stages = [
+            PipelineBoundGraph(self.graph.ir.create_empty_graph(f"pipeline_stage_{s}")) for s in range(len(by_stage))
+        ]
+        for s, stage in reversed([*enumerate(self.stages)]):
+            read = dict.fromkeys(t for op in by_stage[s] for t in op.inputs if makers.get(t) != s)
+            for t in read:
+                if t in makers:
+                    self._makers[t.id] = makers[t]
+                    self._waits[t.id] = max(self._waits.get(t.id, 0), s - makers[t])
+            given = {t: _stand_in(stage, t, makers) for t in read}
+            self._shared.update((t.id, t) for t in stage.args.values() if t not in makers)
+            self.graph.move(by_stage[s], stage.graph, given)
+            for t in ids:
+                if makers[t] == s and ids[t] in self._waits:
+                    stage.add_output_tensor(t, ids[t])
+            for i in written_inputs(stage.graph):
+                if (id := stage.original_input_ids[i]) in self._shared:
+                    stage.graph.inputs[i].by_ref = True
+                    self._changed.add(id)
+
+    def build(self) -> None:
+        """Add the cycles to the graph: those that fill the pipeline, the loop, and those that drain it."""
+        count = len(self.stages)
+        waiting: Waiting = {id: deque([None] * wait, wait) for id, wait in self._waits.items()}
+        for first_idle in range(1, count):
+            self.cycle(range(first_idle), self._shared, waiting)
+        self.main_cycle(waiting)
+        for first_busy in range(1, count):
+            self.cycle(range(first_busy, count), self._shared, waiting)
+
+    def cycle(self, busy: Iterable[int], shared: Mapping[str, popxl.Tensor], waiting: Waiting) -> None:
+        """One call of each busy stage. What they read has been `waiting`, and what they make waits from now on."""
+        made: dict[str, popxl.Tensor] = {}
+        for s in busy:
+            stage = self.stages[s]
+            for id in stage.original_input_ids:
+                stage.reconnect_input(id, waiting[id][self._makers[id] - s] if id in waiting else shared[id])
+            with get_current_context().set(ipu_id=self._ipus[s]):
+                made.update(zip(stage.original_output_ids, stage.call(), strict=True))
+        for id, queue in waiting.items():
+            queue.append(made.get(id))
+
+    def main_cycle(self, waiting: Waiting) -> None:
+        """A loop of all full cycles. It carries what is `waiting`."""
+        body = self.graph.ir.create_empty_graph("pipeline_cycle")
+        carried = [t for queue in waiting.values() for t in queue]
+        with body:
+            inside: Waiting = {
+                id: deque([body.add_input(t.spec, t.name) for t in queue], queue.maxlen)
+                for id, queue in waiting.items()
+            }
+            shared = {id: body.add_input(t.spec, t.name, id in self._changed) for id, t in self._shared.items()}
+            self.cycle(range(len(self.stages)), shared, inside)
+            for queue in inside.values():
+                for t in queue:
+                    body.add_output(t)
+        full = self.steps - len(self.stages) + 1
+        results = iter(ops.repeat(body, full, carried, self._shared.values()))
+        for queue in waiting.values():
+            queue.extend([next(results) for _ in queue])
+
+    # Checks
+
+    def _sorted(self, stages: Mapping[OpId, int]) -> list[list[Op]]:
+        """The ops of each stage."""
+        members = defaultdict(list)
+        for op in self.graph.ops:
+            if stages.get(op.id, BEFORE) != BEFORE:
+                members[stages[op.id]].append(op)
+        count = 1 + max(members, default=0)
+        if missing := [s for s in range(count) if s not in members]:
+            raise ValueError(
+                f"pipelined_execution: there are no ops in the stages {missing}. Stages are numbered from 0, without "
+                f"gaps, and each has ops; there are some in {sorted(members)}."
+            )
+        if self.steps < 2 * count:
+            raise ValueError(
+                f"pipelined_execution: `steps` is {self.steps}, expected at least {2 * count}, twice the number of "
+                "stages. Use more micro-batches, or fewer stages."
+            )
+        return [members[s] for s in range(count)]
+
+    def _check(self, by_stage: Sequence[Sequence[Op]], stages: Mapping[OpId, int]) -> None:
+        """Refuse what a pipeline cannot do."""
+        makers = _makers(by_stage)
+        for op in self.graph.ops:
+            for t in op.inputs:
+                if t in makers and (s := get_op_pipeline_stage(op, stages)) < makers[t]:
+                    raise ValueError(
+                        f"pipelined_execution: {op!r} ({op.source}) in stage {s} needs {t!r}, which the later stage "
+                        f"{makers[t]} makes. Values go to later stages only."
+                    )
+        if outputs := [t for t in self.graph.outputs if t in makers]:
+            raise ValueError(
+                f"pipelined_execution: {self.graph.title} returns {outputs}, which the pipeline computes anew for each "
+                "micro-batch. Write it into a tensor from outside, or store it to the host."
+            )
+        made_of = storages(self.graph)
+        for s, members in enumerate(by_stage):
+            for t in (op.inputs[i] for op in members for i in op.modified):
+                if not makers.keys() >= {*made_of[t]} and any(makers.get(u, s) != s for u in _chain(t, makers)):
+                    raise ValueError(
+                        f"pipelined_execution: stage {s} changes a tensor from outside in place by way of {t!r}, which "
+                        f"is an alias of it that another stage makes. Make the alias in stage {s}."
+                    )
+        users: dict[Any, int] = {}
+        for s, members in enumerate(by_stage):
+            for stream in _streams(members):
+                if users.setdefault(stream, s) != s:
+                    raise ValueError(
+                        f"pipelined_execution: the stages {users[stream]} and {s} both use {stream}, but work on "
+                        "different micro-batches at a time, so the order of its elements would change. Use it in one "
+                        "stage; `stash_and_restore_tensor` takes the value to or from the other."
+                    )
+
+
+def _makers(by_stage: Iterable[Iterable[Op]]) -> dict[popxl.Tensor, int]:
+    """The stage that makes a tensor, for all that the pipeline makes."""
+    return {t: s for s, members in enumerate(by_stage) for op in members for t in op.outputs}
+
+
+def _chain(t: popxl.Tensor, inside: Container[popxl.Tensor]) -> Iterator[popxl.Tensor]:
+    """A tensor, those whose storage it shares as an alias or view, and so on, as far as the pipeline makes them."""
+    yield t
+    if t in inside and t.producer is not None:
+        for base in t.producer.bases:
+            yield from _chain(base, inside)
+
+
+def _stand_in(stage: PipelineBoundGraph, t: popxl.Tensor, inside: Container[popxl.Tensor]) -> popxl.Tensor:
+    """What a stage reads in place of a tensor that it does not make.
+
+    A tensor from outside comes as the storage that it is in, so that what shares storage goes on sharing it.
+    """
+    if t in inside:
+        return stage.add_variable_input(t)
+    if isinstance(t, Constant):
+        with stage.graph:
+            return popxl.constant(t.data, t.dtype, t.name)
+    op = t.origin.producer
+    if op is None or op.kind.put is None:
+        return stage.add_variable_input(t.origin)
+    bases = [_stand_in(stage, base, inside) for base in op.bases]
+    with stage.graph:
+        return op.again(bases).outputs[0]
+
+
+def _streams(members: Iterable[Op]) -> set[Any]:
+    """The streams that some ops use, or ops in graphs that they run."""
+    called = dict.fromkeys(graph for op in members for callee in op.called_graphs for graph in reachable(callee))
+    every = (*members, *(op for graph in called for op in graph.ops))
+    return {part.attributes["stream"] for op in every for part in op.parts if part.kind.exchange == "stream"}

@@ -1,0 +1,104 @@
+"""The loop that a serialised graph is: what an iteration loads, calls and stores, and how iterations follow each other.
+
+What users say, and what they get, is in `batch_serialisation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import popxl
+from popxl import ops
+from popxl.tensor import Tensor
+from popxl_addons import _io_tiles
+from popxl_addons.transforms.remote_handle import RemoteHandle
+from popxl_addons.utils import suffix_graph_name
+
+Values = dict[Tensor, Tensor]
+"""Tensors of a graph under construction, by the tensors of the original graph that they stand for."""
+
+Iteration = Callable[[Tensor, Tensor, Values, Values], Values]
+
+
+@dataclass(frozen=True, eq=False)
+class SerialLoop:
+    """What each of `steps` iterations does with `graph`."""
+
+    graph: popxl.Graph
+    steps: int
+    loads: Mapping[Tensor, popxl.HostToDeviceStream | RemoteHandle]
+    streams: Mapping[Tensor, popxl.DeviceToHostStream]
+    buffers: Mapping[Tensor, RemoteHandle]
+    seed_input: Tensor | None
+    use_io_tiles: bool
+
+    def build(self, overlapped: bool) -> tuple[popxl.Graph, Values]:
+        """A graph of the loop; and its inputs after the row, by those of the original."""
+        graph = self.graph.ir.create_empty_graph(suffix_graph_name(self.graph.name, "_repeat_graph"))
+        with graph, popxl.in_sequence():  # what is stored may be changed in place by a call: its order matters
+            row = popxl.graph_input((), popxl.int32, "row")
+            seed = {} if self.seed_input is None else _inputs_like([self.seed_input])
+            kept = _inputs_like([t for t in self.graph.inputs if t not in self.loads and t not in seed], by_ref=True)
+            (self._overlapped if overlapped else self._one_by_one)(row, seed, kept)
+        return graph, {**seed, **kept}
+
+    def _one_by_one(self, row: Tensor, seed: Values, kept: Values) -> None:
+        def iteration(row: Tensor, i: Tensor, seed: Values, kept: Values) -> Values:
+            return self._run(row, i, {**seed, **self._load(row, i)}, kept)
+
+        self._repeat(self.steps, row, seed, kept, iteration)
+
+    def _overlapped(self, row: Tensor, seed: Values, kept: Values) -> None:
+        """An iteration needs nothing that is loaded during it, so both may happen at once."""
+
+        def iteration(row: Tensor, i: Tensor, ready: Values, kept: Values) -> Values:
+            ahead = self._load(row, i + 1)
+            return {**self._run(row, i, ready, kept), **ahead}
+
+        ready = {**seed, **self._load(row, 0)}
+        last = self._repeat(self.steps - 1, row, ready, kept, iteration)
+        self._run(row, self.steps - 1, last, kept)
+
+    def _repeat(self, count: int, row: Tensor, carried: Values, kept: Values, iteration: Iteration) -> Values:
+        """Repeat an iteration, which turns the carried values into those of the next one. Returns the last ones."""
+        body = self.graph.ir.create_empty_graph(suffix_graph_name(self.graph.name, "_repeat_body"))
+        with body, popxl.in_sequence():
+            i = popxl.graph_input((), popxl.int32, "i")
+            own_carried = _inputs_like(carried)
+            own_row = popxl.graph_input((), popxl.int32, "row")
+            after = iteration(own_row, i, own_carried, _inputs_like(kept, by_ref=True))
+            for t in (i + 1, *after.values()):
+                popxl.graph_output(t)
+        _, *last = ops.repeat(body, count, 0, *carried.values(), row, *kept.values())
+        return dict(zip(carried, last, strict=True))
+
+    def _load(self, row: Tensor, i: Tensor | int) -> Values:
+        """The values that iteration `i` loads."""
+        return {
+            t: (
+                source.load(source.entry(row, self.steps, i), t, self.use_io_tiles)
+                if isinstance(source, RemoteHandle)
+                else _io_tiles.loaded(self.use_io_tiles, ops.host_load, source, t.name)
+            )
+            for t, source in self.loads.items()
+        }
+
+    def _run(self, row: Tensor, i: Tensor | int, carried: Values, kept: Values) -> Values:
+        """Call the graph and store what iteration `i` stores. Returns the seed for the next one, if there is one."""
+        inputs, carry = {**carried, **kept}, {}
+        if self.seed_input is not None:
+            inputs[self.seed_input], carry[self.seed_input] = ops.split_random_seed(carried[self.seed_input])
+        outputs = ops.call(self.graph, inputs_dict=inputs)
+        values = {**dict(zip(self.graph.outputs, outputs, strict=True)), **inputs}
+        for t, stream in self.streams.items():
+            _io_tiles.stored(self.use_io_tiles, ops.host_store, stream, values[t])
+        for t, handle in self.buffers.items():
+            handle.store(handle.entry(row, self.steps, i), values[t], self.use_io_tiles)
+        return carry
+
+
+def _inputs_like(tensors: Any, by_ref: bool = False) -> Values:
+    """New inputs of the current graph that look like these; by reference, if they are and it is asked for."""
+    return {t: popxl.graph_input(**t.spec, name=t.name, by_ref=by_ref and t.by_ref) for t in tensors}

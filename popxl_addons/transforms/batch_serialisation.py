@@ -1,0 +1,391 @@
+"""Running a graph micro-batch after micro-batch, with its activations in remote memory: phased execution.
+
+A serialised graph is a loop. Each iteration loads the inputs of one micro-batch from host streams or remote buffers,
+calls the original graph, and stores what is asked for. However many iterations there are, the program holds the loop's
+body once. A forward graph and its gradient graph are serialised together, so that the second loop finds what the first
+one computed. How the loop is made is in `_serial_loop`; where its values are in a buffer, in `remote_handle`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import popxl
+from popxl.tensor import Tensor
+from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.transforms._serial_loop import SerialLoop, Values
+from popxl_addons.transforms.remote_handle import RemoteBufferWithOffset, RemoteHandle, batch_serial_buffer
+
+__all__ = ["RemoteHandle", "batch_serial_buffer", "batch_serialise", "batch_serialise_fwd_and_grad"]
+
+IOMode = Literal["compute", "io", "io_overlapped"]
+LoadHandles = dict[Tensor, popxl.HostToDeviceStream | RemoteHandle | RemoteBufferWithOffset]
+StoreStreams = dict[Tensor, popxl.DeviceToHostStream]
+StoreBuffers = dict[Tensor, RemoteHandle | RemoteBufferWithOffset]
+StoreBuffersOrGroups = dict[Tensor, RemoteHandle | RemoteBufferWithOffset | popxl.ReplicaGrouping]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSerialResult:
+    """A serialised graph, and where its values are.
+
+    Attributes:
+        graph: the new graph. Its inputs are the row, an int32 scalar; the seed, if there is one; and the inputs of the
+            original that are not loaded, under their names in `args`. It has no outputs.
+        stored_buffers: for each tensor of the original graph that was to be stored in a buffer, where its values are.
+    """
+
+    graph: GraphWithNamedArgs
+    stored_buffers: dict[Tensor, RemoteHandle]
+    _inputs: Values = field(repr=False)
+
+    def remap_tensors(self, ts: NamedTensors) -> NamedTensors:
+        """The same names, with the inputs of the new graph in the place of those of the original.
+
+        Raises:
+            KeyError: for an input that is loaded, and for any other tensor.
+
+        Example:
+            >>> ir = popxl.Ir()
+            >>> graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: x + x, popxl.TensorSpec((), popxl.float32)))
+            >>> serial = batch_serialise(graph, 4, {}, {}, {}, io_mode="compute")
+            >>> x = addons.NamedTensors(x=graph.graph.inputs[0])
+            >>> serial.remap_tensors(x).x == serial.graph.graph.inputs[1]
+            True
+        """
+        return ts.remap(self._inputs)
+
+
+def batch_serialise(
+    graph: GraphWithNamedArgs,
+    steps: int,
+    load_handles: LoadHandles,
+    store_streams: StoreStreams,
+    store_buffers: StoreBuffers,
+    seed_input: Tensor | None = None,
+    rows: int = 1,
+    io_mode: IOMode = "io",
+) -> BatchSerialResult:
+    """A graph that runs `graph` `steps` times, with inputs and outputs of each time outside of the device.
+
+    An input that is neither loaded nor the seed is the same in every iteration, and an input of the new graph; by
+    reference if it was. Outputs that are not stored are dropped. The new graph is called with the number of a row:
+    ``result.graph.bind(variables).call(row)``, or ``call(row, seed)``.
+
+    Args:
+        graph: what to run. Its named inputs cannot be loaded.
+        steps: number of iterations, 1 or more.
+        load_handles: for inputs, the stream or buffer that each iteration's value is loaded from. Tuples become
+            `RemoteHandle`s in place, here and in `store_buffers`.
+        store_streams: for outputs or inputs, the stream that each iteration's value is stored to.
+        store_buffers: likewise for buffers. An input that is loaded from a buffer is not stored in another one.
+        seed_input: an input that gets another random seed in each iteration, split from the one of the call.
+        rows: the rows that the graph will be called with are 0 to ``rows - 1``. Buffers that are too small for them
+            grow.
+        io_mode: where transfers run: on the ``"compute"`` or the ``"io"`` tiles; ``"io_overlapped"`` also loads what an
+            iteration needs during the one before. The numbers are the same.
+
+    Raises:
+        ValueError: if `steps` or `rows` is below 1; for another `io_mode`; in the modes with I/O tiles if there are
+            none (``ir.options.numIOTiles``); for a key that is no such tensor of `graph`; for a buffer whose slots do
+            not fit.
+        TypeError: for a handle or stream that is none.
+        KeyError: if a named input is to be loaded.
+
+    Example: doubles four numbers of a stream. They are then in the slots 0 to 3 of the buffer.
+        >>> ir = popxl.Ir()
+        >>> double = addons.GraphWithNamedArgs(ir.create_graph(lambda x: x * 2.0, popxl.TensorSpec((), popxl.float32)))
+        >>> (x,), (y,) = double.graph.inputs, double.graph.outputs
+        >>> with ir.main_graph:
+        ...     stream, buffer = popxl.h2d_stream((), popxl.float32), batch_serial_buffer(y, steps=4)
+        ...     serial = batch_serialise(double, 4, {x: stream}, {}, {y: (buffer, 0)}, io_mode="compute")
+        ...     _ = serial.graph.call(0)
+        >>> ir.num_host_transfers = 4
+    """
+    _check_settings(graph.graph.ir, steps, rows, io_mode)
+    if io_mode == "io_overlapped" and steps > 1:
+        return batch_serialise_overlapped(graph, steps, load_handles, store_streams, store_buffers, seed_input, rows)
+    if io_mode == "io_overlapped":
+        _logger.warning("`%s` has one step, and nothing to overlap: the io_mode is 'io'.", graph.graph.name)
+    return batch_serialise_non_overlapped(
+        graph, steps, load_handles, store_streams, store_buffers, seed_input, rows, use_io_tiles=io_mode != "compute"
+    )
+
+
+def batch_serialise_non_overlapped(
+    graph: GraphWithNamedArgs,
+    steps: int,
+    load_handles: LoadHandles,
+    store_streams: StoreStreams,
+    store_buffers: StoreBuffers,
+    seed_input: Tensor | None = None,
+    rows: int = 1,
+    use_io_tiles: bool = False,
+) -> BatchSerialResult:
+    """`batch_serialise` in the mode ``"io"`` or, without `use_io_tiles`, ``"compute"``."""
+    handles = load_handles, store_streams, store_buffers
+    return _serialised(graph, steps, *handles, seed_input, rows, use_io_tiles, overlapped=False)
+
+
+def batch_serialise_overlapped(
+    graph: GraphWithNamedArgs,
+    steps: int,
+    load_handles: LoadHandles,
+    store_streams: StoreStreams,
+    store_buffers: StoreBuffers,
+    seed_input: Tensor | None = None,
+    rows: int = 1,
+) -> BatchSerialResult:
+    """`batch_serialise` in the mode ``"io_overlapped"``."""
+    handles = load_handles, store_streams, store_buffers
+    return _serialised(graph, steps, *handles, seed_input, rows, use_io_tiles=True, overlapped=True)
+
+
+def batch_serialise_fwd_and_grad(
+    forward_graph: GraphWithNamedArgs,
+    gradient_graph: GraphWithNamedArgs,
+    named_inputs_for_grad_graph: NamedTensors,
+    steps: int,
+    load_handles: LoadHandles,
+    store_streams: StoreStreams,
+    store_buffers: StoreBuffersOrGroups,
+    seed_input: Tensor | None = None,
+    rows: int = 1,
+    io_mode: IOMode = "io",
+) -> tuple[BatchSerialResult, BatchSerialResult]:
+    """`batch_serialise` a graph and its gradient graph, so that the second finds the activations of the first.
+
+    A forward value that the gradient graph needs is an input of the new gradient graph, if it is one of
+    `named_inputs_for_grad_graph`. If not, it is loaded from the buffer that the forward graph loads it from, or is told
+    to store it in; failing that, the forward graph stores it in a new buffer. That goes for inputs of the forward graph
+    too, and for its seed: an iteration of the backward pass sees what the same iteration of the forward pass saw.
+
+    The `args` of the new gradient graph are these named inputs, and then those of `gradient_graph`: accumulators, say.
+    Bind it to both sets of variables. `gradient_graph.args` becomes the same.
+
+    Args:
+        forward_graph, gradient_graph: a graph, and what `autodiff` or another transform made of it.
+        named_inputs_for_grad_graph: inputs of the forward graph, usually ``forward_graph.args``. Those that the
+            gradient graph does not need are left out.
+        steps, rows, io_mode: as for `batch_serialise`.
+        load_handles: as for `batch_serialise`, by tensors of either graph. Each gradient that `gradient_graph` is given
+            has to be loaded.
+        store_streams: as for `batch_serialise`, by tensors of either graph.
+        store_buffers: likewise. A replica grouping stands for a new buffer, sharded over it; in place, it becomes the
+            `RemoteHandle`.
+        seed_input: as for `batch_serialise`, of the forward graph.
+
+    Returns:
+        What became of the forward graph, and of the gradient graph.
+
+    Raises:
+        ValueError, TypeError, KeyError: as `batch_serialise`. `ValueError` too if `gradient_graph` is not of
+            `forward_graph`, if a gradient is not loaded, and if two inputs of the new gradient graph have one name.
+        RuntimeError: for an activation that the forward graph neither takes nor returns.
+
+    Example: the gradient of x², four times. The values of x are kept in a new buffer.
+        >>> ir = popxl.Ir()
+        >>> square = addons.GraphWithNamedArgs(ir.create_graph(lambda x: x * x, popxl.TensorSpec((), popxl.float32)))
+        >>> grad = addons.autodiff(square)
+        >>> x, dy, dx = square.graph.inputs[0], grad.graph.inputs[0], grad.graph.outputs[0]
+        >>> with ir.main_graph:
+        ...     xs, dys = popxl.h2d_stream((), popxl.float32), popxl.h2d_stream((), popxl.float32)
+        ...     dxs = popxl.d2h_stream((), popxl.float32)
+        ...     forward, backward = batch_serialise_fwd_and_grad(
+        ...         square, grad, square.args, 4, {x: xs, dy: dys}, {dx: dxs}, {}, io_mode="compute"
+        ...     )
+        ...     _ = forward.graph.call(0), backward.graph.call(0)
+        >>> list(forward.stored_buffers) == [x]
+        True
+    """
+    _check_settings(forward_graph.graph.ir, steps, rows, io_mode)
+    _check_pair(forward_graph, gradient_graph, (*load_handles, *store_streams, *store_buffers))
+    loads = _load_sources(load_handles)
+    names = {t: name for name, t in named_inputs_for_grad_graph.to_dict().items()}
+    _check_connections(gradient_graph, loads, names)
+
+    def place(t: Tensor, given: Any = None) -> RemoteHandle:
+        """Where the forward graph has the values of `t`."""
+        if isinstance(source := loads.get(t), RemoteHandle):
+            return source
+        if given is None or isinstance(given, popxl.ReplicaGrouping):
+            return RemoteHandle(batch_serial_buffer(t, steps, rows, given), 0, given)
+        return RemoteHandle.of("store_buffers", given)
+
+    def serialised(graph: GraphWithNamedArgs, seed_input: Tensor | None = None) -> BatchSerialResult:
+        def own(places: dict[Tensor, Any]) -> dict[Tensor, Any]:
+            return {t: place for t, place in places.items() if t.graph == graph.graph}
+
+        return batch_serialise(graph, steps, own(loads), own(store_streams), own(stores), seed_input, rows, io_mode)
+
+    with forward_graph.graph.ir.undone_on_failure():
+        stores = {t: place(t, given) for t, given in store_buffers.items()}
+        named: dict[str, Tensor] = {}
+        for t, value in _unconnected(gradient_graph, loads, is_activation=True):
+            if value in names:
+                named[names[value]] = t
+                continue
+            if value not in stores:
+                stores[value] = place(value)
+            loads[t] = stores[value]
+        args = _joined(named, gradient_graph.args)
+        forward = serialised(forward_graph, seed_input)
+        gradient = serialised(GraphWithNamedArgs(gradient_graph.graph, args))
+    gradient_graph.args = args
+    load_handles.update({t: loads[t] for t in load_handles})
+    store_buffers.update({t: stores[t] for t in store_buffers})
+    return forward, gradient
+
+
+def _serialised(
+    graph: GraphWithNamedArgs,
+    steps: int,
+    load_handles: LoadHandles,
+    store_streams: StoreStreams,
+    store_buffers: StoreBuffers,
+    seed_input: Tensor | None,
+    rows: int,
+    use_io_tiles: bool,
+    overlapped: bool,
+) -> BatchSerialResult:
+    """A graph and its inputs and outputs, all checked, as a loop."""
+    loads = _load_sources(load_handles)
+    stores = {t: RemoteHandle.of("store_buffers", handle) for t, handle in store_buffers.items()}
+    _check_tensors(graph, loads, store_streams, stores, seed_input)
+    remote_loads = {t: source for t, source in loads.items() if isinstance(source, RemoteHandle)}
+    new_values = {t: handle for t, handle in stores.items() if t not in remote_loads}
+    loop = SerialLoop(graph.graph, steps, loads, store_streams, new_values, seed_input, use_io_tiles)
+    with graph.graph.ir.undone_on_failure():
+        loop_graph, inputs = loop.build(overlapped)
+    for handle in (*remote_loads.values(), *new_values.values()):
+        handle.buffer.entries = max(handle.buffer.entries, handle.entries(steps, rows))
+    load_handles.update(loads)
+    store_buffers.update(stores)
+    return BatchSerialResult(
+        GraphWithNamedArgs(loop_graph, graph.args.remap(inputs)),
+        {t: remote_loads.get(t, stores[t]) for t in stores},
+        inputs,
+    )
+
+
+def _load_sources(load_handles: LoadHandles) -> dict[Tensor, popxl.HostToDeviceStream | RemoteHandle]:
+    """The streams and handles themselves, also for tuples."""
+    return {
+        t: handle if isinstance(handle, popxl.HostToDeviceStream) else RemoteHandle.of("load_handles", handle)
+        for t, handle in load_handles.items()
+    }
+
+
+def _unconnected(
+    gradient_graph: GraphWithNamedArgs, loads: Container[Tensor], is_activation: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Activations, or else gradients, that are not loaded yet: the input, and the forward tensor that it stands for."""
+    connections = zip(gradient_graph.grad_graph_info.expected_inputs, gradient_graph.graph.inputs, strict=False)
+    return [
+        (t, expected.fwd_tensor)
+        for expected, t in connections
+        if expected.is_activation == is_activation and t not in loads
+    ]
+
+
+def _joined(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
+    """Names for activations, and then the `args` of the gradient graph, which may name them already."""
+    own = args.to_dict()
+    if taken := [name for name in named if own.get(name, named[name]) != named[name]]:
+        raise ValueError(
+            f"batch_serialise_fwd_and_grad: {taken} of `named_inputs_for_grad_graph` are names of other inputs in "
+            "`gradient_graph.args`; the new gradient graph would have two inputs of one name. Rename one of them."
+        )
+    return NamedTensors.from_dict({**named, **own})
+
+
+# Checks -------------------------------------------------------------------------------------------------------------
+
+
+def _check_settings(ir: popxl.Ir, steps: int, rows: int, io_mode: str) -> None:
+    for name, value in (("steps", steps), ("rows", rows)):
+        if value < 1:
+            raise ValueError(f"batch_serialise: `{name}` is {value}; expected 1 or more.")
+    if io_mode not in get_args(IOMode):
+        raise ValueError(f"batch_serialise: `io_mode` is {io_mode!r}; expected one of {get_args(IOMode)}.")
+    if io_mode != "compute" and ir.options.numIOTiles < 1:
+        raise ValueError(
+            f"batch_serialise: IR must have IO tiles for `io_mode` {io_mode!r}. Set `ir.options.numIOTiles`, or use "
+            "'compute'; the numbers are the same."
+        )
+
+
+def _check_tensors(
+    graph: GraphWithNamedArgs,
+    loads: dict[Tensor, popxl.HostToDeviceStream | RemoteHandle],
+    streams: StoreStreams,
+    stores: dict[Tensor, RemoteHandle],
+    seed_input: Tensor | None,
+) -> None:
+    """Whether all tensors may be loaded and stored, and where it is said."""
+    inputs, outputs = graph.graph.inputs, graph.graph.outputs
+    _check_among("load_handles", loads, inputs, f"an input of `{graph.graph.name}`")
+    _check_among("store_streams", streams, (*inputs, *outputs), f"an input or output of `{graph.graph.name}`")
+    _check_among("store_buffers", stores, (*inputs, *outputs), f"an input or output of `{graph.graph.name}`")
+    if seed_input is not None:
+        given = [t for t in inputs if t not in loads]
+        _check_among("seed_input", [seed_input], given, f"an input of `{graph.graph.name}` that is not loaded")
+    for stream in streams.values():
+        if not isinstance(stream, popxl.DeviceToHostStream):
+            raise TypeError(
+                f"batch_serialise: `store_streams` holds {stream!r} ({type(stream).__name__}); expected streams to the "
+                "host, made with `popxl.d2h_stream`."
+            )
+    for t, handle in (*loads.items(), *stores.items()):
+        if isinstance(handle, RemoteHandle):
+            handle.check_fits(t)
+    if named := [name for name, t in graph.args.to_dict().items() if t in loads]:
+        raise KeyError(
+            f"batch_serialise: {named} are named inputs of `{graph.graph.name}`, and in `load_handles`. Named inputs "
+            "are bound when the new graph is called: leave them out of `load_handles` or of `graph.args`."
+        )
+
+
+def _check_pair(forward: GraphWithNamedArgs, gradient: GraphWithNamedArgs, keys: Iterable[Tensor]) -> None:
+    """Whether two graphs belong together, and tensors to them."""
+    differentiated = gradient.grad_graph_info.forward_graph
+    if differentiated != forward.graph:
+        raise ValueError(
+            f"batch_serialise_fwd_and_grad: `gradient_graph` is `{gradient.graph.name}`, the gradient graph of "
+            f"`{differentiated.name}`, and not of `forward_graph`, which is `{forward.graph.name}`."
+        )
+    for t in keys:
+        if t.graph not in (forward.graph, gradient.graph):
+            raise ValueError(
+                f"batch_serialise_fwd_and_grad: {t!r} is in neither of the graphs `{forward.graph.name}` and "
+                f"`{gradient.graph.name}`; all loads and stores are of their tensors."
+            )
+
+
+def _check_connections(gradient: GraphWithNamedArgs, loads: Container[Tensor], names: Container[Tensor]) -> None:
+    """Whether each input of a gradient graph can be had."""
+    if missing := [t.name for t, _ in _unconnected(gradient, loads, is_activation=False)]:
+        raise ValueError(
+            f"batch_serialise_fwd_and_grad: {missing} of `{gradient.graph.name}` have no entry in `load_handles`. All "
+            "gradients that it is given are loaded, from a stream or a buffer."
+        )
+    forward = gradient.grad_graph_info.forward_graph
+    known = {*forward.inputs, *forward.outputs}
+    activations = (value for _, value in _unconnected(gradient, loads, is_activation=True))
+    if lost := [value.name for value in activations if value not in known and value not in names]:
+        raise RuntimeError(
+            f"batch_serialise_fwd_and_grad: `{gradient.graph.name}` needs {lost} of `{forward.name}`, neither inputs "
+            "nor outputs of it: they can be found nowhere. Make them outputs, or say where to load them."
+        )
+
+
+def _check_among(argument: str, tensors: Iterable[Tensor], allowed: Container[Tensor], what: str) -> None:
+    for t in tensors:
+        if t not in allowed:
+            raise ValueError(f"batch_serialise: {t!r} in `{argument}` is not {what}.")

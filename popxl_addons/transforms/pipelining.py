@@ -1,0 +1,283 @@
+"""Pipelines: a graph's micro-batches go through stages, and all stages work at once, each on another micro-batch.
+
+A program says which ops belong to which stage, with `pipelined_execution`. A value goes to a later stage as an operand
+of its ops, copied to another IPU where needed; or it is stashed: kept in a ring of slots, which one stage writes and
+the other reads. How ops with stages become graphs that run in overlapping cycles is told in `_pipeline`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.context import get_current_context
+from popxl.ops.call import CallSiteInfo
+from popxl_addons.grad_info import as_grad_graph_info
+from popxl_addons.module import Module
+from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage
+
+if TYPE_CHECKING:
+    from popxl.op import Op
+    from popxl_addons.graph_common import GradGraphInfoLike
+    from popxl_addons.named_tensors import NamedTensors
+    from popxl_addons.variable_factory import NamedVariableFactories
+
+__all__ = [
+    "PipelineBoundGraph",
+    "Pipelining",
+    "Restore",
+    "StageContext",
+    "Stash",
+    "get_op_pipeline_stage",
+    "pipelined_execution",
+]
+
+
+@contextmanager
+def pipelined_execution(steps: int) -> Iterator[StageContext]:
+    """Make the ops of the block, in the graph that is current at its start, a pipeline over `steps` micro-batches.
+
+    At the end of the block its ops move into one graph for each stage. Each cycle calls each stage once, for the
+    micro-batch that follows the one it had before: the pipeline fills up, a loop runs the full cycles, and it drains.
+    The numbers are those of the block executed `steps` times, one after the other, as long as no stage reads state that
+    another one changes. A stage has its own copy of what it gets from another: what it changes in place there, others
+    do not see.
+
+    Each stage takes one element of its streams a step, so ``ir.num_host_transfers`` has to be `steps` (times the turns
+    of loops around the pipeline). Variables, constants, streams and subgraphs may be made anywhere in the block. After
+    it, variables hold what all steps left in them; other tensors of the block cannot be used any more.
+
+    Args:
+        steps: number of micro-batches, at least twice the number of stages.
+
+    Returns:
+        A context manager that gives a `StageContext`, which says what belongs to which stage.
+
+    Raises:
+        TypeError: if `steps` is no integer.
+        RuntimeError: for an op that is created in the block outside of any stage.
+        ValueError: at the end of the block, if there are too few steps; if stages are missing; if an op needs a value
+            of a later stage; if two stages use the same stream; if a tensor from outside is changed by way of an alias
+            that another stage makes; or if the graph returns what the pipeline computes. After an error, here or in the
+            block, all ops are where they were created.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     numbers = popxl.h2d_stream((), popxl.float32)
+        ...     results = popxl.d2h_stream((), popxl.float32)
+        ...     with pipelined_execution(8) as p:
+        ...         with p.stage(0), popxl.ipu(0):
+        ...             x = (ops.host_load(numbers) + 1).copy_to_ipu(1)
+        ...         with p.stage(1), popxl.ipu(1):
+        ...             ops.host_store(results, x * 2)
+        >>> ir.num_host_transfers = 8
+        >>> with popxl.Session(ir, "ipu_model") as session:
+        ...     session.run({numbers: np.arange(8, dtype=np.float32)})[results].tolist()
+        [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]
+    """
+    graph = popxl.gcg()
+    if not isinstance(steps, SupportsIndex):
+        raise TypeError(
+            f"pipelined_execution: `steps` is {steps!r} ({type(steps).__name__}), expected the number of micro-batches."
+        )
+    context = StageContext()
+    handle = graph.register_op_created_hook(context.hook)
+    try:
+        yield context
+    finally:
+        graph.remove_op_created_hook(handle)
+    Pipelining(graph, operator.index(steps)).apply(context.stages)
+
+
+class StageContext:
+    """What `pipelined_execution` gives: it says which stage ops belong to, and takes values from stage to stage.
+
+    Attributes:
+        stages: the stage of each op of the pipeline, by the id of the op.
+    """
+
+    def __init__(self) -> None:
+        self.stages: dict[OpId, int] = {}
+        self._current: int | None = None
+        self._stash = Stash(cache=True)
+        self._restore = Restore(cache=True)
+
+    def hook(self, op: Op) -> None:
+        """Note the stage of a new op. `RuntimeError` if it has none."""
+        if op.execution_context is not popxl.ExecutionContext.Normal:
+            self.stages[op.id] = BEFORE  # it moves weights, when they are loaded or read back
+        elif self._current is not None:
+            self.stages[op.id] = self._current
+        get_op_pipeline_stage(op, self.stages)
+
+    @contextmanager
+    def stage(self, i: int) -> Iterator[None]:
+        """Have the ops of the block in stage `i`. Stages are numbered from 0; a block inside of another one wins.
+
+        `ValueError` for a negative number.
+        """
+        if i < 0:
+            raise ValueError(f"pipelined_execution: the stage {i} is negative; stages are numbered from 0.")
+        with self._as(i):
+            yield
+
+    def stash_and_restore_tensor(self, t: popxl.Tensor, from_stage: int | None = None) -> popxl.Tensor:
+        """The value that `t` had in an earlier stage for the micro-batch that the current stage works on.
+
+        It waits in a ring of as many slots as there are stages from the one to the other, both included.
+
+        Args:
+            t: a tensor of the pipeline, or one that is the same in all stages, a variable say.
+            from_stage: the stage that stashes it; by default the one that makes it.
+
+        Returns:
+            A tensor like `t`, for the current stage; a scalar comes back with the shape (1,).
+
+        Raises:
+            RuntimeError: outside of a stage, and if `from_stage` is needed, since no op of the pipeline makes `t`.
+            TypeError: if the current stage does not come after `from_stage`.
+            ValueError: if `t` is not in the current graph.
+
+        Example:
+            >>> ir = popxl.Ir()
+            >>> with ir.main_graph:
+            ...     stream, total = popxl.h2d_stream((3,), popxl.float32), popxl.variable(np.zeros(3), popxl.float32)
+            ...     with pipelined_execution(4) as p:
+            ...         with p.stage(0):
+            ...             x = ops.host_load(stream)
+            ...             y = ops.exp(x)
+            ...         with p.stage(1):
+            ...             total += y * p.stash_and_restore_tensor(x)
+        """
+        to_stage = self._current_stage("stash_and_restore_tensor")
+        if t not in popxl.gcg():
+            raise ValueError(f"stash_and_restore_tensor: {t!r} is not in the current graph, {popxl.gcg().title}.")
+        made_in = self._made_in(t)
+        if from_stage is None and made_in is None:
+            raise RuntimeError(
+                f"stash_and_restore_tensor: no op of the pipeline makes {t!r}, so `from_stage` has to say which stage "
+                "it comes from."
+            )
+        return self._kept(t, made_in if from_stage is None else from_stage, to_stage)  # type: ignore[arg-type]
+
+    def stash_and_restore_activations(
+        self, call_info: CallSiteInfo, grad_info: GradGraphInfoLike
+    ) -> dict[popxl.Tensor, popxl.Tensor]:
+        """What a gradient graph needs of a forward call, for the micro-batch that the current stage works on.
+
+        Args:
+            call_info: the call of the forward graph, in this stage or in an earlier one.
+            grad_info: the gradient graph, or how it relates to the forward graph.
+
+        Returns:
+            ``grad_info.inputs_dict(call_info)``, with values that the pipeline makes stashed in the stage of the call
+            and restored in this one. If both are the same stage nothing is stashed, nor are tensors from outside, such
+            as variables. Call the gradient graph with it: ``grad.call(dy, args=...)``.
+
+        Raises:
+            RuntimeError: outside of a stage.
+            TypeError: if the call was made in a later stage.
+        """
+        to_stage = self._current_stage("stash_and_restore_activations")
+        inputs = as_grad_graph_info(grad_info).inputs_dict(call_info)
+        from_stage = self.stages.get(call_info.op.id, BEFORE)
+        if from_stage in (BEFORE, to_stage):
+            return inputs
+        made_inside = dict.fromkeys(t for t in inputs.values() if self._made_in(t) is not None)
+        restored = {t: self._kept(t, from_stage, to_stage) for t in made_inside}
+        restored = {t: kept if t.shape else kept.reshape(()) for t, kept in restored.items()}
+        return {of_graph: restored.get(t, t) for of_graph, t in inputs.items()}
+
+    def _kept(self, t: popxl.Tensor, from_stage: int, to_stage: int) -> popxl.Tensor:
+        """A tensor of an earlier stage, in the current one, for the same micro-batch."""
+        slots = to_stage - from_stage + 1
+        if slots <= 1:
+            raise TypeError(
+                f"A value can only be stashed for a later stage: {t!r} was to go from stage {from_stage} to stage "
+                f"{to_stage}. In the stage that makes it, use the tensor itself."
+            )
+        ipu = t.location[0]
+        with get_current_context().set(ipu_id=get_current_context().ipu_id if ipu is None else ipu):
+            facts, write = self._stash.create_graph(t, slots)
+            ring = self._zeros(facts)
+            with self._as(from_stage):
+                write.bind(ring).call(t)
+        facts, read = self._restore.create_graph(ring.stash)
+        (restored,) = read.bind(self._zeros(facts)).call(ring.stash)
+        return restored
+
+    def _zeros(self, facts: NamedVariableFactories) -> NamedTensors:
+        """Tensors that the pipeline starts with. They are no variables: nothing of a stash outlives its pipeline."""
+        with self._as(BEFORE):
+            return facts.init_zero()
+
+    def _made_in(self, t: popxl.Tensor) -> int | None:
+        """The stage that makes a tensor; `None` if it comes from outside."""
+        stage = BEFORE if t.producer is None else self.stages.get(t.producer.id, BEFORE)
+        return None if stage == BEFORE else stage
+
+    def _current_stage(self, name: str) -> int:
+        if self._current is None:
+            raise RuntimeError(f"{name}: must be called in a stage context, `with p.stage(i):`.")
+        return self._current
+
+    @contextmanager
+    def _as(self, stage: int) -> Iterator[None]:
+        before, self._current = self._current, stage
+        try:
+            yield
+        finally:
+            self._current = before
+
+
+class Stash(Module):
+    """Writes a tensor into the next slot of a ring of `stash_size` slots. Variables: ``counter`` and ``stash``.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = Stash().create_graph(popxl.TensorSpec((3, 2), popxl.float32), 4)
+        >>> facts.stash.shape, facts.counter.shape
+        ((4, 3, 2), ())
+    """
+
+    @popxl.in_sequence()
+    def build(self, t: popxl.Tensor, stash_size: int) -> None:
+        counter = _counter(self)
+        empty = partial(np.zeros, (stash_size, *t.shape))
+        stash = self.add_variable_input("stash", empty, t.dtype, by_ref=True)
+        ops.dynamic_update_(stash, counter, t.reshape((1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
+        ops.increment_mod_(counter, 1, stash_size)
+
+
+class Restore(Module):
+    """Reads the next slot of a ring that a `Stash` writes. Variable: ``counter``.
+
+    The first slot read is the one that was written first, whenever that was. Slots of scalars come back with the shape
+    (1,).
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = Restore().create_graph(popxl.TensorSpec((4, 3, 2), popxl.float32))
+        >>> graph.graph.outputs[0].shape
+        (3, 2)
+    """
+
+    @popxl.in_sequence()
+    def build(self, stash: popxl.Tensor) -> popxl.Tensor:
+        counter = _counter(self)
+        slot = ops.dynamic_slice(stash, counter, axes=[0], sizes=[1], no_overlap=True)
+        ops.increment_mod_(counter, 1, stash.shape[0])
+        return slot.reshape(stash.shape[1:] or (1,))
+
+
+def _counter(module: Module) -> popxl.Tensor:
+    """The number of the slot that comes next."""
+    return module.add_variable_input("counter", partial(np.zeros, ()), popxl.uint32, by_ref=True)

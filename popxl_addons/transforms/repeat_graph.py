@@ -1,0 +1,74 @@
+"""`repeat_graph`: a finished graph, run in a loop. Applications call it on the main graph, last of all."""
+
+from __future__ import annotations
+
+import operator
+
+import popxl
+from popxl import Op, Tensor, ops
+
+__all__ = ["repeat_graph"]
+
+
+def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
+    """Have a graph do `repeat_count` times what it does, in place.
+
+    All its ops move into a new graph, which a loop repeats; only ops that run when weights are loaded or read back
+    stay. Variables, constants and inputs stay, too. The new graph has them as inputs by reference, so state goes on
+    from turn to turn. The order given by `popxl.in_sequence` stays. Outputs of the graph are those of the last turn.
+
+    Host streams go on with each turn: set ``ir.num_host_transfers`` accordingly. Tensors that the graph has computed
+    are no longer in it, and nothing made later in it can use them.
+
+    Args:
+        graph: what to repeat, the main graph too. It need not be current.
+        repeat_count: number of turns. With 1 or fewer nothing happens.
+
+    Returns:
+        The new graph; `graph` itself if nothing happened.
+
+    Raises:
+        TypeError: if `repeat_count` is no integer.
+        PopxlError: if an op that stays reads what one that moves has computed. Nothing has changed then.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph as main:
+        ...     count = popxl.variable(0, name="count")
+        ...     count += 1
+        >>> turn = repeat_graph(main, 5)
+        >>> [op.op_type for op in main.ops], [op.op_type for op in turn.ops]
+        (['Loop'], ['AddLhsInplace'])
+        >>> ir.num_host_transfers = 5
+    """
+    if operator.index(repeat_count) <= 1:
+        return graph
+    ir, outputs = graph.ir, graph.outputs
+    moving = [op for op in graph.ops if op.execution_context is popxl.ExecutionContext.Normal]
+    computed = {t for op in moving for t in op.outputs}
+    carried = dict.fromkeys(t for t in outputs if t in computed)
+    turn = ir.create_empty_graph("repeat_graph")
+    for t in carried:  # a loop returns what it carries, so it carries what it returns
+        turn.add_input(t.spec, t.name)
+    outer = {storage: turn.add_input(storage.spec, storage.name, by_ref=True) for storage in _read(moving, computed)}
+    graph.trim_outputs(0)
+    try:
+        graph.move(moving, turn, {t: outer[t.origin] for op in moving for t in op.inputs if t not in computed})
+    except BaseException:
+        for t in outputs:
+            graph.add_output(t, extend_calls=False)
+        ir.remove_graph(turn)
+        raise
+    for t in carried:
+        turn.add_output(t)
+    with graph:
+        initial = [ops.init(**t.spec) for t in carried]
+        results = dict(zip(carried, ops.repeat(turn, repeat_count, *initial, *outer), strict=True))
+    for t in outputs:
+        graph.add_output(results.get(t, t), extend_calls=False)
+    return turn
+
+
+def _read(moving: list[Op], computed: set[Tensor]) -> list[Tensor]:
+    """What the ops read that they do not make. Results of in-place ops are the tensors that these have changed."""
+    return list(dict.fromkeys(t.origin for op in moving for t in op.inputs if t not in computed))

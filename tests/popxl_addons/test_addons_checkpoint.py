@@ -1,0 +1,336 @@
+"""Checkpoints as files: both formats, nothing that runs code, and whole whatever interrupts the writing."""
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl_addons import checkpoint
+
+ARRAYS = {
+    "fc.w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "scalar": np.array(3, np.uint32),
+    "empty": np.zeros((0, 2), np.float16),
+    "flags": np.array([True, False]),
+    "columns": np.asfortranarray(np.arange(6.0, dtype=np.float32).reshape(2, 3)),
+    "fp8": popxl.utils.host_pow2scale_cast_to_fp8(np.array([1.0, 2.5], np.float32), popxl.float8_143),
+    "file": np.ones(2, np.float32),  # the name of a parameter of np.savez
+}
+
+
+def write(place, arrays, format="npz", info=None, loader=None):
+    with checkpoint.created(str(place)) as directory:
+        checkpoint.write_info(directory, info or {"steps": 1})
+        checkpoint.write_arrays(directory, arrays, format)
+        if loader is not None:
+            (directory / checkpoint.LOADER).write_bytes(loader)
+
+
+def read(place):
+    with checkpoint.located(str(place)) as directory:
+        return checkpoint.read_arrays(directory), checkpoint.read_info(directory)
+
+
+# Formats ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_written_and_read(tmp_path, format):
+    write(tmp_path / "c", ARRAYS, format, {"steps": 3, "lr": 0.5})
+    arrays, info = read(tmp_path / "c")
+    assert arrays.keys() == ARRAYS.keys() and info == {"steps": 3, "lr": 0.5}
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], array)
+        assert arrays[name].dtype == array.dtype and arrays[name].shape == array.shape
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_nothing_to_write(tmp_path, format):
+    write(tmp_path / "c", {}, format)
+    assert read(tmp_path / "c") == ({}, {"steps": 1})
+
+
+def test_layout(tmp_path):
+    write(tmp_path / "c", ARRAYS)
+    assert sorted(os.listdir(tmp_path / "c")) == ["model", "session_info.json"]
+    assert sorted(os.listdir(tmp_path / "c/model")) == sorted(f"{name}.npz" for name in ARRAYS)
+    with np.load(tmp_path / "c/model/fc.w.npz", allow_pickle=False) as file:
+        assert file.files == ["fc.w"]
+    assert json.loads((tmp_path / "c/session_info.json").read_text()) == {"steps": 1}
+    write(tmp_path / "s", ARRAYS, "safetensors")
+    assert sorted(os.listdir(tmp_path / "s")) == ["model", "model.safetensors", "session_info.json"]
+
+
+def test_archives_of_others_are_read(tmp_path):
+    (tmp_path / "model").mkdir()
+    np.savez(tmp_path / "model/a.npz", a=np.arange(3))
+    np.savez_compressed(tmp_path / "model/b.c.npz", **{"b.c": np.arange(4)})
+    arrays, info = read(tmp_path)
+    assert {name: array.tolist() for name, array in arrays.items()} == {"a": [0, 1, 2], "b.c": [0, 1, 2, 3]}
+    assert info == {"steps": 0}
+
+
+def test_memory_maps_are_copied_as_they_are(tmp_path):
+    maps = {name: np.memmap(tmp_path / f"{name}.npy", np.float32, "w+", shape=(3,)) for name in ("u", "v")}
+    maps["v"][:] = [1, 2, 3]
+    write(tmp_path / "c", {"x.v": maps["v"], "again": maps["v"], "x.u": maps["u"]}, "safetensors")
+    assert sorted(os.listdir(tmp_path / "c/model")) == ["u.npy", "v.npy"]
+    assert np.fromfile(tmp_path / "c/model/v.npy", np.float32).tolist() == [1, 2, 3]
+    assert read(tmp_path / "c")[0] == {}
+
+    (tmp_path / "other").mkdir()
+    twin = np.memmap(tmp_path / "other/v.npy", np.float32, "w+", shape=(3,))
+    with pytest.raises(ValueError, match=r"memory map of `twin`, .*other/v\.npy, and that of another array"):
+        write(tmp_path / "d", {"v": maps["v"], "twin": twin})
+    assert sorted(os.listdir(tmp_path)) == ["c", "other", "u.npy", "v.npy"]
+
+
+# Files that are no checkpoints --------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def hostile_files(folder, mark):
+    """Files called `a.npz` that would make the directory `mark` if they were unpickled."""
+    objects = np.array([Hostile(mark)], dtype=object)
+    np.savez(folder / "as an array.npz", a=objects)
+    (folder / "as a pickle.npz").write_bytes(pickle.dumps(Hostile(mark)))
+    np.save(folder / "as one array", objects, allow_pickle=True)
+    (folder / "as one array.npy").rename(folder / "as one array.npz")
+
+
+def test_nothing_is_unpickled(tmp_path):
+    mark = tmp_path / "the code has run"
+    hostile_files(tmp_path, mark)
+    for file in sorted(tmp_path.glob("*.npz")):
+        with contextlib.suppress(TypeError, IndexError):
+            np.load(file, allow_pickle=True)["a"]
+        mark.rmdir()  # so it would be
+
+        (tmp_path / "c/model").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "c/model/a.npz").write_bytes(file.read_bytes())
+        with pytest.raises(ValueError, match=r"model/a\.npz` is damaged: expected a NumPy archive with the array `a`"):
+            read(tmp_path / "c")
+        assert not mark.exists()
+
+
+def test_objects_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="Object arrays cannot be saved"):
+        write(tmp_path / "c", {"a": np.array([{}], dtype=object)})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("contents", [b"", b"PK\x03\x04", b"no archive"])
+def test_damaged_archives(tmp_path, contents):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/a.npz").write_bytes(contents)
+    with pytest.raises(ValueError, match=r"a\.npz` is damaged"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_a_truncated_file(tmp_path, format):
+    write(tmp_path, {"a": np.arange(100)}, format)
+    path = tmp_path / ("model/a.npz" if format == "npz" else "model.safetensors")
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="is damaged"):
+        read(tmp_path)
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    write(tmp_path, {"a": np.zeros(1000)})
+    path = tmp_path / "model/a.npz"
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match="is damaged.*CRC"):
+        read(tmp_path)
+
+
+def test_an_archive_with_another_array(tmp_path):
+    (tmp_path / "model").mkdir()
+    np.savez(tmp_path / "model/a.npz", b=np.zeros(2))
+    with pytest.raises(ValueError, match="with the array `a`"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_damaged_record(tmp_path, text):
+    write(tmp_path, {})
+    (tmp_path / "session_info.json").write_text(text)
+    with pytest.raises(ValueError, match=r"session_info\.json` is damaged"):
+        read(tmp_path)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no directory"):
+        read(tmp_path / "c")
+    with pytest.raises(FileNotFoundError, match=r"is no checkpoint: there is neither `model` nor `model\.safetensors`"):
+        read(tmp_path)
+
+
+def test_an_unknown_format(tmp_path):
+    with pytest.raises(ValueError, match="is 'pickle'; expected 'npz' or 'safetensors'"):
+        write(tmp_path / "c", {}, "pickle")
+    assert os.listdir(tmp_path) == []
+
+
+# Replacing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_checkpoint_replaces_the_first(tmp_path):
+    write(tmp_path / "c", {"a": np.zeros(2), "old": np.zeros(2)}, loader=b"position")
+    (tmp_path / "c/notes.txt").write_text("kept")
+    (tmp_path / "c/inner").mkdir()
+    (tmp_path / "c/inner/file").write_text("kept too")
+    write(tmp_path / "c", {"a": np.ones(2)}, "safetensors", {"steps": 2})
+    arrays, info = read(tmp_path / "c")
+    assert arrays.keys() == {"a"} and arrays["a"].tolist() == [1, 1] and info == {"steps": 2}
+    assert os.listdir(tmp_path) == ["c"]
+    names = ["inner", "model", "model.safetensors", "notes.txt", "session_info.json"]
+    assert sorted(os.listdir(tmp_path / "c")) == names and os.listdir(tmp_path / "c/model") == []
+    assert (tmp_path / "c/inner/file").read_text() == "kept too"
+
+
+def test_a_failure_in_the_block_changes_nothing(tmp_path):
+    write(tmp_path / "c", ARRAYS, info={"steps": 1})
+    with pytest.raises(KeyboardInterrupt), checkpoint.created(str(tmp_path / "c")) as directory:
+        checkpoint.write_info(directory, {"steps": 2})
+        raise KeyboardInterrupt
+    assert read(tmp_path / "c")[1] == {"steps": 1} and os.listdir(tmp_path) == ["c"]
+
+
+def test_links_are_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link", {"a": np.zeros(1)})
+    assert (tmp_path / "link").is_symlink() and read(tmp_path / "real")[0].keys() == {"a"}
+
+
+def test_places_that_cannot_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        write(tmp_path / "file", {})
+    (tmp_path / "c/inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "c/inner")
+    with pytest.raises(ValueError, match="holds the working directory"):
+        write(tmp_path / "c", {})
+    assert sorted(os.listdir(tmp_path)) == ["c", "file"]
+    write("relative", {})
+    assert os.listdir(tmp_path / "c/inner") == ["relative"]
+
+
+# Interruptions ------------------------------------------------------------------------------------------------------
+
+# Every step by which a process changes files is announced to audit hooks. So: save again and again in new processes,
+# and in each of them stop just before the next step, by ending the process or by an exception. What is left behind has
+# to be read as the old contents or the new ones, whole; and the next save has to work.
+INTERRUPTED = """
+import os, shutil, sys
+from pathlib import Path
+import numpy as np
+from popxl_addons import checkpoint
+
+how, format, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile"}
+countdown = None
+
+def interrupt(event, args):
+    global countdown
+    if event not in STEPS or countdown is None:
+        return
+    if countdown == 0:
+        countdown = None
+        if how == "killed":
+            os._exit(1)
+        raise RuntimeError("interrupted")  # not what is caught when directories exist
+    countdown -= 1
+
+sys.addaudithook(interrupt)
+
+def save(place, value, format):
+    with checkpoint.created(str(place)) as directory:
+        checkpoint.write_info(directory, {"value": value})
+        checkpoint.write_arrays(directory, {f"only_{value}": np.full(3, value), "both": np.full(2, value)}, format)
+        if value == 1:
+            (directory / "dataloader.bin").write_bytes(b"1")
+
+def load(place):
+    with checkpoint.located(str(place)) as directory:
+        value = checkpoint.read_info(directory)["value"]
+        arrays = checkpoint.read_arrays(directory)
+        assert {name: array.tolist() for name, array in arrays.items()} == {
+            f"only_{value}": [value] * 3, "both": [value] * 2}, (value, arrays)
+        assert (directory / "dataloader.bin").exists() == (value == 1)
+        assert (directory / "model").is_dir()
+        return value
+
+found = []
+for step in range(1000):
+    place = folder / str(step) / "c"
+    save(place, 1, "npz")
+    (place / "notes").write_text("kept")
+    child = os.fork()
+    if child == 0:
+        countdown = step
+        try:
+            save(place, 2, format)
+        except RuntimeError as problem:
+            assert str(problem) == "interrupted", problem
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found.append(load(place))
+    kept = [path for path in place.parent.glob("**/notes")]
+    assert len(kept) == 1, kept
+    save(place, 3, format)
+    assert load(place) == 3
+    assert (place / "notes").read_text() == "kept"
+    assert [path.name for path in place.parent.iterdir()] == ["c"]
+    shutil.rmtree(place.parent)
+    if code == 0:
+        break
+assert found == sorted(found) and found[0] == 1 and found[-1] == 2, found
+print(len(found))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_an_interruption_leaves_the_old_or_the_new(tmp_path, how, format):
+    program = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, how, format, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 20  # steps that were tried
+
+
+def test_interrupted_before_the_very_first_is_complete(tmp_path):
+    with pytest.raises(KeyboardInterrupt), checkpoint.created(str(tmp_path / "c")):
+        raise KeyboardInterrupt
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_forgetting(tmp_path, caplog):
+    write(tmp_path / "c", ARRAYS)
+    checkpoint.forget(tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+    checkpoint.forget(tmp_path / "c")
+    assert "could not be deleted" in caplog.text

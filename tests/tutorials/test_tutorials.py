@@ -21,11 +21,48 @@ PROGRAMS = {
         ["--quick"],
         ["160 digits to train with, 80 held back to test with", "Accuracy on test set: "],
     ),
+    "2_custom_optimiser/custom_optimiser.py": (
+        [],
+        ["8 variables, 5 graphs of a step", "accuracy on test set: ", "m in float16 takes note of gradients above"],
+    ),
+    "3_data_parallelism/data_parallelism.py": (
+        [],
+        ["replicas: 4, micro-batches on each: 4, the same weights as one with all: True", "Accuracy on test set: "],
+    ),
+    "4_pipelining/pipelining.py": (
+        [],
+        ["a pipeline: the same weights as without: True", "Accuracy on test set: "],
+    ),
+    "5_remote_variables/remote_variables.py": (
+        [],
+        ["the same as NumPy: True", "the same losses: True", "Accuracy on test set: "],
+    ),
+    "6_phased_execution/phased_execution.py": (
+        [],
+        ["each layer adds to the device: ", "the same losses: True", "Accuracy on test set: "],
+    ),
+    "7_jax_and_back/jax_and_back.py": (
+        [],
+        [
+            "Accuracy on test set: ",
+            "the same as before: True",
+            "the same program: True",
+            "declared here: OpKind[Ternary]",
+        ],
+    ),
+    "8_reading_the_report/reading_the_report.py": (
+        [],
+        ["A plan: the host runs 22 pieces", "Timeline of ", "Accuracy on test set: "],
+    ),
 }
 """What to run: its options and what its output holds."""
 
-MODULES = {"1_basic_concepts/model.py"}
-"""What the programs import."""
+MODULES = {
+    "1_basic_concepts/model.py",
+    "7_jax_and_back/read_digits.py",
+    "7_jax_and_back/ternary.py",
+}
+"""What the programs import, or start."""
 
 
 @functools.cache

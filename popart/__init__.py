@@ -90,7 +90,7 @@ class DeviceManager:
     Example:
         >>> device = popart.DeviceManager().createIpuModelDevice({"numIPUs": 2})
         >>> with popxl.Session(ir, device) as session:
-        ...     session.run()
+        ...     outputs = session.run(inputs)
     """
 
     def createCpuDevice(self) -> DeviceInfo:

@@ -1,17 +1,17 @@
 """PopXL for JAX: write a whole machine-learning program as an explicit graph, and run it on CPU, GPU or TPU.
 
-import popxl
-from popxl import ops
-
-ir = popxl.Ir()
-with ir.main_graph:
-    x = popxl.variable([1.0, 2.0], name="x")
-    total = ops.sum(x * x)
-    out = popxl.d2h_stream(total.shape, total.dtype, "total")
-    ops.host_store(out, total)
-
-with popxl.Session(ir) as session:
-    print(session.run()[out])            # 5.0
+Example:
+    >>> import popxl
+    >>> from popxl import ops
+    >>> ir = popxl.Ir()
+    >>> with ir.main_graph:
+    ...     x = popxl.variable([1.0, 2.0], name="x")
+    ...     total = ops.sum(x * x)
+    ...     out = popxl.d2h_stream(total.shape, total.dtype, "total")
+    ...     ops.host_store(out, total)
+    >>> with popxl.Session(ir) as session:
+    ...     print(session.run()[out])
+    5.0
 """
 
 # Tensors come first: they and the ops are written with each other, and this order ties the knot.

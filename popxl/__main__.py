@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "popxl",
-        description=__doc__.split("\n")[0],
+        description="What a program consists of and what it needs, without a change to the program.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

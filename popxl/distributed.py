@@ -37,6 +37,7 @@ class Instance(BaseModel):
     num_total_replicas: int = Field(default=1, ge=1, description="How many replicas all instances drive together.")
     num_ipus_per_replica: int = Field(default=1, ge=1, description="How many devices each replica has.")
     launcher: str = Field(default="", description="Where the launcher listens: `host:port`.")
+    token: str = Field(default="", repr=False, description="A secret, by which the launcher knows its instances.")
     host: str = Field(default="localhost", description="A name of this machine that all instances know.")
 
     @model_validator(mode="after")

@@ -320,6 +320,7 @@ class Graph:
                 or in what they share storage with. Nothing has changed then, nor if `by` raises.
 
         Example:
+            >>> graph = ir.create_graph(lambda x: x * x + 1, x)
             >>> (square,) = (op for op in graph.ops if op.op_type == "Mul")
             >>> graph.replace([square], lambda lhs, rhs: ops.pow(lhs, 2))
         """
@@ -419,10 +420,11 @@ class Graph:
                 that stays here and is read. Nothing has changed then.
 
         Example:
+            >>> y = ops.gelu(x)
             >>> part = ir.create_empty_graph("part")
-            >>> graph.move([z.producer], part, {y: part.add_input(y.spec, "y")})
-            >>> part.add_output(z)
-            >>> (z_of_graph,) = popxl.ops.call(part, y)
+            >>> main.move([y.producer], part, {x: part.add_input(x.spec, "x")})
+            >>> part.add_output(y)
+            >>> (y_of_call,) = ops.call(part, x)
         """
         going = {*ops}
         moved = [op for op in self.ops if op in going]

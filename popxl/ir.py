@@ -251,9 +251,7 @@ class Ir:
 
         Example:
             >>> ir.save("program.popxl")
-            >>> ir = popxl.Ir.load("program.popxl")
-            >>> with popxl.Session(ir) as session:
-            ...     session.run()
+            >>> print(popxl.Ir.load("program.popxl").main_graph)
         """
         saving.save(self, path)
 
@@ -277,16 +275,19 @@ class Ir:
         XLA needs less as a rule, because it fuses ops: `session.report.memory` says how much.
 
         Example:
+            >>> ir = popxl.Ir()
+            >>> with ir.main_graph:
+            ...     w = popxl.variable(np.zeros((1024, 1024)), popxl.float32, "w")
+            ...     y = ops.gelu(w @ w)
             >>> print(ir.memory())
-            Memory of Ir[id=0]
+            Memory of Ir[id=...]
             <BLANKLINE>
-                                bytes
+                                  bytes
               variables         4.19 MB
-              streams            132 kB
-              temporaries       1.05 MB
-              in all, at most   5.37 MB
+              temporaries       8.39 MB
+              in all, at most   12.6 MB
             <BLANKLINE>
-              Most is in use at step 9 of 14: ...
+              Most is in use at step 2 of 2: Gelu. ...
             >>> ir.memory().picture().save("memory.svg")
         """
         return memory_of(self)

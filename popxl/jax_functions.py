@@ -77,13 +77,14 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     Example:
         >>> def layer(x, w):
         ...     return jnp.tanh(x @ w)
+        >>> ir = popxl.Ir()
+        >>> x, w = popxl.TensorSpec((2, 4), popxl.float32), popxl.TensorSpec((4, 3), popxl.float32)
         >>> graph = ir.create_graph(popxl.from_jax(layer), x, w)
         >>> print(graph)
         layer_subgraph(0)(x: f32[2, 4], w: f32[4, 3]):
             dot_general_out: f32[2, 3] = DotGeneral(x, w, dimension_numbers=(((1,), (0,)), ((), ())), ...)
             tanh_out: f32[2, 3]        = Tanh(dot_general_out)
             return tanh_out
-        >>> (y,) = ops.call(graph, x, w)
     """
     if not callable(fn):
         raise TypeError(f"from_jax: `fn` must be a function; got {fn!r} ({type(fn).__name__}).")

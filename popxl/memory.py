@@ -34,7 +34,7 @@ class Moment(BaseModel):
         inside: of what the step makes, and what it needs on the way.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     name: str
     held: int
@@ -59,12 +59,11 @@ class Memory(OnPage, BaseModel):
 
     Example:
         >>> print(ir.memory())
-        Memory of Ir[id=0], each replica
-        ...
+        Memory of Ir[id=...
         >>> ir.memory().picture().save("memory.svg")
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     of: str
     source: Literal["graph", "pieces", "program"]
@@ -117,6 +116,8 @@ class Memory(OnPage, BaseModel):
         """The memory over the steps of the program."""
         lower, upper = [m.held for m in self.moments], [m.inside for m in self.moments]
         title = f"Memory of {self.of}: {bytes_text(self.device)} at most"
+        if self.source == "program":
+            title += "; steps are counted op by op, without what XLA saves"
         return steps(title, self._always, lower, upper, [m.name for m in self.moments])
 
 

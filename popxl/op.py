@@ -126,7 +126,9 @@ class OpKind:
         key: what saved programs call the op, where several share a name. By default the name.
         derivation: for an op that was made from another, how; saved programs keep that in place of a key.
 
-    Example: any JAX function becomes an op, with its gradient, in one statement.
+    Example:
+        Any JAX function becomes an op, with its gradient, in one statement.
+
         >>> softplus = popxl.OpKind("Softplus", jax.nn.softplus)
         >>> with ir.main_graph:
         ...     y = softplus(x)

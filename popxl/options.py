@@ -55,6 +55,13 @@ class SessionOptions(BaseModel):
         "the other; compile time does not grow with the number of calls. 'inlined': every call as if it had been "
         "written out. 'auto': dispatched, where much would be compiled again and again; kept otherwise.",
     )
+    placement: Literal["auto", "several", "one"] = Field(
+        default="auto",
+        description="Where ops run that are on several IPUs (`popxl.ipu`). 'several': each IPU is a device of its own, "
+        "if there are enough for all replicas, and works at the same time as others, as far as it does not need their "
+        "results. 'one': one device stands for all IPUs. 'auto': several; but on CPUs only if there is enough work, as "
+        "it has to be shared out. The numbers are the same.",
+    )
     remoteBuffers: Literal["host", "device"] = Field(
         default="device",
         description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "

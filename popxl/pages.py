@@ -127,7 +127,7 @@ def bytes_text(count: float) -> str:
         >>> bytes_text(786432), bytes_text(12)
         ('786 kB', '12 B')
     """
-    return _scaled(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+    return _scaled(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))) if count else "0 B"
 
 
 def seconds_text(seconds: float) -> str:
@@ -141,7 +141,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    size, unit = next((each for each in units if value >= 0.9995 * each[0]), units[-1])
+    size, unit = next((each for each in units if value >= 0.9995 * each[0]), units[-1 if value else 0])
     number = value / size
     if number >= 99.95 or number == int(number):
         return f"{number:.0f} {unit}"

@@ -66,7 +66,7 @@ def bars(title: str, spans: Iterable[Bar]) -> Picture:
     names = list(dict.fromkeys(name for _, name, *_ in spans))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     base = _TOP + 34 * len(lanes)
-    rows = -(-len(names) // 3)
+    rows = -(-len(names) // 2)
     ticks = _ticks(max((end for *_, end in spans), default=1.0))
     across = _scale(ticks[-1], _LEFT, _WIDTH - _RIGHT)
     parts = [_text(_LEFT, 20, title, "start", 13)]
@@ -83,8 +83,8 @@ def bars(title: str, spans: Iterable[Bar]) -> Picture:
             f'stroke-width="0.4"><title>{escape(f"{name}: {seconds_text(end - start)}")}</title></rect>'
         )
     for row in range(rows):
-        shown = [(_shortened(name), colours[name]) for name in names[3 * row : 3 * row + 3]]
-        parts += _legend(shown, base + 42 + 18 * row)
+        shown = [(_shortened(name), colours[name]) for name in names[2 * row : 2 * row + 2]]
+        parts += _legend(shown, base + 42 + 18 * row, 380)
     return _picture(base + 36 + 18 * rows, parts)
 
 
@@ -120,14 +120,14 @@ def _text(x: float, y: float, text: str, anchor: str = "end", size: int = 11) ->
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
 
 
-def _legend(entries: Sequence[tuple[str, str]], y: float) -> list[str]:
+def _legend(entries: Sequence[tuple[str, str]], y: float, width: float = 255) -> list[str]:
     parts = []
     for i, (name, colour) in enumerate(entries):
-        x = _LEFT + 255 * i
+        x = _LEFT + width * i
         parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(_text(x + 16, y, name, "start"))
     return parts
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= 38 else f"{name[:37]}…"
+    return name if len(name) <= 56 else f"{name[:55]}…"

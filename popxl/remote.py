@@ -102,7 +102,9 @@ def replica_sharded_buffer(
         RuntimeError: without a current graph.
         ValueError: if `shard_over` is no divisor of the group size, or a value is a scalar.
 
-    Example: of 15 elements, each of 8 replicas keeps 2.
+    Example:
+        Of 15 elements, each of 8 replicas keeps 2.
+
         >>> with popxl.Ir(replication=8).main_graph:
         ...     popxl.replica_sharded_buffer((3, 5), popxl.float32).tensor_shape
         (2,)

@@ -121,6 +121,7 @@ class Session:
         Nothing has to have run.
 
         Example:
+            >>> session = popxl.Session(ir)
             >>> print(session.report)
             >>> session.report.memory.picture().save("memory.svg")
         """
@@ -132,8 +133,8 @@ class Session:
         Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
 
         Example:
-            >>> with session.recording() as timeline:
-            ...     session.run(inputs)
+            >>> with popxl.Session(ir) as session, session.recording() as timeline:
+            ...     outputs = session.run(inputs)
             >>> print(timeline)
             >>> timeline.picture().save("timeline.svg")
         """
@@ -156,7 +157,9 @@ class Session:
             >>> with popxl.Session(ir, "ipu_hw") as session:
             ...     session.save("program.session")
             >>> with popxl.Session.load("program.session") as session:
-            ...     session.run(inputs)
+            ...     streams = {stream.tensor_id: stream for stream in session.expected_inputs()}
+            ...     for images, labels in batches:
+            ...         outputs = session.run({streams["images"]: images, streams["labels"]: labels})
         """
         if self._made_of != self._state_of_ir():
             raise PopxlError(

@@ -65,13 +65,18 @@ class Collected:
 
     @contextmanager
     def one_build(self) -> Iterator[None]:
-        """Return to the state found on entry, here and in all submodules: nothing collected, and the same links."""
-        before = [(collected, dict(collected._children)) for collected in self._walk()]
+        """Collect anew, here and in all submodules; afterwards all is as it was before, links included.
+
+        A module that is built in the midst of its parent's build neither finds nor leaves anything there.
+        """
+        before = {collected: dict(vars(collected)) for collected in self._walk()}
+        self._start_anew()
         try:
             yield
         finally:
-            for collected, children in before:
-                collected._reset(children)
+            self._start_anew()  # for submodules that the build has assigned
+            for collected, contents in before.items():
+                vars(collected).update(contents)
 
     def result(self) -> Build:
         """A copy of what has been collected so far."""
@@ -82,16 +87,14 @@ class Collected:
         for child in self._children.values():
             yield from child._walk()
 
-    def _reset(self, children: dict[str, Collected]) -> None:
-        # Emptied, not replaced: parents hold these very trees.
-        for tree in (self.factories, self.args):
-            for key in tree.keys():
-                tree.pop(key)
-        self.aux.clear()
-        self.called_graphs.clear()
-        self._children.clear()
-        for name, child in children.items():
-            self.link(name, child)
+    def _start_anew(self) -> None:
+        """Forget everything but the links, here and in all submodules."""
+        links = {collected: collected._children for collected in self._walk()}
+        for collected in links:
+            vars(collected).update(vars(Collected()))
+        for collected, children in links.items():
+            for name, child in children.items():
+                collected.link(name, child)
 
 
 def _placeholders(recipe: VariableFactory | NamedVariableFactories) -> popxl.Tensor | NamedTensors:

@@ -56,10 +56,6 @@ class Aux:
         """All that is stashed, in order."""
         return dict(self._values)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._values = {}
-
     @contextmanager
     def reading(self, values: Mapping[Any, Any]) -> Iterator[Mapping[Any, popxl.Tensor]]:
         """Give access to `values`. Yields the inputs made for them: key → input, in the order of first access."""

@@ -1,6 +1,6 @@
 """Checkpoints as files: named arrays and a record of the session that they come from. Sessions are not known here.
 
-A checkpoint is a directory:
+A checkpoint is a directory. In it:
 
     model/<name>.npz         an array, under the key <name>
     model.safetensors        all arrays together, in place of these

@@ -57,11 +57,6 @@ class CalledGraphs:
         submaps = (sub.consolidate() if isinstance(sub, CalledGraphs) else sub for sub in self._submaps)
         return merge_called_graphs(*submaps, self._own)
 
-    def clear(self) -> None:
-        """Forget everything, links included."""
-        self._own.clear()
-        self._submaps.clear()
-
 
 def create_grad_graph_info(
     ir: popxl.Ir,

@@ -51,7 +51,9 @@ def create_remote_buffer(
         ValueError: if the elements of a value cannot be divided evenly, or `shard_over` is no divisor of the group
             size.
 
-    Example: six elements, three on each of two replicas.
+    Example:
+        Six elements, three on each of two replicas.
+
         >>> with popxl.Ir(replication=2).main_graph:
         ...     buffer = create_remote_buffer(popxl.TensorSpec((2, 3), popxl.float32), entries=4)
         >>> buffer.tensor_shape, buffer.meta_shape, buffer.entries

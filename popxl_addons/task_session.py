@@ -348,8 +348,22 @@ def initialise_memmap_dir_from_checkpoint(
         FileNotFoundError: if there is no checkpoint.
 
     Example:
-        >>> initialise_memmap_dir_from_checkpoint("checkpoints/step_100", "maps")  # doctest: +SKIP
-        >>> variables = factories.init(memmap_dir="maps")  # doctest: +SKIP
+        >>> import tempfile
+        >>> def total(folder: str) -> addons.NamedTensors:
+        ...     factory = addons.VariableFactory(lambda: np.zeros(3), popxl.float32)
+        ...     return addons.NamedVariableFactories(total=factory).init(memmap_dir=folder)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ir = popxl.Ir()
+        ...     with ir.main_graph:
+        ...         state = total(f"{folder}/maps")
+        ...         _ = popxl.ops.add_(state.total, popxl.constant(1.0))
+        ...     with TaskSession([], [], state, ir=ir) as session:
+        ...         _ = session.run()
+        ...         session.save_checkpoint(f"{folder}/step_1")
+        ...     initialise_memmap_dir_from_checkpoint(f"{folder}/step_1", f"{folder}/other_maps")
+        ...     with popxl.Ir().main_graph:
+        ...         total(f"{folder}/other_maps").total.data.tolist()
+        [1.0, 1.0, 1.0]
     """
     target = Path(memmap_dir)
     with checkpoint.located(os.fspath(checkpoint_dir)) as directory:

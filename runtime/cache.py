@@ -51,8 +51,8 @@ def compiling(ir: Ir, device: Device, prints: bool = False) -> Iterator[bool]:
         prints: whether it calls back into Python, so that nothing of it can be kept.
 
     Example:
-        >>> with compiling(ir, device):
-        ...     executable = jax.jit(function).lower(*arguments).compile()
+        >>> with compiling(ir, runtime.find_device("cpu", ir)):
+        ...     executable = jax.jit(jnp.sin).lower(1.0).compile()
     """
     path = None if prints else _path(ir, device)
     found = {} if path is None else _read(path)

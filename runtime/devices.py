@@ -56,7 +56,8 @@ class _Loaded(Protocol):
 
 
 class Device:
-    """The device that a session runs on, which may be several of JAX's: one for each replica, if there are enough.
+    """The device that a session runs on, which may be several of JAX's: one for each IPU of each replica, if there are
+    enough, else one for each replica, else one for all.
 
     A device is attached while a session is entered, or for as long as you like if you attach it yourself: a session
     that is given an attached device can run at once.
@@ -75,7 +76,7 @@ class Device:
     Example:
         >>> with popart.DeviceManager().acquireAvailableDevice(numIpus=2) as device:
         ...     session = popxl.Session(ir, device)
-        ...     session.run()
+        ...     outputs = session.run(inputs)
         >>> device.isAttached
         False
     """
@@ -139,18 +140,19 @@ def cpu_device(name: str = "cpu") -> Device:
     return Device(name, jax.local_devices(backend="cpu")[:1], DeviceType.Cpu)
 
 
-def model_device(count: int = 1, ipus: int | None = None) -> Device:
-    """The CPU in the place of IPUs: `count` devices if there are enough, else one."""
+def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
+    """The CPU in the place of IPUs. The arguments are those of `hardware_device`."""
     found = jax.local_devices(backend="cpu")
-    return Device("ipu_model", _some(found, count), DeviceType.IpuModel, count if ipus is None else ipus)
+    return Device("ipu_model", _some(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
 
 
-def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None) -> Device:
-    """The best accelerator that JAX sees, else the CPU: `count` devices if there are enough, else one.
+def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None, best: int = 0) -> Device:
+    """The best accelerator that JAX sees, else the CPU: `best` devices if there are enough, or `count`, else one.
 
     Args:
         count: how many devices.
         ipus: how many IPUs they stand for, by default as many.
+        best: how many devices would be better than `count`.
         kind: which hardware to take; see `PLATFORMS`.
 
     Raises:
@@ -160,7 +162,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
         found = jax.local_devices(backend=kind)
     except RuntimeError as problem:
         raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
-    return Device(kind or "ipu_hw", _some(found, count), DeviceType.Ipu, count if ipus is None else ipus)
+    return Device(kind or "ipu_hw", _some(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
 
 
 def all_devices() -> list[Device]:
@@ -168,8 +170,9 @@ def all_devices() -> list[Device]:
     return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.local_devices())]
 
 
-def _some(found: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
-    return found[: count if len(found) >= count else 1]
+def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
+    """As many devices as would be best, or as asked for, or one."""
+    return found[: next((wanted for wanted in (best, count) if 0 < wanted <= len(found)), 1)]
 
 
 def find_device(description: str | Device, ir: Ir) -> Device:
@@ -196,7 +199,7 @@ def find_device(description: str | Device, ir: Ir) -> Device:
         found = _over_processes(description, count, ipus)
     else:
         processes.warn_if_forgotten()
-        found = _found(description, count, ipus)
+        found = _found(description, count, ipus, count * len(ipus_used(ir)))
     if found.type is DeviceType.Cpu and ipus > 1:
         raise ValueError(
             f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
@@ -204,10 +207,10 @@ def find_device(description: str | Device, ir: Ir) -> Device:
     return found
 
 
-def _found(description: str | Device, count: int, ipus: int) -> Device:
+def _found(description: str | Device, count: int, ipus: int, best: int = 0) -> Device:
     if isinstance(description, Device):
         return description
-    return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus)
+    return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus, best)
 
 
 def _over_processes(description: str | Device, count: int, ipus: int) -> Device:
@@ -222,15 +225,15 @@ def _over_processes(description: str | Device, count: int, ipus: int) -> Device:
     return Device(own.name, processes.devices_of_all(own.jax_devices, count), own.type, own.numIpus)
 
 
-def _described(description: str, count: int, ipus: int) -> Device:
+def _described(description: str, count: int, ipus: int, best: int) -> Device:
     if description == "cpu":
         return cpu_device()
     if description == "ipu_model":
-        return model_device(count, ipus)
+        return model_device(count, ipus, best)
     if description == "ipu_hw":
-        return hardware_device(count, ipus)
+        return hardware_device(count, ipus, best=best)
     if description in PLATFORMS:
-        return hardware_device(count, ipus, description)
+        return hardware_device(count, ipus, description, best)
     raise ValueError(
         f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw', a kind of hardware "
         f"({', '.join(map(repr, PLATFORMS))}) or a device object."
@@ -249,8 +252,13 @@ def processor(device: Device) -> str:
 
 def devices_needed(ir: Ir) -> int:
     """Number of devices that the program is placed on: a power of two."""
-    highest = max((op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops), default=0)
+    highest = max(ipus_used(ir), default=0)
     return 1 << ((highest + 1) * ir.instance_replication_factor - 1).bit_length()
+
+
+def ipus_used(ir: Ir) -> set[int]:
+    """The IPUs that ops are placed on."""
+    return {op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops}
 
 
 ask_for_cpu_devices()

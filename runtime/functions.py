@@ -68,14 +68,16 @@ def to_jax(graph: Graph) -> GraphFunction:
     Example:
         >>> graph = ir.create_graph(lambda x, w: ops.sum(ops.gelu(x @ w)), x, w)
         >>> loss = popxl.to_jax(graph)
-        >>> jax.jit(jax.grad(loss, argnums=1))(images, weights)
+        >>> gradient = jax.jit(jax.grad(loss, argnums=1))(np.ones((2, 4)), np.eye(4, 3))
+        >>> gradient.shape
+        (4, 3)
 
         A training step, on variables that JAX holds:
 
         >>> step = popxl.to_jax(ir.main_graph)
         >>> variables = step.variables()
-        >>> for batch in batches:
-        ...     fetched, changed = jax.jit(step)(**variables, images=batch)
+        >>> for images, labels in batches:
+        ...     fetched, changed = jax.jit(step)(**variables, images=images, labels=labels)
         ...     variables |= changed
     """
     if not isinstance(graph, Graph):

@@ -76,7 +76,7 @@ class HostArrays:
         array: Any = value if isinstance(value, jax.Array) else to_numpy(value, downcast=downcast)
         array = self._fitted(stream, array, shape)
         if isinstance(array, jax.Array):
-            array = jax.device_put(array, self._program.feed_sharding)
+            array = jax.device_put(array, self._program.feed_sharding(stream))
         host_dtype = stream.dtype.as_numpy()
         if array.dtype == dtype:
             return array

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from popxl.ir import Ir
-from runtime.devices import Device, devices_needed, find_device, model_device
+from runtime.devices import Device, devices_needed, find_device, ipus_used, model_device
 from runtime.program import Program, Ready
 
 
@@ -73,7 +73,8 @@ class PlanningMachine(Machine):
     def device(self, description: str | Device, ir: Ir) -> Device:
         if isinstance(description, Device):
             return description
-        return model_device(ir.instance_replication_factor, devices_needed(ir))
+        count = ir.instance_replication_factor
+        return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
         return Planned(ir, device, ready)

@@ -1,7 +1,8 @@
 """Where the instances of a program wait for each other: the launcher's end of the lines of `runtime.processes`.
 
-A line carries JSON, one object in each line of text. An instance says `{"index": 1, "place": "...", "said": ...}` when
-it has come to a place. It is answered `{"said": [...]}`, with what all have said there, as soon as all are there; or
+An instance says its token first; a line that begins otherwise is a stranger's, and is closed. Then a line carries JSON,
+one object in each line of text. An instance says `{"index": 1, "place": "...", "said": ...}` when it has come to a
+place. It is answered `{"said": [...]}`, with what all have said there, as soon as all are there; or
 `{"problem": "..."}`, as soon as it is known that they will not be. That it is leaving is not answered; it then says
 whether it has failed.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socketserver
 import threading
 from collections.abc import Callable
@@ -35,6 +37,7 @@ class Meetings:
         count: how many instances there are.
         timeout: for how many seconds one waits for the others.
         address: where to listen, by name; `""` for all the networks of this machine.
+        token: what instances say first.
         failed: is called with the number of an instance that says that it is about to end because it has failed.
 
     Attributes:
@@ -44,7 +47,7 @@ class Meetings:
         anybody_came: whether an instance has come to any place.
     """
 
-    def __init__(self, count: int, timeout: float, address: str, failed: Callable[[int], None]) -> None:
+    def __init__(self, count: int, timeout: float, address: str, token: str, failed: Callable[[int], None]) -> None:
         self._count, self._timeout, self._failed = count, timeout, failed
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
@@ -53,11 +56,13 @@ class Meetings:
         self.problems: list[str] = []
         self.leaving: list[int] = []
         self.anybody_came = False
-        meetings = self
+        meetings, greeting = self, f"{token}\n".encode()
 
         class Line(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger, or a broken line
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a broken line
+                    if not secrets.compare_digest(self.rfile.readline(len(greeting)), greeting):
+                        return  # to a stranger
                     for text in self.rfile:
                         come = json.loads(text)
                         meetings._came(int(come["index"]), _Waiting(come["place"], come["said"], self.wfile))

@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from popxl.distributed import Instance
+from popxl.distributed import PREFIX, Instance
 from runtime.meetings import Meetings
 
 GRACE = 5.0
@@ -26,6 +27,9 @@ GRACE = 5.0
 
 Ends = queue.SimpleQueue[tuple[int | None, int | None]]
 """An instance, and how it has ended, or `None` if it says that it fails; or `None`, and a signal that poprun got."""
+
+_TOKEN = PREFIX + "TOKEN"
+"""The environment variable that no list of processes should show."""
 
 _MOMENT = 0.2
 """For how many seconds a process that has been killed may seem to live, though others see that it has gone."""
@@ -50,11 +54,8 @@ Each instance builds the same program. Host arrays of streams are for its own re
 all, and after a run all instances have to ask for it, also if only one saves it.
 
 The first instance to fail ends the others, and its exit code becomes that of poprun: 128 plus the number of the
-signal, if it was killed by one.
+signal, if it was killed by one. Stopping poprun, with Ctrl-C for example, stops all. Instances have no standard input.
 """
-
-_STARTED = re.compile(rb"(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of [^:]*: \d+\s*)+")
-"""Lines in which JAX's collectives on CPUs say, many times, that they have started; they are not shown."""
 
 _WITHOUT_MEANING = (
     "--num-ilds --vipu-server-host --vipu-server-port --vipu-server-timeout --vipu-partition --vipu-partition-attempts "
@@ -115,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=300.0,
         metavar="SECONDS",
         help="how long instances wait for each other: for all to start, where variables are copied to or from devices, "
@@ -143,6 +144,34 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
     return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
+    return seconds
+
+
+class _Started:
+    """Lines in which JAX's collectives on CPUs say that they have started, by several threads through each other.
+
+    They are not shown. With the beginning of one in the middle of another, what is left of that comes later.
+    """
+
+    _BEGIN = b"[Gloo] Rank "
+    _PIECES = re.compile(rb"(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of [^:]*: |\d|\s)*")
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def have(self, line: bytes) -> bool:
+        """Whether a line of output is one of these, given all lines before it."""
+        left = self._left + line.count(self._BEGIN)
+        is_one = left > 0 and self._PIECES.fullmatch(line) is not None
+        if is_one:
+            self._left = left - 1
+        return is_one
 
 
 class Launch:
@@ -176,8 +205,14 @@ class Launch:
                 f"--num-instances {self._count} cannot be shared out evenly among the {len(self._hosts)} machines of "
                 "--host; choose a multiple of their number."
             )
+        if options.only_output_from_instance not in (None, *range(self._count)):
+            raise ValueError(
+                f"--only-output-from-instance {options.only_output_from_instance}: there is no such instance; their "
+                f"numbers are 0 to {self._count - 1}."
+            )
         self._replicas: int = replicas
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
 
     def run(self) -> int:
@@ -192,8 +227,9 @@ class Launch:
         def interrupted(number: int, frame: FrameType | None) -> None:
             ends.put((None, -number))
 
-        meetings = Meetings(self._count, self._options.timeout, here if all_here else "", failed)
-        before = [(number, signal.signal(number, interrupted)) for number in (signal.SIGINT, signal.SIGTERM)]
+        meetings = Meetings(self._count, self._options.timeout, here if all_here else "", self._token, failed)
+        heeded = (n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN)
+        before = [(number, signal.signal(number, interrupted)) for number in heeded]
         readers: list[threading.Thread] = []
         try:
             for index in range(self._count):
@@ -214,8 +250,12 @@ class Launch:
 
     def _watch(self, meetings: Meetings, ends: Ends) -> tuple[int, str]:
         """Wait for the instances to end, or for the first to fail. Returns the exit code, and what there is to say."""
-        for _ in range(self._count):
-            index, code = ends.get()
+        for number_of_ended in range(self._count):
+            try:
+                index, code = ends.get(timeout=self._options.timeout if number_of_ended else None)
+            except queue.Empty:
+                self._say_who_runs_on()
+                index, code = ends.get()
             if index is None:
                 number = signal.Signals(-(code or 0))
                 return 128 + number, f"{number.name}: all instances are stopped."
@@ -232,6 +272,17 @@ class Launch:
                 "replication='popdist')`, or called `popdist.init()`."
             )
         return 0, ""
+
+    def _say_who_runs_on(self) -> None:
+        """An instance may have work of its own to do, so this is no failure."""
+        running = {i for i, process in self._processes.items() if process.returncode is None}
+        ended = self._processes.keys() - running
+        _say(
+            f"instances that have ended: {', '.join(map(str, sorted(ended)))}; that still run, "
+            f"{self._options.timeout:g} seconds later: {', '.join(map(str, sorted(running)))}. If these wait for what "
+            "only all compute together, it will not come: each instance has to run the program equally often. Then "
+            "stop poprun."
+        )
 
     def _first_to_fail(self, meetings: Meetings, index: int, code: int | None) -> tuple[int, int]:
         """The instance that failed first, and how. `index` has ended first, or says that it is about to.
@@ -266,6 +317,7 @@ class Launch:
             num_ipus_per_replica=self._options.ipus_per_replica,
             launcher=launcher,
             host=here if _is_here(host) else host,
+            token=self._token,
         )
         devices = str(max(8, instance.num_local_replicas))
         variables = {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
@@ -285,26 +337,35 @@ class Launch:
             start_new_session=True,  # so that all that it starts can be stopped with it
         )
         self._processes[index] = process
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # ssh has failed, of which its exit code will tell
+                os.write(process.stdin.fileno(), f"{self._token}\n".encode())
         threading.Thread(target=lambda: ends.put((index, process.wait())), daemon=True).start()
-        streams = ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)) if is_read else ()
+        streams = ((process.stdout, 1), (process.stderr, 2)) if is_read else ()
         readers = [threading.Thread(target=self._forward, args=(index, *pair), daemon=True) for pair in streams]
         for reader in readers:
             reader.start()
         return readers
 
-    def _forward(self, index: int, source: IO[bytes], target: IO[bytes]) -> None:
-        """Copy the output of an instance, with its number at the beginning of each line."""
-        tag, rest = f"[{index}] ".encode(), b""
-        while chunk := os.read(source.fileno(), 1 << 16):
-            *lines, rest = re.split(rb"(?<=[\n\r])(?!\n)", rest + chunk)
-            self._write(target, b"".join(tag + line for line in lines if not _STARTED.fullmatch(line)))
-        if rest:
-            self._write(target, tag + rest + b"\n")
+    def _forward(self, index: int, source: IO[bytes], target: int) -> None:
+        """Copy the output of an instance to a file descriptor, with its number at the beginning of each line."""
+        tag = f"[{index}] ".encode()
+        begun: list[bytes] = []  # pieces of a line, which may be long
+        started = _Started()
+        with source, contextlib.suppress(BrokenPipeError):  # nobody reads on, which closing tells the instance
+            while chunk := os.read(source.fileno(), 1 << 16):
+                *ends, rest = re.split(rb"(?<=[\n\r])(?!\n)", chunk)
+                lines = [b"".join((*begun, end)) for end in ends[:1]] + ends[1:]
+                self._write(target, b"".join(tag + line for line in lines if not started.have(line)))
+                begun = [*([] if ends else begun), rest]
+            if any(begun):
+                self._write(target, tag + b"".join(begun) + b"\n")
 
-    def _write(self, target: IO[bytes], text: bytes) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError):
-            target.write(text)
-            target.flush()
+    def _write(self, target: int, text: bytes) -> None:
+        left = memoryview(text)
+        with self._lock:
+            while left:
+                left = left[os.write(target, left) :]
 
     # Stopping -------------------------------------------------------------------------------------------------------
 
@@ -315,9 +376,10 @@ class Launch:
             if process.stdin is not None:
                 process.stdin.close()  # on another machine, the sign to end
             _send(process, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
         for process in stopped:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
+                process.wait(max(0.0, deadline - time.monotonic()))
             _send(process, signal.SIGKILL)
             process.wait()
 
@@ -328,11 +390,14 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _over_ssh(host: str, command: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """A command that runs another one on another machine, and ends it when the standard input is closed."""
+    """A command that runs another one on another machine, and ends it when the standard input is closed.
+
+    It reads the token from there, as others on either machine may see what a command says.
+    """
     handed_on = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
-    settings = [f"{name}={value}" for name, value in (handed_on | variables).items()]
+    settings = [f"{name}={value}" for name, value in (handed_on | variables).items() if name != _TOKEN]
     script = (
-        f"cd {shlex.quote(os.getcwd())} || exit 1; exec 3<&0; "
+        f"cd {shlex.quote(os.getcwd())} || exit 1; read -r {_TOKEN} || exit 1; export {_TOKEN}; exec 3<&0; "
         f"{shlex.join(['env', *settings, *command])} </dev/null 3<&- & "
         "program=$!; { cat <&3; kill $program; } >/dev/null 2>&1 & wait $program"
     )

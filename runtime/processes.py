@@ -50,12 +50,13 @@ class Line:
     """
 
     def __init__(self, instance: Instance) -> None:
-        self._index = instance.instance_index
+        self._index, self._launcher = instance.instance_index, instance.launcher
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         host, _, port = instance.launcher.rpartition(":")
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=30)
+            self._socket.sendall(f"{instance.token}\n".encode())
         except (OSError, ValueError) as problem:
             raise PopxlRuntimeError(
                 f"popdist: `poprun`, which started this process, does not answer at {instance.launcher!r}: {problem}."
@@ -64,16 +65,24 @@ class Line:
         threading.Thread(target=self._listen, name="popdist", daemon=True).start()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # broken, which is the same as closed
-            for answer in self._socket.makefile("rb"):
-                self._answers.put(json.loads(answer))
-        with contextlib.suppress(OSError):  # poprun may have read what is written here
-            os.write(2, b"popdist: poprun has ended, or stops all instances; this one ends too.\n")
-        os._exit(1)  # the main thread may be in a collective that never ends
+        with self._socket, self._socket.makefile("rb") as lines:
+            try:
+                for text in lines:
+                    self._answers.put(json.loads(text))
+            except OSError:
+                pass  # broken, which is the same as closed
+            except ValueError:
+                problem = f"what answers at {self._launcher!r} is not `poprun`: {text[:80]!r}."
+                self._answers.put({"problem": problem, "is_last": True})
+                return
+            with contextlib.suppress(OSError):  # poprun may have read what is written here
+                os.write(2, b"popdist: poprun has ended, or stops all instances; this one ends too.\n")
+            os._exit(1)  # the main thread may be in a collective that never ends
 
     def say(self, place: str, said: Any = None) -> None:
         """Tell the launcher where this instance is."""
-        self._socket.sendall(json.dumps({"index": self._index, "place": place, "said": said}).encode() + b"\n")
+        with contextlib.suppress(OSError):  # broken, which `_listen` sees, too
+            self._socket.sendall(json.dumps({"index": self._index, "place": place, "said": said}).encode() + b"\n")
 
     def meet(self, place: str, said: Any = None) -> list[Any]:
         """Wait until all instances are at a place. Returns what each has said there.
@@ -84,6 +93,8 @@ class Line:
         with self._lock:
             self.say(place, said)
             answer = self._answers.get()
+            if "is_last" in answer:
+                self._answers.put(answer)  # for whoever comes later
         if "problem" in answer:
             raise PopxlRuntimeError(f"popdist: instance {self._index} is at {place}, and {answer['problem']}")
         said_by_all: list[Any] = answer["said"]

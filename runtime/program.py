@@ -1,9 +1,12 @@
-"""A compiled Ir for one device, with the state that it keeps there: as one XLA program, or as a plan of several."""
+"""A compiled Ir for one device, with the state that it keeps there: as one XLA program, or as a plan of several.
+
+The device may be several of JAX's. They are of the replicas, or each of an IPU of a replica: `runtime.placement`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -28,9 +31,10 @@ from popxl.tensor import Tensor, Variable
 from runtime import remote
 from runtime.cache import compiling, compiling_afresh
 from runtime.devices import Device
-from runtime.effects import FAILURE, Channels, Failure, channels_of, prints, transfers_of
+from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
 from runtime.lower import Lowering, room_to_recurse
-from runtime.plan import REPEATED, Choice, Piece, Plan, Steps, Target
+from runtime.placement import Places
+from runtime.plan import REPEATED, SMALLEST, Choice, Plan, Steps, Target
 from runtime.replicas import DividedReplicas, Replicas
 from runtime.structure import Structure, forget
 from runtime.timeline import Recorder, Timeline
@@ -70,7 +74,7 @@ class Program:
         stored_to: the remote buffers that the program changes.
         counts: how many transfers of each stream one run makes.
         calls: how called graphs are compiled: see the option `calledGraphs`.
-        reason: why so, in a sentence.
+        reason: why so, in a sentence or two.
         seconds: how long it took to make the executable.
         executable: what runs the program: a JAX executable, or a `runtime.plan.Plan`.
         is_loaded: whether the variables are on the device.
@@ -100,7 +104,6 @@ class Program:
         self._read = tuple(t for t in self._held if t not in written)
         self._in_buffers = {b: remote.variables_in(b, main.variables) for b in self._buffers}
         self.stored_to = remote.stored_to(main)
-        self._slots = remote.sharding(self.replicas, ir.options)
         for v in main.variables:
             if v in used and v.location_info.isRemote():
                 raise PopxlError(
@@ -121,15 +124,24 @@ class Program:
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
-        self.calls = ir.options.calledGraphs if ready is None else ready.calls
-        self.reason = f"`ir.options.calledGraphs` is {self.calls!r}." if ready is None else "It was so in the file."
-        choice = Choice(main) if self.calls == "auto" else Choice(main, smallest=1)
-        if self.calls == "auto":
+        smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(ir.options.calledGraphs, 1)
+        places, of_places = self._placement(smallest)
+        self._targets = dict(self._targets_of(places))
+        self._homes: Mapping[Any, int] = {}
+        choice = Choice(main, smallest, places)
+        if places is not None:
+            self.calls, self.reason = "dispatched", of_places
+        elif ready is not None:
+            self.calls, self.reason = ready.calls, "It was so in the file."
+        elif ir.options.calledGraphs == "auto":
             self.calls = "dispatched" if choice.is_worth_it() else "kept"
             self.reason = (
-                f"As one program, XLA would compile {choice.repeated} ops that it has compiled already; a plan pays "
-                f"from {REPEATED} on."
+                f"In one program XLA would compile {choice.repeated} ops again that it has compiled already; a plan "
+                f"pays from {REPEATED} on.{of_places}"
             )
+        else:
+            self.calls = ir.options.calledGraphs
+            self.reason = f"`ir.options.calledGraphs` is {self.calls!r}.{of_places}"
         # A variable that no replica changes, and that all share, is there once; a plan knows only one kind of arrays.
         alone = [
             t
@@ -145,6 +157,56 @@ class Program:
             _taken.update(self.executable.structures)
         self.seconds = perf_counter() - start
         self._call = self.executable
+
+    # Where it runs --------------------------------------------------------------------------------------------------
+
+    def _placement(self, smallest: int | None) -> tuple[Places | None, str]:
+        """The IPUs of the program, if each is a device of its own; and why, or why not, in a sentence."""
+        places = Places(self._main)
+        needed, found = len(places.ipus) * self.replicas.count, self.device.jax_devices
+        if len(places.ipus) == 1:
+            return None, ""
+        if self._options.placement == "one":
+            why = "`ir.options.placement` says so"
+        elif self._divided is not None or len(found) < needed:
+            why = f"with {self.replicas.count} replica(s) they would need {needed}, and {len(found)} can be used"
+        elif self._options.placement == "auto" and found[0].platform == "cpu" and not self._pays(smallest, places):
+            why = "there is so little work that a CPU would take longer to share it out than to do it"
+        else:
+            shown = ", ".join(map(str, places.ipus))
+            return places, f"Ops are on the IPUs {shown}, and each of these is a device of its own."
+        return None, f" The {len(places.ipus)} IPUs of a replica are all on one device: {why}."
+
+    def _pays(self, smallest: int | None, places: Places) -> bool:
+        steps: Steps = done(Steps(self._main, Choice(self._main, smallest, places), (), self._changed).planned())
+        return steps.is_worthwhile()
+
+    def _targets_of(self, places: Places | None) -> Iterator[tuple[int, Target]]:
+        """What is compiled for, by IPU. Of several, IPU `i` of replica `r` is device ``r * count + i``."""
+        ipus = (0,) if places is None else places.ipus
+        for i, ipu in enumerate(ipus):
+            replicas = self.replicas
+            if places is not None:
+                replicas = Replicas(self.replicas.count, self.device.jax_devices[i :: len(ipus)])
+            slots = remote.sharding(replicas, self._options)
+            yield ipu, Target(replicas, slots, self._options, self.transfers, self._wide)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The JAX devices that it runs on."""
+        used = {device for target in self._targets.values() for device in target.replicas.sharding().device_set}
+        return tuple(device for device in self.device.jax_devices if device in used)
+
+    def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
+        """The IPU that a variable, stream or buffer is on, if IPUs are devices of their own."""
+        if len(self._targets) == 1:
+            return None
+        return self._homes.get(thing if not isinstance(thing, Variable) or thing.piece is None else thing.piece)
+
+    def _target(self, thing: Tensor | Channel | None) -> Target:
+        """What is compiled for where a variable, stream or buffer is."""
+        first = next(iter(self._targets))
+        return self._targets[self._homes.get(thing, first)]
 
     # The function ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +228,8 @@ class Program:
     def executables(self) -> tuple[Any, ...]:
         """All JAX executables of the program, each once, in an order that depends on the program only."""
         if isinstance(self.executable, Plan):
-            return (*self._ends, *(structure.executable for structure in self.executable.structures))
+            ends = (executable for pair in self._ends.values() for executable in pair)
+            return (*ends, *(structure.executable for structure in self.executable.structures))
         return (self.executable,)
 
     def _one_program(self, known: Sequence[Any] | None) -> Any:
@@ -185,12 +248,12 @@ class Program:
             values: dict[Tensor, Array] = dict(
                 zip((*self._changed, *own, *shared), (*changing[:count], *constant, *others), strict=True)
             )
-            channels = Channels(dict(zip(self._channels, self._begin(feeds), strict=True)))
+            channels = Channels(dict(zip(self._channels, self._begin(feeds, self._channels), strict=True)))
             for buffer, slots in zip(self._buffers, changing[count:], strict=True):
                 channels.set_slots(buffer, slots)
             environment = lowering.run(self._main.ops, values, channels)
             changed = (*(environment.values[t] for t in self._changed), *map(channels.slots, self._buffers))
-            return changed, self._end(channels.results())
+            return changed, self._end(channels.results(), self._channels)
 
         spread = self.replicas.spread(of_one, shared=True)
 
@@ -199,68 +262,85 @@ class Program:
             known = dict(zip(self._read, constant, strict=True))
             read, others = (tuple(known[v] for v in variables) for variables in (own, shared))
             changed, fetches = spread(changing, read, self._replicas_first(feeds), others)
-            return changed, self._transfers_first(fetches)
+            return changed, self._transfers_first(fetches, self._channels)
 
         changing, constant = (tuple(map(self._of_variable, vs)) for vs in (self._changed, self._read))
-        changing += tuple(remote.spec(buffer, self.replicas, self._slots) for buffer in self._buffers)
-        lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, self._feeds())
+        slots = self._target(None).slots
+        changing += tuple(remote.spec(buffer, self.replicas, slots) for buffer in self._buffers)
+        feeds = self._feeds(self.replicas, self._channels)
+        lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, feeds)
         self.text = lowered.as_text
         return self.replicas.compile(lowered)
 
     def _plan(self, choice: Choice, known: Sequence[Any] | None) -> Plan:
         """The program as pieces that the host runs one after the other."""
-        target = Target(self.replicas, self._slots, self._options, self.transfers, self._wide)
+        steps: Steps = done(Steps(self._main, choice, self._changed, self._changed).planned())
+        self._homes = steps.starts | steps.homes()
+        buffers = {buffer: self._homes[buffer] for buffer in self._buffers}
+        channels = {place: self._channels_in(place, steps) for place in self._targets}
+        # Of several places, some may have no streams; the only one always has its ends.
+        with_ends = [place for place, here in channels.items() if here or len(channels) == 1]
         if known is None:
-            self._ends, held = self._begin_and_end(), []
+            self._ends = {place: self._begin_and_end(self._targets[place], channels[place]) for place in with_ends}
+            held = []
         else:
-            self._ends, held = (known[0], known[1]), self._adopt(choice, target, known[2:])
-        plan = Plan(self._main, choice, self._changed, self._read, self._buffers, self._channels, target, *self._ends)
+            pairs = zip(known[::2], known[1::2], strict=False)
+            self._ends = dict(zip(with_ends, pairs, strict=False))
+            held = self._adopt(steps, known[2 * len(with_ends) :])
+        streams = (self.inputs, self.outputs)
+        plan = Plan(steps, self._changed, self._read, buffers, *streams, channels, self._targets, self._ends)
         del held  # by now the pieces have them
         self.text = plan.text
         return plan
 
-    def _adopt(self, choice: Choice, target: Target, executables: Sequence[Any]) -> list[Structure]:
+    def _channels_in(self, place: int, steps: Steps) -> tuple[Stream | Failure, ...]:
+        """The streams that are in a place. What failed is noted where it is checked."""
+        checks = any(FAILURE in piece.channels for piece in steps.pieces() if piece.place == place)
+        return tuple(c for c in self._channels if (checks if c is FAILURE else self._homes[c] == place))
+
+    def _adopt(self, steps: Steps, executables: Sequence[Any]) -> list[Structure]:
         """Have the pieces of the plan found compiled. They are, as long as somebody holds what this returns."""
-        steps: Steps = done(Steps(self._main, choice, self._changed, self._changed).planned())
-        structures = dict.fromkeys(step.found(target) for step in steps.all() if isinstance(step, Piece))
+        structures = dict.fromkeys(piece.found(self._targets[piece.place]) for piece in steps.pieces())
         for structure, executable in zip(structures, executables, strict=True):
             if structure.executable is None:
                 structure.executable, structure.text = executable, executable.as_text
         return [*structures]
 
-    def _begin_and_end(self) -> tuple[Any, Any]:
-        """What makes the first state of the channels of the feeds, and what makes the fetches of the last state.
+    def _begin_and_end(self, target: Target, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+        """What makes the first state of channels of the feeds, and what makes the fetches of the last state.
 
         Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
         state, for the plan to fill in, and the others are donated.
         """
-        alike = self.transfers > 1 and self.replicas.count == 1
+        replicas = target.replicas
+        alike = self.transfers > 1 and replicas.count == 1
 
         def of_one(feeds: Sequence[Array]) -> Any:
-            states = zip(self._channels, self._begin(feeds), strict=True)
+            states = zip(channels, self._begin(feeds, channels), strict=True)
             return tuple(
                 (None if alike and c in self.inputs else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
                 for c, (transfers, position) in states
             )
 
         def begin(feeds: Sequence[Array]) -> Any:
-            return self.replicas.spread(of_one)(self._replicas_first(feeds))
+            return replicas.spread(of_one)(self._replicas_first(feeds))
 
         def end(results: Sequence[Array]) -> Any:
-            return self._transfers_first(self.replicas.spread(self._end)(results))
+            fetched = replicas.spread(lambda results: self._end(results, channels))(results)
+            return self._transfers_first(fetched, channels)
 
-        started = jax.jit(begin).lower(self._feeds())
+        started = jax.jit(begin, out_shardings=replicas.sharding()).lower(self._feeds(replicas, channels))
         results = [
-            jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=self.replicas.sharding())
-            for c, (transfers, _) in zip(self._channels, started.out_info, strict=True)
+            jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
+            for c, (transfers, _) in zip(channels, started.out_info, strict=True)
             if c not in self.inputs
         ]
         ended = jax.jit(end, donate_argnums=0 if alike else ()).lower(results)
-        return self.replicas.compile(started), self.replicas.compile(ended)
+        return replicas.compile(started), replicas.compile(ended)
 
-    def _begin(self, feeds: Sequence[Array]) -> tuple[tuple[Array, Any], ...]:
-        """The first state of each channel: the array of its transfers, and the number of the next one."""
-        given = dict(zip(self.inputs, feeds, strict=True))
+    def _begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
+        """The first state of channels: the array of the transfers of each, and the number of the next one."""
+        given = dict(zip((c for c in channels if c in self.inputs), feeds, strict=True))
 
         def transfers(channel: Stream | Failure) -> Array:
             if isinstance(channel, Failure):
@@ -268,13 +348,13 @@ class Program:
             shape = (self.transfers, *channel.shape)
             return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, channel.dtype.as_jax())
 
-        return tuple((transfers(channel), 0) for channel in self._channels)
+        return tuple((transfers(channel), 0) for channel in channels)
 
-    def _end(self, results: Sequence[Array]) -> tuple[Array, ...]:
+    def _end(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
-        known = dict(zip((c for c in self._channels if c not in self.inputs), results, strict=True))
-        fetches = tuple(known[s] for s in self.outputs)
-        return (*fetches, known[FAILURE]) if self._checks else fetches
+        known = dict(zip((c for c in channels if c not in self.inputs), results, strict=True))
+        fetches = tuple(known[s] for s in self.outputs if s in known)
+        return (*fetches, known[FAILURE]) if FAILURE in known else fetches
 
     def _replicas_first(self, feeds: Sequence[Array]) -> tuple[Array, ...]:
         """Host arrays, whose first dimension is that of the transfers, for the replicas."""
@@ -282,29 +362,31 @@ class Program:
             return tuple(feeds)
         return tuple(jnp.moveaxis(feed, 1, 0) for feed in feeds)
 
-    def _transfers_first(self, fetches: Sequence[Array]) -> tuple[Array, ...]:
+    def _transfers_first(self, fetches: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """What the replicas fetched, as host arrays."""
-        stored, checks = fetches[: len(self.outputs)], fetches[len(self.outputs) :]
+        outputs = [s for s in self.outputs if s in channels]
+        stored, checks = fetches[: len(outputs)], fetches[len(outputs) :]
         if self.replicas.count > 1:
             stored = [jnp.moveaxis(fetch, 0, 1) for fetch in stored]
-        return (*(fetch.reshape(self._shape_of_all(s)) for s, fetch in zip(self.outputs, stored, strict=True)), *checks)
+        return (*(fetch.reshape(self._shape_of_all(s)) for s, fetch in zip(outputs, stored, strict=True)), *checks)
 
     @property
     def _axis(self) -> int:
         """The dimension of host arrays that counts the replicas."""
         return 1 if self.transfers > 1 else 0
 
-    @property
-    def feed_sharding(self) -> Any:
-        """Where JAX arrays that are fed have to be: those of the replicas of this process."""
+    def feed_sharding(self, stream: Stream) -> Any:
+        """Where JAX arrays for a stream have to be: with the replicas of this process."""
         if self._divided is not None:
             return SingleDeviceSharding(self._divided.device)
-        return self.replicas.sharding(self._axis)
+        return self._target(stream).replicas.sharding(self._axis)
 
-    def _feeds(self) -> tuple[Any, ...]:
-        sharding = self.replicas.sharding(self._axis)
+    def _feeds(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
+        sharding = replicas.sharding(self._axis)
         return tuple(
-            jax.ShapeDtypeStruct(self._shape_of_all(s), s.dtype.as_jax(), sharding=sharding) for s in self.inputs
+            jax.ShapeDtypeStruct(self._shape_of_all(s), s.dtype.as_jax(), sharding=sharding)
+            for s in self.inputs
+            if s in channels
         )
 
     def _of_variable(self, t: Tensor) -> Any:
@@ -345,7 +427,7 @@ class Program:
     def buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
         """The remote buffers that the program uses: the bytes of each for one device, and whether they are on the
         host."""
-        on_host = self._slots.memory_kind == remote.HOST
+        on_host = self._target(None).slots.memory_kind == remote.HOST
         copies = self.replicas.per_device
         return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self._buffers}
 
@@ -374,23 +456,28 @@ class Program:
         with self._precision():
             self._changing = (
                 *(self._put(t) for t in self._changed),
-                *(remote.filled(buffer, vs, self.replicas, self._slots, before) for (buffer, vs), before in buffers),
+                *(self._filled(buffer, vs, before) for (buffer, vs), before in buffers),
             )
             self._constant = tuple(self._put(t) for t in self._read)
         self.is_loaded = True
         self.device.loads(self)
 
+    def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
+        target = self._target(buffer)
+        return remote.filled(buffer, variables, target.replicas, target.slots, before)
+
     def _put(self, t: Tensor) -> Array:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
         v = self._held[t]
+        replicas = self._target(t).replicas
         array = to_device(np.array(v.data), v.dtype)
         if t in self._shared:
-            return self.replicas.place(array, self.replicas.sharding(None))
+            return replicas.place(array, replicas.sharding(None))
         if v.replica_grouping.num_groups == 1 and t is v:
-            return self.replicas.put(array)
+            return replicas.put(array)
         parts = parts_of(v).of(array)
-        return self.replicas.place(parts.reshape(self.replicas.count, *t.shape), self.replicas.sharding())
+        return replicas.place(parts.reshape(replicas.count, *t.shape), replicas.sharding())
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""
@@ -434,6 +521,7 @@ class Program:
         if self._divided is not None:
             shapes = map(self._shape_of_all, self.inputs)
             feeds = tuple(self._divided.joined(*feed, self._axis) for feed in zip(feeds, shapes, strict=True))
+            self._divided.runs += 1
         try:
             if self._wide:
                 with self._precision():
@@ -449,10 +537,11 @@ class Program:
             fetches = tuple(map(self._divided.own, fetches, (*map(self.host_shape, self.outputs), *checks)))
         if self._prints:
             jax.effects_barrier()
-        if self._checks:
-            *fetches, failure = fetches
-            for id, number in np.asarray(failure).reshape(-1, 2).tolist():
-                self._raise_failure(id, number)
+        count = len(self.outputs)
+        if self._checks:  # in each place, and by each replica
+            rows = [row for failure in fetches[count:] for row in np.asarray(failure).reshape(-1, 2).tolist()]
+            self._raise_failure(*min((row for row in rows if row[0]), default=(0, 0)))
+            fetches = fetches[:count]
         return fetches
 
     def _raise_failure(self, id: int, number: int) -> None:

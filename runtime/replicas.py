@@ -158,10 +158,14 @@ class DividedReplicas(Replicas):
     Args:
         count: how many there are.
         devices: the devices of all processes, in the order of the replicas.
+
+    Attributes:
+        runs: how often this process has run the program.
     """
 
     def __init__(self, count: int, devices: Sequence[Any]) -> None:
         super().__init__(count, devices)
+        self.runs = 0
         own = [device for device in devices if device.process_index == jax.process_index()]
         self.local_count = len(own)
         self.device = own[0]
@@ -186,7 +190,8 @@ class DividedReplicas(Replicas):
         return whole.reshape(array.shape)
 
     def meet(self, place: str) -> None:
-        processes.meet(place)
+        # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
+        processes.meet(f"{place} after {self.runs} run{'s' * (self.runs != 1)}")
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         """The array of all replicas, of which this process has those of its own.

@@ -5,7 +5,7 @@ All of it is known before the program runs. What runs when is in a `runtime.time
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -20,13 +20,14 @@ from popxl.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.spec import brief
 from runtime.plan import Plan
 from runtime.program import Program
+from runtime.structure import Structure
 
-LONGEST = 24
+LONGEST = 12
 """A table on a page has so many rows at most, the largest ones; `model_dump` has all."""
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
 
 class VariableReport(_Part):
@@ -38,6 +39,7 @@ class VariableReport(_Part):
         bytes: on one device.
         place: where it is: "device", or the slot of a remote buffer; "unused" if the program does not use it.
         changes: whether the program changes it.
+        ipu: the IPU that it is on, if IPUs are devices of their own.
     """
 
     name: str
@@ -45,6 +47,7 @@ class VariableReport(_Part):
     bytes: int
     place: str
     changes: bool
+    ipu: int | None = None
 
 
 class BufferReport(_Part):
@@ -56,6 +59,7 @@ class BufferReport(_Part):
         spec: dtype and shape of a slot.
         bytes: all slots, of the replicas that one device runs.
         memory: whose memory they are in.
+        ipu: as for variables.
     """
 
     number: int
@@ -63,6 +67,7 @@ class BufferReport(_Part):
     spec: str
     bytes: int
     memory: Literal["device", "host"]
+    ipu: int | None = None
 
 
 class StreamReport(_Part):
@@ -74,6 +79,7 @@ class StreamReport(_Part):
         spec: dtype and shape of one transfer.
         transfers: how many of them a run makes, at most.
         bytes: of the array that one device gets or gives in a run.
+        ipu: as for variables.
     """
 
     name: str
@@ -81,6 +87,7 @@ class StreamReport(_Part):
     spec: str
     transfers: int
     bytes: int
+    ipu: int | None = None
 
 
 class GraphReport(_Part):
@@ -177,7 +184,9 @@ class Report(OnPage, _Part):
                 *self._table(
                     "Remote buffers", ["buffer", "slots", "slot", "bytes", "memory"], map(_buffer_row, self.buffers)
                 ),
-                *self._table("Streams", ["stream", "", "a transfer", "a run", "bytes"], map(_stream_row, self.streams)),
+                *self._table(
+                    "Streams", ["stream", "direction", "a transfer", "a run", "bytes"], map(_stream_row, self.streams)
+                ),
                 self.memory.page(),
             ],
         )
@@ -190,17 +199,17 @@ class Report(OnPage, _Part):
             for p in self.pieces
         ]
         page = self._table("Compiled", columns, rows)
-        return [f"{way} {self.reason} It took {seconds_text(self.seconds)}.", *page]
+        return [f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}.", *page]
 
     def _of_variables(self) -> list[Page]:
         rows = sorted(self.variables, key=lambda v: -v.bytes)
         held = [v for v in self.variables if v.place == "device"]
         changing = sum(v.bytes for v in held if v.changes)
         total = ["in all, on the device", "", bytes_text(sum(v.bytes for v in held)), f"{bytes_text(changing)} change"]
-        shown = [[v.name, v.spec, bytes_text(v.bytes), v.place + ", changes" * v.changes] for v in rows]
+        shown = [[v.name, v.spec, bytes_text(v.bytes), _place(v) + ", changes" * v.changes] for v in rows]
         if rows:
             shown.insert(0, total)
-        return self._table("Variables", ["variable", "", "bytes", "place"], shown)
+        return self._table("Variables", ["variable", "shape", "bytes", "place"], shown)
 
     def _table(self, title: str, columns: list[str], rows: Iterable[list[str]]) -> list[Page]:
         """A part of the page; none, if there is nothing to say."""
@@ -214,6 +223,10 @@ _WAYS = {
     "kept": "One program, in which graphs that are called from several places are compiled once.",
     "inlined": "One program, in which every call is written out.",
 }
+
+
+def _place(variable: VariableReport) -> str:
+    return variable.place if variable.ipu is None else f"IPU {variable.ipu}"
 
 
 def _graph_row(graph: GraphReport) -> list[str]:
@@ -243,7 +256,7 @@ def report_of(ir: Ir, program: Program) -> Report:
     return Report(
         program=repr(ir),
         device=program.device.name,
-        devices=tuple(map(str, program.device.jax_devices)),
+        devices=tuple(map(str, program.devices)),
         replicas=program.replicas.count,
         calls=program.calls,
         reason=program.reason,
@@ -286,7 +299,8 @@ def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
             where = f"buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
             slots, _ = buffers.get(place.buffer, (0, False))
             bytes, changes = slots // place.buffer.entries, place.buffer in program.stored_to
-        found.append(VariableReport(name=v.name, spec=brief(v), bytes=bytes, place=where, changes=changes))
+        ipu = program.ipu_of(v) if v in held else None
+        found.append(VariableReport(name=v.name, spec=brief(v), bytes=bytes, place=where, changes=changes, ipu=ipu))
     return tuple(found)
 
 
@@ -298,6 +312,7 @@ def _buffers(program: Program) -> tuple[BufferReport, ...]:
             spec=f"{buffer.tensor_dtype.short}[{', '.join(map(str, buffer.tensor_shape))}]",
             bytes=bytes,
             memory="host" if on_host else "device",
+            ipu=program.ipu_of(buffer),
         )
         for buffer, (bytes, on_host) in program.buffers().items()
     )
@@ -305,32 +320,30 @@ def _buffers(program: Program) -> tuple[BufferReport, ...]:
 
 def _streams(program: Program) -> tuple[StreamReport, ...]:
     copies = program.transfers * program.replicas.per_device
-    found = []
-    for direction, streams in (("in", program.inputs), ("out", program.outputs)):
-        for s in streams:
-            found.append(
-                StreamReport(
-                    name=s.tensor.name,
-                    direction=direction,
-                    spec=brief(s.tensor),
-                    transfers=program.counts.get(s, 0),
-                    bytes=copies * size(s.tensor),
-                )
-            )
-    return tuple(found)
+    return tuple(
+        StreamReport(
+            name=s.tensor.name,
+            direction="in" if s in program.inputs else "out",
+            spec=brief(s.tensor),
+            transfers=program.counts.get(s, 0),
+            bytes=copies * size(s.tensor),
+            ipu=program.ipu_of(s),
+        )
+        for s in (*program.inputs, *program.outputs)
+    )
 
 
 def _pieces(main: Graph, program: Program, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
     if not isinstance(program.executable, Plan):
-        needed = program.executable.memory_analysis().temp_size_in_bytes
-        text = len(program.text())
+        (executable,) = program.executables()
+        needed, text = executable.memory_analysis().temp_size_in_bytes, len(program.text())
         whole = PieceReport(
             name="the program", runs=1, ops=ops[main], text=text, temporaries=needed, seconds=program.seconds
         )
         return (whole,)
     pieces = program.executable.pieces
-    runs = Counter(piece.structure for piece in pieces)
-    compiling = Counter[Any]()
+    runs = program.executable.runs
+    compiling: dict[Structure, float] = defaultdict(float)
     for piece in pieces:
         compiling[piece.structure] += piece.seconds
     first = {piece.structure: piece for piece in reversed(pieces)}
@@ -355,6 +368,9 @@ def _memory(
     streams: tuple[StreamReport, ...],
 ) -> Memory:
     main, copies = ir.main_graph, program.replicas.per_device
+    held: list[VariableReport | BufferReport | StreamReport] = [*variables, *buffers, *streams]
+    ipus: set[int | None] = {each.ipu for each in held if each.ipu is not None} or {None}
+    fullest = max(ipus, key=lambda ipu: sum(each.bytes for each in held if each.ipu == ipu))
     if isinstance(program.executable, Plan):
         curve = program.executable.curve()
         moments = [Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve]
@@ -362,12 +378,12 @@ def _memory(
         of_one = moments_of(main)
         moments = [Moment(name=m.name, held=copies * m.held, inside=copies * m.inside) for m in of_one]
     return Memory(
-        of=f"{ir!r}, on each device" if len(program.device.jax_devices) > 1 else repr(ir),
+        of=f"{ir!r}, on each device" if len(program.devices) > 1 else repr(ir),
         source="pieces" if isinstance(program.executable, Plan) else "program",
-        variables=sum(v.bytes for v in variables if v.place == "device"),
-        buffers=sum(b.bytes for b in buffers if b.memory == "device"),
+        variables=sum(v.bytes for v in variables if v.place == "device" and v.ipu == fullest),
+        buffers=sum(b.bytes for b in buffers if b.memory == "device" and b.ipu == fullest),
         buffers_on_host=sum(b.bytes for b in buffers if b.memory == "host"),
-        streams=sum(s.bytes for s in streams),
+        streams=sum(s.bytes for s in streams if s.ipu == fullest),
         constants=sum(map(size, constants_of(main))),
         temporaries=program.temporaries(),
         moments=tuple(moments),

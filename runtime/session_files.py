@@ -104,7 +104,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
             parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
     executables = []
     for number, executable in enumerate(program.executables()):
-        about, content = described(executable)
+        about, content = described(executable, program.device.jax_devices)
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(

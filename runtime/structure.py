@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cache
 from typing import Any
 
@@ -112,13 +112,18 @@ class Encoding:
     Attributes:
         code: what is written down.
         roots: the tensors that are read and that no op here makes, in the order in which they are first met.
+
+    Args:
+        structures: those of called graphs.
+        passed: constants that are roots, too: what is written down does not depend on their values.
     """
 
-    def __init__(self, structures: Structures) -> None:
+    def __init__(self, structures: Structures, passed: Container[Tensor] = ()) -> None:
         self.code: list[Any] = []
         self.roots: list[Tensor] = []
         self.numbers: dict[Tensor, int] = {}
         self._structures = structures
+        self._passed = passed
 
     def add(self, t: Tensor, code: Any) -> int:
         """Give a tensor the next number."""
@@ -151,7 +156,7 @@ class Encoding:
                     yield self._met(base)
             numbers = tuple(self.numbers[base] for base in bases)
             return self.add(t, (producer.kind, producer.operands, self._attributes(producer), numbers))
-        if isinstance(t, Constant):
+        if isinstance(t, Constant) and t not in self._passed:
             return self.add(t, (t.spec, self._token(t.data)))
         self.roots.append(t)
         return self.add(t, ("root", t.spec))
@@ -181,9 +186,9 @@ class Encoding:
 _LARGE = 4096  # bytes; larger arrays are equal to themselves only
 
 
-def encoded(ops: Iterable[Op], structures: Structures) -> Encoding:
-    """A run of ops, written down."""
-    encoding = Encoding(structures)
+def encoded(ops: Iterable[Op], structures: Structures, passed: Container[Tensor] = ()) -> Encoding:
+    """A run of ops, written down; see `Encoding`."""
+    encoding = Encoding(structures, passed)
     for op in ops:
         encoding.op(op)
     return encoding

@@ -19,8 +19,12 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.pages import OnPage, Page, Picture, Table, seconds_text
 from popxl.pictures import bars
+from runtime.executables import copied
 
 Array = Any
+
+COPY = "copied here"
+"""The name of what brings an array from another device."""
 
 
 class Span(BaseModel):
@@ -32,7 +36,7 @@ class Span(BaseModel):
         start, end: in seconds since the recording began.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     device: str
     name: str
@@ -47,11 +51,13 @@ class Timeline(OnPage, BaseModel):
         spans: in the order in which they ended on each device.
 
     Example:
-        >>> with session.recording() as timeline:
-        ...     session.run(inputs)
+        >>> with popxl.Session(ir) as session, session.recording() as timeline:
+        ...     outputs = session.run(inputs)
         >>> print(timeline)
         >>> timeline.picture().save("timeline.svg")
     """
+
+    model_config = ConfigDict(defer_build=True)
 
     spans: list[Span] = []
 
@@ -121,6 +127,14 @@ class Recorder:
         self._watch(name, start, reads, [r for r in jax.tree.leaves(results) if isinstance(r, jax.Array)])
         return results
 
+    def copy(self, array: Array, sharding: Any) -> Array:
+        """Copy an array to other devices."""
+        known, ends = self._pending.get(id(array), (None, {}))
+        start = perf_counter()
+        copy = copied(array, sharding)
+        self._watch(COPY, start, [ends] if known is array else [], [copy])
+        return copy
+
     def _watch(self, name: str, start: float, reads: list[Mapping[Any, Future[float]]], results: list[Array]) -> None:
         """Have the results waited for, those on each device by themselves."""
         parts: dict[Any, list[Array]] = defaultdict(list)
@@ -130,8 +144,9 @@ class Recorder:
         ends = {}
         for device, waited in parts.items():
             needs = [end for known in reads for end in ([known[device]] if device in known else known.values())]
-            lane = self._lanes.setdefault(device, ThreadPoolExecutor(1, f"watching {device}"))
-            ends[device] = lane.submit(self._end, device, name, start, needs, waited)
+            key = (device, name == COPY)  # what a device does goes on while a copy to it waits for another device
+            lane = self._lanes.setdefault(key, ThreadPoolExecutor(1, f"watching {device}"))
+            ends[device] = lane.submit(self._end, key, name, start, needs, waited)
         self._pending.update((id(array), (array, ends)) for array in results)
         for end in ends.values():
             end.add_done_callback(lambda _: self._forget(ends, results))
@@ -142,12 +157,13 @@ class Recorder:
             for array in results:
                 self._pending.pop(id(array), None)
 
-    def _end(self, device: Any, name: str, start: float, needs: list[Future[float]], waited: list[Array]) -> float:
+    def _end(self, lane: Any, name: str, start: float, needs: list[Future[float]], waited: list[Array]) -> float:
         """Wait for arrays on a device, and note when they were there. Returns that time."""
         jax.block_until_ready(waited)
         end = perf_counter()
-        start = min(max([start, self._ends.get(device, start), *(need.result() for need in needs)]), end)
-        self._ends[device] = end
+        start = min(max([start, self._ends.get(lane, start), *(need.result() for need in needs)]), end)
+        self._ends[lane] = end
+        device, _ = lane
         span = Span(device=str(device), name=name, start=start - self._began, end=end - self._began)
         self._timeline.spans.append(span)
         return end

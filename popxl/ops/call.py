@@ -33,8 +33,8 @@ class CallSiteInfo:
     of the op, a graph index one among those of the called graph.
 
     Example:
-        >>> site = ops.call_with_info(graph, a, b)
-        >>> site.graph_to_parent(graph.inputs[1]) == b
+        >>> site = ops.call_with_info(graph, x, w)
+        >>> site.graph_to_parent(graph.inputs[1]) == w
         True
     """
 
@@ -275,7 +275,7 @@ def call(
 
     Example:
         >>> graph = ir.create_graph(lambda x, y: x * 2 + y, x, y)
-        >>> (z,) = ops.call(graph, x, 1.0)
+        >>> (z,) = ops.call(graph, x, y)
     """
     return call_with_info(graph, *inputs, inputs_dict=inputs_dict).outputs
 
@@ -293,8 +293,9 @@ def call_with_info(
         check_inputs: report inputs that nothing is bound to as `ValueError`; they are an `IndexError` otherwise.
 
     Example:
-        >>> site = ops.call_with_info(graph, x, y)
-        >>> site.outputs[0]
+        >>> site = ops.call_with_info(graph, x, w)
+        >>> site.outputs[0].shape
+        (2, 3)
     """
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
     return CallSiteInfo(call_op(graph, bound, [t.name for t in graph.outputs]))

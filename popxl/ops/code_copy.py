@@ -39,8 +39,8 @@ def remote_code_load(graph: Graph, destination: CODE_LOCATION) -> None:
 
     Example:
         >>> with popxl.in_sequence():
-        ...     ops.remote_code_load(layer, "executable")
-        ...     ops.call(layer, x)
+        ...     ops.remote_code_load(graph, "executable")
+        ...     y, = ops.call(graph, x, w)
     """
     context = get_current_context()
     if graph is context.graph:
@@ -70,6 +70,6 @@ def code_copy(graph: Graph, source: CODE_LOCATION, destination: CODE_LOCATION) -
         NotImplementedError: always.
 
     Example:
-        >>> ops.remote_code_load(layer, "executable")      # what there is instead
+        >>> ops.remote_code_load(graph, "executable")      # what there is instead
     """
     raise NotImplementedError("code_copy: code is not copied between places. There is `ops.remote_code_load`.")

@@ -251,6 +251,7 @@ def conditional_with_info(
         check_inputs: report inputs that nothing is bound to as `ValueError`; they are an `IndexError` otherwise.
 
     Example:
+        >>> grow, shrink = ir.create_graph(lambda x: x * 4, x), ir.create_graph(lambda x: x - 1, x)
         >>> site = ops.conditional_with_info(flag, grow, shrink, [x], [x])
         >>> site.graph_to_parent(grow.inputs[0]) == x
         True

@@ -253,8 +253,8 @@ def conv(
     See also: `torch.nn.functional.conv2d`.
 
     Example:
-        >>> y = ops.conv(images, weight, stride=(2, 2), padding=(1, 1, 1, 1))
-        >>> z = ops.conv(signal, weight, stride=(2,), padding=(), dilation=())
+        >>> y = ops.conv(images, filters, stride=(2, 2), padding=(1, 1, 1, 1))
+        >>> z = ops.conv(signal, signal_filters, stride=(2,), padding=(), dilation=())
     """
     attributes = _attributes("conv", groups, pad_type, stride=stride, padding=padding, dilation=dilation)
     hints = multi_conv_options({}, {}, available_memory_proportions, partials_types, enable_conv_dithering)
@@ -296,7 +296,7 @@ def conv_pow2scaled(
             `throwIfLog2ScaleTensorNotInRange` is false.
 
     Example:
-        >>> y = ops.conv_pow2scaled(small_images, small_weight, popxl.constant(-4))
+        >>> y = ops.conv_pow2scaled(images8, filters8, popxl.constant(-4))
     """
     check_float8("conv_pow2scaled", t=t, weight=weight)
     check_scale("conv_pow2scaled", log2_scale)
@@ -453,7 +453,7 @@ def conv_transpose(
     See also: `torch.nn.functional.conv_transpose2d`.
 
     Example:
-        >>> y = ops.conv_transpose(x, weight, stride=(2, 2), output_shape=(64, 64))
+        >>> y = ops.conv_transpose(features, filters, stride=(2, 2), output_shape=(16, 16))
     """
     attributes = _attributes(
         "conv_transpose",
@@ -506,7 +506,7 @@ def conv_transpose_pow2scaled(
             `throwIfLog2ScaleTensorNotInRange` is false.
 
     Example:
-        >>> y = ops.conv_transpose_pow2scaled(small, small_weight, popxl.constant(-4), stride=(2, 2))
+        >>> y = ops.conv_transpose_pow2scaled(features8, filters8, popxl.constant(-4), stride=(2, 2))
     """
     check_float8("conv_transpose_pow2scaled", t=t, weight=weight)
     check_scale("conv_transpose_pow2scaled", log2_scale)

@@ -6,7 +6,7 @@ A family function declares an `OpKind` and returns the function that users call;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 from popxl.op import OpKind
 from popxl.ops.precision import rounded_once, widened
@@ -55,6 +55,7 @@ def public(function: F, kind: OpKind, name: str, doc: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__module__ = "popxl.ops"
     function.__doc__ = doc
+    function.__annotations__ = get_type_hints(function)  # as written they mean something in its own module alone
     cast(Any, function).kind = kind
     return function
 

@@ -137,7 +137,7 @@ def pow2scale_cast_to_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) -> T
     See also: `popxl.fp8_utils.host_pow2scale_cast_to_fp8`.
 
     Example:
-        >>> small = ops.pow2scale_cast_to_fp8(x, popxl.constant(3), popxl.float8_143)
+        >>> x8 = ops.pow2scale_cast_to_fp8(x, popxl.constant(3), popxl.float8_143)
     """
     _check("pow2scale_cast_to_fp8", log2_scale, data_type, _FLOAT8)
     return _to_fp8(t, log2_scale, data_type=data_type)
@@ -167,7 +167,7 @@ def pow2scale_cast_from_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) ->
     See also: `popxl.fp8_utils.host_pow2scale_cast_from_fp8`.
 
     Example:
-        >>> x = ops.pow2scale_cast_from_fp8(small, popxl.constant(-3), popxl.float16)
+        >>> x = ops.pow2scale_cast_from_fp8(x8, popxl.constant(-3), popxl.float16)
     """
     _check("pow2scale_cast_from_fp8", log2_scale, data_type, _WIDER)
     return _from_fp8(t, log2_scale, data_type=data_type)

@@ -133,7 +133,7 @@ def host_load(h2d_stream: HostToDeviceStream, name: str | None = None) -> Tensor
         ValueError: if the stream is of another Ir.
 
     Example:
-        >>> x = ops.host_load(images, "x")
+        >>> x = ops.host_load(image_stream, "x")
     """
     _check_stream("host_load", h2d_stream, HostToDeviceStream)
     name = name or h2d_stream.tensor.name
@@ -154,7 +154,7 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
         PopxlError: for a replica-sharded piece.
 
     Example:
-        >>> ops.host_store(losses, loss)
+        >>> ops.host_store(loss_stream, loss)
     """
     _check_stream("host_store", d2h_stream, DeviceToHostStream)
     host_store_kind(t, stream=d2h_stream, results=())

@@ -173,7 +173,7 @@ def groupedgather(
     See also: `numpy.take`, for each group.
 
     Example:
-        >>> rows = ops.groupedgather(tables, ids, axis=1, group_size=2)    # rows[g] = tables[g][ids[g]]
+        >>> rows = ops.groupedgather(tables, ids_of_tables, axis=1, group_size=2)    # rows[g] = tables[g][ids[g]]
     """
     groups = integer(group_size, "groupedgather: `group_size`")
     if groups < 1:

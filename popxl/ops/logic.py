@@ -154,7 +154,7 @@ def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
     See also: `numpy.where`.
 
     Example:
-        >>> y = ops.where(mask, x, zero)
+        >>> z = ops.where(mask, x, y)
     """
     _where.check(condition, lhs, rhs)
     return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)

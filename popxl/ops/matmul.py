@@ -27,6 +27,8 @@ def _matmul(
     wanted = lhs.dtype if output_type is None else output_type.as_jax()
     if not jnp.issubdtype(lhs.dtype, jnp.floating):
         return jnp.matmul(lhs, rhs)
+    if lhs.dtype != rhs.dtype:
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     # By themselves accelerators multiply float32 with fewer digits, as half partials allow.
     precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else lax.Precision.HIGHEST
     wide = jnp.promote_types(wanted, jnp.float32)
@@ -41,7 +43,8 @@ def _shape(
     if partials_type not in (None, dtypes.float16, dtypes.float32):
         raise ValueError(f"`partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
     result = _product(lhs, rhs)
-    same_dtype(lhs, rhs)
+    if not {lhs.dtype, rhs.dtype} <= {dtypes.float16, dtypes.float32}:
+        same_dtype(lhs, rhs)
     return TensorSpec(result, output_type or lhs.dtype)
 
 
@@ -121,9 +124,10 @@ def matmul(
 
     Args:
         lhs: of shape `(..., m, k)`, or `(k,)`: a row, whose dimension is dropped from the result.
-        rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result.
+        rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result. Of the dtype of
+            `lhs`; only float16 and float32 go together, too.
         available_memory_proportion: accepted for programs that tune memory; without effect.
-        output_type: dtype of the result; that of the operands by default.
+        output_type: dtype of the result; that of `lhs` by default.
         partials_type: float32 (the default, unless the session option `partialsTypeMatMuls` says `"half"`) or
             float16. Sums of products are made in float32 and rounded once in any case; float16 allows accelerators to
             multiply float32 numbers with fewer digits, which is faster.

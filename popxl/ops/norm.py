@@ -69,7 +69,7 @@ def batch_norm_inference(
     See also: `torch.nn.functional.batch_norm`.
 
     Example:
-        >>> y = ops.batch_norm_inference(x, scale, bias, running_mean, running_var)
+        >>> y = ops.batch_norm_inference(images, weight, bias, running_mean, running_var)
     """
     epsilon = float(number(epsilon, "batch_norm_inference: `epsilon`"))
     return _batch_normalization(t, scale, bias, mean, var, epsilon=epsilon)
@@ -197,7 +197,7 @@ def group_norm(t: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
     See also: `torch.nn.functional.group_norm`.
 
     Example:
-        >>> y = ops.group_norm(x, weight, bias, num_groups=4)
+        >>> y = ops.group_norm(images, weight, bias, num_groups=2)
     """
     groups, epsilon = integer(num_groups, "group_norm: `num_groups`"), float(number(eps, "group_norm: `eps`"))
     out, *_ = _group_normalization(t, weight, bias, num_groups=groups, eps=epsilon)
@@ -225,6 +225,6 @@ def layer_norm(t: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     See also: `torch.nn.functional.layer_norm`.
 
     Example:
-        >>> y = ops.layer_norm(ops.reshape(x, (-1, hidden)), weight, bias)
+        >>> y = ops.layer_norm(x, weight, bias)
     """
     return group_norm(t, weight, bias, 1, eps)

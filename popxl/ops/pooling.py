@@ -233,7 +233,7 @@ def average_pool(
     See also: `torch.nn.functional.avg_pool2d`, with `count_include_pad=False`.
 
     Example:
-        >>> y = ops.average_pool(x, (2, 2), stride=(2, 2))
+        >>> y = ops.average_pool(images, (2, 2), stride=(2, 2))
     """
     neutral = {"out_pads": out_pads, "dilation": dilation, "in_dilations": in_dilations}
     return _pool(_average_pool, "average_pool", t, kernel_size, stride, padding, auto_pad, ceil_mode, **neutral)
@@ -271,7 +271,7 @@ def max_pool(
     See also: `torch.nn.functional.max_pool2d`.
 
     Example:
-        >>> y = ops.max_pool(x, (3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
+        >>> y = ops.max_pool(images, (3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
     """
     if storage_order != "row":
         raise PopxlError(f"max_pool: `storage_order` is {storage_order!r}; expected 'row'. No indices are returned.")

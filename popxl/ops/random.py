@@ -284,8 +284,10 @@ def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: 
 
     See also: `torch.nn.functional.dropout1d`.
 
-    Example: each row is dropped as a whole, or doubled.
-        >>> y = ops.shaped_dropout(x, seed, (8, 1), 0.5)
+    Example:
+        Each row is dropped as a whole, or doubled.
+
+        >>> y = ops.shaped_dropout(x, seed, (2, 1), 0.5)
     """
     parts = integers(shape, "shaped_dropout: `shape`")
     return _shaped_dropout(t, seed_tensor, shape=parts, ratio=_probability(ratio, "shaped_dropout: `ratio`"))

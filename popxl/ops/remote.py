@@ -54,7 +54,9 @@ def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | N
         TypeError: if `remote_buffer` is no such buffer, or `offset` no integer.
         ValueError: if the buffer is of another Ir, for an `offset` below 0, and for a tensor with several elements.
 
-    Example: the weights of a layer, by its number.
+    Example:
+        The weights of a layer, by its number.
+
         >>> w = ops.remote_load(buffer, layer)
     """
     number = _offset("remote_load", remote_buffer, offset)

@@ -213,8 +213,8 @@ def repeat(
         PopxlError: if a carried output does not look like its input, and as `call` does.
 
     Example:
-        >>> graph = ir.create_graph(lambda x, step: x + step, x, step)
-        >>> (y,) = ops.repeat(graph, 4, x, step)      # x + 4 * step
+        >>> graph = ir.create_graph(lambda x, dx: x + dx, x, dx)
+        >>> (y,) = ops.repeat(graph, 4, x, dx)      # x + 4 * dx
     """
     return repeat_with_info(graph, repeat_count, *inputs, inputs_dict=inputs_dict).outputs
 
@@ -233,7 +233,8 @@ def repeat_with_info(
     inputs count them. `info.inputs` and `info.outputs` hold only the user's tensors.
 
     Example:
-        >>> info = ops.repeat_with_info(graph, 4, x, step)
+        >>> graph = ir.create_graph(lambda x, dx: x + dx, x, dx)
+        >>> info = ops.repeat_with_info(graph, 4, x, dx)
         >>> info.called_graph.called_graphs == (graph,)
         True
     """

@@ -64,7 +64,9 @@ def scaled_add(X: Tensor, Y: Tensor, a: float | Tensor = 1.0, b: float | Tensor 
 def scaled_add_(X: Tensor, Y: Tensor, a: float | Tensor = 1.0, b: float | Tensor = 1.0) -> Tensor:
     """`scaled_add`, written over `X`. Returns an alias of `X`.
 
-    Example: a step of gradient descent.
-        >>> ops.scaled_add_(weight, gradient, b=-learning_rate)
+    Example:
+        A step of gradient descent.
+
+        >>> ops.scaled_add_(w, gradient, b=-learning_rate)
     """
     return _scaled_add_(X, Y, factor(a, "scaled_add_: `a`"), factor(b, "scaled_add_: `b`"))

@@ -340,7 +340,9 @@ def grouped_scatter_reduce(
     See also: `torch.scatter_reduce`, for each group.
 
     Example:
-        >>> totals = grouped_scatter_reduce(rows, owner, "sum", axis=1, axis_size=owners, group_size=2)
+        >>> totals = ops.grouped_scatter_reduce(
+        ...     rows_of_tables, ids_of_tables, "sum", axis=1, axis_size=10, group_size=2
+        ... )
     """
     groups = integer(group_size, "grouped_scatter_reduce: `group_size`")
     return _call(

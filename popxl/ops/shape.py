@@ -84,7 +84,7 @@ def reshape(t: Tensor, shape: Iterable[int]) -> Tensor:
     See also: `numpy.reshape`.
 
     Example:
-        >>> rows = ops.reshape(image, (-1, 784))
+        >>> rows = ops.reshape(images, (-1, 8))
     """
     return _reshape(t, shape=_wanted(t, shape))
 
@@ -93,7 +93,7 @@ def reshape_(t: Tensor, shape: Iterable[int]) -> Tensor:
     """As `reshape`, but a view of `t`: nothing is copied, and writing to one changes the other.
 
     Example:
-        >>> rows = ops.reshape_(image, (-1, 784))
+        >>> rows = ops.reshape_(images, (-1, 8))
     """
     return _reshape_(t, shape=_wanted(t, shape))
 
@@ -134,7 +134,7 @@ def squeeze(t: Tensor, axes: Iterable[int] | None = None) -> Tensor:
     See also: `numpy.squeeze`.
 
     Example:
-        >>> y = ops.squeeze(x, [0])
+        >>> y = ops.squeeze(row, [0])
     """
     if not isinstance(t, Tensor):
         raise not_a_tensor("squeeze", "t", t)
@@ -196,7 +196,7 @@ def transpose(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:
     See also: `numpy.transpose`.
 
     Example:
-        >>> y = ops.transpose(x, (0, 2, 1))
+        >>> y = ops.transpose(tables, (0, 2, 1))
     """
     return _transpose(t, permutation=_permutation(t, permutation))
 
@@ -313,7 +313,7 @@ def slice_(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = 
     """As `slice`, but a view of that block of `t`: writing to one changes the other.
 
     Example:
-        >>> ops.relu_(ops.slice_(x, 0, 2))                   # changes the first two rows of x
+        >>> ops.relu_(ops.slice_(table, 0, 2))               # changes the first two rows of the table
     """
     return t if start is None and stop is None and step is None else _slice_(t, **process_args(start, stop, step, axis))
 

@@ -156,6 +156,7 @@ class _Differentiation:
         self.follows = _following(graph, required)
         self.contributions: dict[Tensor, list[Tensor]] = {}
         self.gradients: dict[Tensor, Tensor] = {}
+        self.renamed: set[Tensor] = set()
         self.activations: dict[Tensor, Tensor] = {}
         self.copies: dict[Tensor, Tensor] = {}
         # Where some op cannot return more than it does, as a conditional, values on the way are computed again.
@@ -250,10 +251,18 @@ class _Differentiation:
             if t in self.gradients:
                 parts.insert(0, self.gradients[t])
             total = parts[0] if len(parts) == 1 else add_n(*parts)
-            if len(parts) > 1 or (total.producer is not None and not total.name.startswith("Gradient___")):
+            if len(parts) > 1 or self._has_no_name(total):
                 self.graph.rename(total, f"Gradient___{t.name}")
+                self.renamed.add(total)
             self.gradients[t] = total
         return self.gradients.get(t)
+
+    def _has_no_name(self, gradient: Tensor) -> bool:
+        """Whether a gradient is made here, and has no name yet, or that of a tensor of a called graph."""
+        made_by = gradient.producer
+        if made_by is None or gradient in self.renamed:
+            return False
+        return bool(made_by.called_graphs) or not gradient.name.startswith("Gradient___")
 
     def _contribute(self, t: Tensor, gradient: Tensor) -> None:
         fitted = cast_if_needed(_unbroadcast(gradient, t.shape), t.dtype)

@@ -31,10 +31,10 @@ def merge_exchange() -> Iterator[None]:
 
     Example:
         >>> with popxl.in_sequence(False), popxl.transforms.merge_exchange():
-        ...     x = ops.host_load(images)
-        ...     ops.host_store(losses, loss)
-        >>> [op.op_type for op in popxl.gcg().ops]
-        ['Init', 'MultiExchange']
+        ...     x = ops.host_load(image_stream)
+        ...     ops.host_store(loss_stream, loss)
+        >>> x.producer.op_type
+        'MultiExchange'
     """
     graph = get_current_graph()
     first_id = graph.ir.counters["op_ids"]
@@ -55,8 +55,8 @@ def io_tile_exchange(verify_overlap: bool = True) -> Iterator[None]:
 
     Example:
         >>> with popxl.transforms.io_tile_exchange():
-        ...     x = ops.host_load(images)
-        ...     ops.host_store(losses, loss)
+        ...     x = ops.host_load(image_stream)
+        ...     ops.host_store(loss_stream, loss)
         >>> x.tile_set
         'io'
     """

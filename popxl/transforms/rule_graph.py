@@ -36,7 +36,7 @@ def rule_graph(op: Op) -> RuleGraph:
     """The gradient rules of an op that states one for each operand. Made once for ops that are alike.
 
     Example:
-        >>> print(rule_graph(y.producer).graph)     # of y = x * w
+        >>> print(rule_graph((x * y).producer).graph)
     """
     alike = (
         tuple(op.attributes.items()),

@@ -18,7 +18,9 @@ class LayerNormDistributed(Module):
         replica_grouping: the replicas among which the channels are divided. Replicas with the same channels share
             their part of the weights.
 
-    Example: the channels are divided between neighbours, and two pairs of replicas do the same.
+    Example:
+        The channels are divided between neighbours, and two pairs of replicas do the same.
+
         >>> ir = popxl.Ir(replication=4)
         >>> with ir.main_graph:
         ...     x = popxl.variable(np.ones((3, 8)), popxl.float32, "x")

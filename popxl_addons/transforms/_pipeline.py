@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import popxl
@@ -22,6 +23,7 @@ from popxl.context import get_current_context
 from popxl.tensor import Constant
 from popxl_addons.graph import BoundGraph
 from popxl_addons.named_tensors import TensorMap
+from popxl_addons.transforms._stand_in import stand_in
 
 if TYPE_CHECKING:
     from popxl.op import Op
@@ -136,7 +138,7 @@ class Pipelining:
                 if t in makers:
                     self._makers[t.id] = makers[t]
                     self._waits[t.id] = max(self._waits.get(t.id, 0), s - makers[t])
-            given = {t: _stand_in(stage, t, makers) for t in read}
+            given = {t: stand_in(t, makers, stage.graph, partial(_own, stage)) for t in read}
             self._shared.update((t.id, t) for t in stage.args.values() if t not in makers)
             self.graph.move(by_stage[s], stage.graph, given)
             for t in ids:
@@ -256,22 +258,12 @@ def _chain(t: popxl.Tensor, inside: Container[popxl.Tensor]) -> Iterator[popxl.T
             yield from _chain(base, inside)
 
 
-def _stand_in(stage: PipelineBoundGraph, t: popxl.Tensor, inside: Container[popxl.Tensor]) -> popxl.Tensor:
-    """What a stage reads in place of a tensor that it does not make.
-
-    A tensor from outside comes as the storage that it is in, so that what shares storage goes on sharing it.
-    """
-    if t in inside:
+def _own(stage: PipelineBoundGraph, t: popxl.Tensor) -> popxl.Tensor:
+    """The tensor of a stage for one from outside; each has constants of its own."""
+    if not isinstance(t, Constant):
         return stage.add_variable_input(t)
-    if isinstance(t, Constant):
-        with stage.graph:
-            return popxl.constant(t.data, t.dtype, t.name)
-    op = t.origin.producer
-    if op is None or op.kind.put is None:
-        return stage.add_variable_input(t.origin)
-    bases = [_stand_in(stage, base, inside) for base in op.bases]
     with stage.graph:
-        return op.again(bases).outputs[0]
+        return popxl.constant(t.data, t.dtype, t.name)
 
 
 def _streams(members: Iterable[Op]) -> set[Any]:

@@ -75,7 +75,7 @@ def autodiff_with_accumulation(
     tensor ``accum.<name>``, of its shape and dtype. `<name>` is the tensor's flat name in ``graph.args``, or for others
     ``sanitise(tensor.name)``. A call takes a gradient ``g`` into a mean of ``c`` values as
     ``accum = (c * accum + g) / (c + 1)``, and then counts up ``c``. All start at zero; setting the counter to zero
-    starts new means.
+    starts new means. For a tensor that is a piece, each replica has the mean of its piece, without a meta-shape.
 
     Args:
         graph: what to differentiate.
@@ -93,7 +93,9 @@ def autodiff_with_accumulation(
         ValueError: if a tensor is named twice, or two would have the same name.
         PopxlError: as `popxl.transforms.autodiff`.
 
-    Example: after gradients of 2, 4 and 9 an accumulator is 5, and the counter 3.
+    Example:
+        After gradients of 2, 4 and 9 an accumulator is 5, and the counter 3.
+
         >>> ir = popxl.Ir()
         >>> with ir.main_graph:
         ...     x, w, dy = (popxl.variable(value) for value in (3.0, 2.0, 1.0))

@@ -98,7 +98,9 @@ def batch_serialise(
         TypeError: for a handle or stream that is none.
         KeyError: if a named input is to be loaded.
 
-    Example: doubles four numbers of a stream. They are then in the slots 0 to 3 of the buffer.
+    Example:
+        Doubles four numbers of a stream. They are then in the slots 0 to 3 of the buffer.
+
         >>> ir = popxl.Ir()
         >>> double = addons.GraphWithNamedArgs(ir.create_graph(lambda x: x * 2.0, popxl.TensorSpec((), popxl.float32)))
         >>> (x,), (y,) = double.graph.inputs, double.graph.outputs
@@ -189,7 +191,9 @@ def batch_serialise_fwd_and_grad(
             `forward_graph`, if a gradient is not loaded, and if two inputs of the new gradient graph have one name.
         RuntimeError: for an activation that the forward graph neither takes nor returns.
 
-    Example: the gradient of x², four times. The values of x are kept in a new buffer.
+    Example:
+        The gradient of x², four times. The values of x are kept in a new buffer.
+
         >>> ir = popxl.Ir()
         >>> square = addons.GraphWithNamedArgs(ir.create_graph(lambda x: x * x, popxl.TensorSpec((), popxl.float32)))
         >>> grad = addons.autodiff(square)

@@ -38,7 +38,9 @@ class RemoteHandle:
     Raises:
         TypeError: if one of these is something else.
 
-    Example: the weights of a layer and those of the next one.
+    Example:
+        The weights of a layer and those of the next one.
+
         >>> with popxl.Ir().main_graph:
         ...     buffer = popxl.remote_buffer((2, 3), popxl.float32, entries=4)
         ...     here, after, first = RemoteHandle(buffer), RemoteHandle(buffer, 1), RemoteHandle(buffer, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 
 import popxl
-from popxl import Op, Tensor, ops
+from popxl import Tensor, ops
+from popxl_addons.transforms._stand_in import stand_in
 
 __all__ = ["repeat_graph"]
 
@@ -50,10 +51,18 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     turn = ir.create_empty_graph("repeat_graph")
     for t in carried:  # a loop returns what it carries, so it carries what it returns
         turn.add_input(t.spec, t.name)
-    outer = {storage: turn.add_input(storage.spec, storage.name, by_ref=True) for storage in _read(moving, computed)}
+    outer: dict[Tensor, Tensor] = {}
+
+    def input_for(t: Tensor) -> Tensor:
+        if t not in outer:
+            outer[t] = turn.add_input(t.spec, t.name, by_ref=True)
+        return outer[t]
+
+    read = dict.fromkeys(t for op in moving for t in op.inputs if t not in computed)
+    given = {t: stand_in(t, (), turn, input_for) for t in read}
     graph.trim_outputs(0)
     try:
-        graph.move(moving, turn, {t: outer[t.origin] for op in moving for t in op.inputs if t not in computed})
+        graph.move(moving, turn, given)
     except BaseException:
         for t in outputs:
             graph.add_output(t, extend_calls=False)
@@ -67,8 +76,3 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     for t in outputs:
         graph.add_output(results.get(t, t), extend_calls=False)
     return turn
-
-
-def _read(moving: list[Op], computed: set[Tensor]) -> list[Tensor]:
-    """What the ops read that they do not make. Results of in-place ops are the tensors that these have changed."""
-    return list(dict.fromkeys(t.origin for op in moving for t in op.inputs if t not in computed))

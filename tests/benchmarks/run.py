@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from popxl.utils import table_to_string
-from tests.benchmarks import blocks, building, empty_run, importing, network
+from tests.benchmarks import blocks, building, empty_run, gpt, importing, network, pipeline
 from tests.benchmarks.harness import HEADER, Result, Size, measure, progress
 
-ROWS = (*network.ROWS, *blocks.ROWS, *building.ROWS, *empty_run.ROWS, *importing.ROWS)
+ROWS = (*network.ROWS, *blocks.ROWS, *gpt.ROWS, *pipeline.ROWS, *building.ROWS, *empty_run.ROWS, *importing.ROWS)
 
 
 def machine() -> dict[str, Any]:

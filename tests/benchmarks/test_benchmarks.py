@@ -5,10 +5,12 @@ Slow rows are left out: they are others with larger sizes.
 
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from tests.benchmarks import curves, run
+from tests.benchmarks import curves, run, variants
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, seconds, times
 
 
@@ -19,6 +21,14 @@ def test_row(row):
     assert all(math.isfinite(value) and value > 0 for values in result.measures.values() for value in values)
     assert all(len(line) == len(run.HEADER) for line in result.lines())
     json.dumps(result.raw())
+
+
+def test_variants():
+    """A line for each, all with the same loss."""
+    config = replace(variants.TINY, layers=2)
+    names, losses = zip(*(line.split(" | ")[:2] for line in variants.table(config).splitlines()[2:]), strict=True)
+    assert [name.strip() for name in names] == [*variants.VARIANTS]
+    np.testing.assert_allclose([float(loss) for loss in losses], float(losses[0]), rtol=1e-5)
 
 
 def test_curves(tmp_path):

@@ -204,6 +204,18 @@ def test_names_of_gradients_that_pass_through(ir):
     assert [t.name for t in autodiff(graph).graph.outputs] == ["Gradient___a", "Gradient___out"]
 
 
+def test_names_of_gradients_that_calls_return(ir):
+    """They are renamed, not copied; one that passes through has to be copied, to have both names."""
+    inner = graph_of(ir, lambda a, b: a * b)
+    graph = graph_of(ir, lambda x, v, w: ops.call(inner, ops.call(inner, x, v)[0], w)[0])
+    info = autodiff(graph)
+    assert [t.name for t in info.graph.outputs] == ["Gradient___x", "Gradient___v", "Gradient___w"]
+    assert [op.op_type for op in info.graph.ops] == ["Call", "Call"]
+    graph = graph_of(ir, lambda x, y: ops.call(inner, x + y, x + y)[0])
+    info = autodiff(graph)
+    assert [t.name for t in info.graph.outputs] == ["Gradient___x", "Gradient___y"]
+
+
 def test_tensors_that_are_named_twice(ir, run):
     """As often as they are required, or provided, there is a gradient."""
     graph = graph_of(ir, lambda x, y: x * x + y)

@@ -117,6 +117,27 @@ def test_constants_tell_structures_apart() -> None:
             np.testing.assert_array_equal(found[stream], 2 * (X * np.float32(factor) + np.float32(factor)))
 
 
+def test_calls_are_alike_whatever_numbers_they_are_passed() -> None:
+    """The number of a layer, say: one executable. Numbers that the ops between have are theirs."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(X, name="x")
+        two = popxl.constant(2.0)
+        graph = ir.create_graph(lambda t, row: ops.tanh(t * row), x, two)
+        y = x
+        for number in (0.5, two, two, 3.0):
+            (y,) = ops.call(graph, y, number)
+        out = popxl.d2h_stream(X.shape, popxl.float32)
+        ops.host_store(out, ops.call(graph, y, two)[0] + two)
+    with session_of(ir, "dispatched") as session:
+        expected = X
+        for number in (0.5, 2.0, 2.0, 3.0, 2.0):
+            expected = np.tanh(expected * np.float32(number))
+        np.testing.assert_allclose(session.run()[out], expected + 2, rtol=1e-6)
+    plan = session.program.executable
+    assert (len(plan.pieces), len(plan.structures)) == (6, 2)
+
+
 def test_graphs_that_call_graphs() -> None:
     """A graph that is called once is gone through by the host, if there are pieces in it."""
 

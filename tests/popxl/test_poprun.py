@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from popxl.distributed import Instance
+from popxl.errors import PopxlRuntimeError
+from runtime.poprun import GRACE
+from runtime.processes import Line
 
 ROOT = Path(__file__).parents[2]
 POPRUN = [sys.executable, "-m", "runtime.poprun"]
@@ -81,6 +87,31 @@ def test_output_is_shown_line_by_line() -> None:
         assert f"{tag}1%\n{tag}2%\n{tag}last\n" in _of_instance(done.stdout, tag)
 
 
+def test_what_collectives_say_at_their_start_is_not_shown() -> None:
+    """Threads say it at once; of the numbers in the output only theirs are left out."""
+    begin = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : "
+    lines = ["3", f"{begin}3", f"{begin}{begin}3", "3", "3", f"[Gloo] Rank {begin}31", begin[13:], "3", "[Gloo] Rank x"]
+    done = poprun("--num-instances=2", "--only-output-from-instance=1", program=f"print(*{lines}, sep='\\n')")
+    assert done.stdout == "[1] 3\n[1] 3\n[1] 3\n[1] [Gloo] Rank x\n"
+
+
+def test_a_line_may_be_long() -> None:
+    done = poprun("--num-instances=2", program="print('x' * 30_000_000)")
+    assert sorted(line[:5] for line in done.stdout.splitlines()) == ["[0] x", "[1] x"]
+    assert len(done.stdout) == 2 * len("[0] \n") + 60_000_000
+
+
+def test_instances_hear_that_nobody_reads_their_output() -> None:
+    command = [*POPRUN, "--num-instances=2", "yes"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert b"was killed by SIGPIPE; the others are stopped" in process.stderr.read()
+        assert process.wait(LIMIT) == 128 + signal.SIGPIPE
+
+
 def _of_instance(output: str, tag: str) -> str:
     return "".join(line + "\n" for line in output.splitlines() if line.startswith(tag))
 
@@ -100,8 +131,10 @@ def test_options_without_meaning_here_are_accepted() -> None:
         ("--num-instances 3 --host a,b true", "cannot be shared out evenly among the 2 machines"),
         ("--num-instances 0 true", "0 is below 1"),
         ("--num-instances 2", "there is no program to run"),
+        ("--timeout -1 true", "-1 is no time to wait"),
         ("-x SURELY_NOT_SET true", "there is no such environment variable"),
         ("--num-instnces 2 true", "unrecognized arguments"),
+        ("--num-instances 2 --only-output-from-instance 2 true", "there is no such instance; their numbers are 0 to 1"),
     ],
 )
 def test_what_does_not_fit_together(arguments: str, message: str) -> None:
@@ -139,17 +172,66 @@ def test_other_machines(tmp_path: Path) -> None:
     program = f"""
         import os, signal, sys, time
         if os.environ["POPDIST_INSTANCE_INDEX"] == "0":
-            time.sleep(1)
+            while not os.path.exists({str(tmp_path / "ready")!r}):
+                time.sleep(0.05)
             sys.exit(7)
         def end(*_):
             open({str(tmp_path / "ended")!r}, "w").close()
             os._exit(0)
         signal.signal(signal.SIGTERM, end)
+        open({str(tmp_path / "ready")!r}, "w").close()
         time.sleep(100)
     """
     done = poprun("--num-instances=2", "--host", "localhost,far", program=program, environment=environment)
     assert done.returncode == 7
     assert (tmp_path / "ended").exists()
+
+
+# The line to the launcher --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "far"])
+def test_only_instances_are_heard(host: str, tmp_path: Path) -> None:
+    """They know a secret, which is not in the command that starts them."""
+    program = """
+        import json, os, socket
+
+        def answer(token):
+            host, _, port = os.environ["POPDIST_LAUNCHER"].rpartition(":")
+            said = json.dumps({"index": 0, "place": "here", "said": "hello"})
+            with socket.create_connection((host, int(port)), timeout=30) as line:
+                try:
+                    line.sendall(f"{token}\\n{said}\\n".encode())
+                    return line.makefile().readline().strip()
+                except ConnectionError:
+                    return ""
+
+        token = os.environ["POPDIST_TOKEN"]
+        print([answer(said) for said in ("", "{}", token[:-1], token + "0", token)], token, sep=";")
+    """
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\neval "$4"\n')
+    ssh.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = poprun("--verbose", "--host", host, program=program, environment=environment)
+    assert done.returncode == 0, done.stderr
+    answers, token = done.stdout.strip().split(";")
+    assert answers == """['', '', '', '', '{"said": ["hello"]}']"""
+    assert len(token) == 32 and f"instance 0 on {host}" in done.stderr and token not in done.stderr
+
+
+def test_what_answers_is_not_the_launcher() -> None:
+    """Whoever waits hears of it, and whoever comes later does not wait."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        launcher = f"127.0.0.1:{server.getsockname()[1]}"
+        line = Line(Instance(instance_index=1, num_instances=2, num_total_replicas=2, launcher=launcher, token="me"))
+        other, _ = server.accept()
+        with other:
+            other.sendall(b"220 mail.example.com\r\n")
+            for place in ("home", "work"):
+                message = f"instance 1 is at {place}, and what answers at '{launcher}' is not `poprun`: b'220 mail"
+                with pytest.raises(PopxlRuntimeError, match=message):
+                    line.meet(place)
 
 
 # Failing -------------------------------------------------------------------------------------------------------------
@@ -240,7 +322,26 @@ def test_instances_that_do_different_things() -> None:
     """
     done, said = train(what)
     assert done.returncode == 1
-    assert "Instance 0 is at Session.weights_to_host. Instance 1 is at popdist.synchronize." in said
+    assert "Instance 0 is at Session.weights_to_host after 3 runs. Instance 1 is at popdist.synchronize." in said
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_instances_that_run_unequally_often(who: int) -> None:
+    program = f"""
+        import popdist, popxl
+        from popxl import ops
+        ir = popxl.Ir(replication="popdist")
+        with ir.main_graph:
+            v = popxl.variable(0.0)
+            ops.add_(v, ops.collectives.replicated_all_reduce(popxl.constant(1.0)))
+        with popxl.Session(ir, "ipu_hw") as session:
+            for _ in range(1 if popdist.getInstanceIndex() == {who} else 3):
+                session.run()
+    """
+    done = poprun("--num-instances=2", "--num-replicas=4", program=program)
+    assert done.returncode in (1, 128 + signal.SIGABRT)  # JAX may abort, with runs that will not end
+    for index, runs in {who: "1 run.", 1 - who: "3 runs."}.items():
+        assert f"Instance {index} is at Session.weights_to_host after {runs}" in done.stderr.splitlines()[-1]
 
 
 def test_jax_has_been_used_before() -> None:
@@ -289,9 +390,32 @@ def test_a_session_over_processes_is_not_saved() -> None:
     assert "Session.save: the program runs over several processes" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_all_are_stopped_at_once() -> None:
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(1000)"
+    command = [*POPRUN, "--num-instances=3", sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT)
+    assert time.monotonic() - begin < 2 * GRACE
+
+
+def test_an_instance_that_has_ended_may_be_waited_for() -> None:
+    program = "import os, sys, time; time.sleep(2 * (os.environ['POPDIST_INSTANCE_INDEX'] == '0'))"
+    done = poprun("--num-instances=2", "--timeout=0.3", program=program)
+    assert done.returncode == 0
+    assert "poprun: instances that have ended: 1; that still run, 0.3 seconds later: 0." in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_poprun_itself_is_stopped(number: int, tmp_path: Path) -> None:
     """Nothing stays behind, neither if it can still stop the instances nor if it is killed."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("the tests run under nohup, and so does what they start")
     note = f"open({str(tmp_path)!r} + f'/{{me}}', 'w').write(str(os.getpid()))"
     program = textwrap.dedent(TRAIN).replace("{what}", note)
     command = [*POPRUN, "--num-instances=2", sys.executable, "-u", "-c", program]
@@ -308,8 +432,9 @@ def test_poprun_itself_is_stopped(number: int, tmp_path: Path) -> None:
         while _is_alive(int((tmp_path / index).read_text())):
             assert time.monotonic() < deadline, "an instance has stayed behind"
             time.sleep(0.05)
-    if number == signal.SIGTERM:
-        assert (code, said.splitlines()[-1]) == (143, "poprun: SIGTERM: all instances are stopped.")
+    if number != signal.SIGKILL:
+        assert said.splitlines()[-1] == f"poprun: {signal.Signals(number).name}: all instances are stopped."
+        assert code == 128 + number
 
 
 def _is_alive(process: int) -> bool:

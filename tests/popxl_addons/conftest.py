@@ -21,13 +21,13 @@ def ir() -> Iterator[popxl.Ir]:
 
 @pytest.fixture
 def evaluate() -> Evaluate:
-    """`evaluate(*tensors)` runs the program once and returns the values that these tensors of its main graph have."""
+    """`evaluate(*tensors)` runs the program once and returns what tensors of its main graph are, on each replica."""
 
     def run(*tensors: popxl.Tensor) -> list[np.ndarray]:
         ir = tensors[0].ir
         with ir.main_graph:
             streams = [addons.host_store(tensor) for tensor in tensors]
-        with popxl.Session(ir, "cpu") as session:
+        with popxl.Session(ir, "ipu_model") as session:
             results = session.run()
         return [np.array(results[stream]) for stream in streams]
 

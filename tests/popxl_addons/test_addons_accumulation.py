@@ -10,6 +10,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.errors import PopxlError
 from popxl_addons import NamedTensors
+from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 
 
@@ -264,3 +265,25 @@ def test_errors_leave_the_graph_as_it_was(ir, x):
     with pytest.raises(ValueError, match=r"accumulators of the same name: \['a_b'\]"):
         autodiff_with_accumulation(addons.GraphWithNamedArgs(clash), clash.inputs)
     assert graph.graph.outputs == outputs and len(ir.graphs) == graphs + 1
+
+
+def test_pieces_of_a_tensor():
+    """Each replica has the mean of the gradients of its piece."""
+    ir = popxl.Ir(replication=2)
+
+    def weighted(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+        return ops.sum(gather_replica_sharded_tensor(w) * x)
+
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.arange(6).reshape(2, 3), popxl.float32, "x")
+        _, piece = popxl.replica_sharded_variable(np.ones((2, 3)), popxl.float32, "w")
+        graph = addons.GraphWithNamedArgs(ir.create_graph(weighted, x, piece))
+        facts, grad = addons.autodiff_with_accumulation(graph, graph.graph.inputs[1:])
+        assert (facts.accum.w.shape, facts.accum.w.meta_shape) == ((3,), None)
+        accumulators = facts.init()
+        for dy in (1.0, 3.0):
+            info = graph.call_with_info(x, piece)
+            grad.bind(accumulators).call(popxl.constant(dy), args=grad.grad_graph_info.inputs_dict(info))
+        out = addons.host_store(accumulators.accum.w)
+    with popxl.Session(ir, "ipu_model") as session:
+        np.testing.assert_allclose(session.run()[out], 2 * np.arange(6).reshape(2, 3))

@@ -337,6 +337,46 @@ def test_a_registered_child_creates_its_own_graph(ir):
     assert [t.name for t in graph.graph.called_graphs[0].inputs] == ["x", "linear/w", "linear/b"]
 
 
+@pytest.mark.parametrize("inlined_first", [True, False])
+def test_a_child_is_inlined_and_creates_its_own_graph(ir, inlined_first):
+    class Net(addons.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = Affine(2)
+
+        def outlined(self, x):
+            facts, graph = self.linear.create_graph(x.spec)
+            (x,) = graph.bind(self.add_variable_inputs("fwd", facts)).call(x)
+            return x
+
+        def build(self, x):
+            return self.outlined(self.linear(x)) if inlined_first else self.linear(self.outlined(x))
+
+    net = Net()
+    for _ in range(2):
+        facts, graph = net.create_graph(SPEC)
+        assert facts.keys_flat() == graph.args.keys_flat() == ["linear.w", "linear.b", "fwd.w", "fwd.b"]
+        own, added = ["linear/w", "linear/b"], ["w", "b"]
+        assert [t.name for t in graph.graph.inputs] == ["x", *(own + added if inlined_first else added + own)]
+
+
+def test_modules_that_a_build_assigns_forget_what_they_collect(ir):
+    class Net(addons.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [Affine(2), Affine(2)]
+
+        def build(self, x):
+            self.layers = addons.Module.from_list(self.parts)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    net = Net()
+    for _ in range(2):
+        assert net.create_graph(SPEC)[0].keys_flat() == ["layers.0.w", "layers.0.b", "layers.1.w", "layers.1.b"]
+
+
 def test_forgetting_to_call_the_base_constructor(ir):
     class Plain(addons.Module):
         def __init__(self):
@@ -410,6 +450,17 @@ def test_lists_of_placeholders(ir):
     assert len(ir.graphs) == 2
     with pytest.raises(AttributeError, match="iteration not supported"):
         list(net.weights)
+
+
+def test_lists_of_placeholders_of_another_float_dtype(ir):
+    class Net(addons.Module):
+        def build(self, x, factory):
+            self.weights = addons.Module.from_variable_factories([factory] * 2)
+            return x @ self.weights[0] @ self.weights[1]
+
+    facts, graph = Net().create_graph(SPEC, VariableFactory(lambda: np.eye(SPEC.shape[1]), popxl.float16, "w"))
+    (y,) = graph.bind(facts.init()).call(popxl.constant(np.ones(SPEC.shape), SPEC.dtype))
+    assert (y.shape, y.dtype) == (SPEC.shape, SPEC.dtype)
 
 
 def test_sharded_inputs():

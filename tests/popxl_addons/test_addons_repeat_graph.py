@@ -180,3 +180,16 @@ def test_numpy_integers(ir):
     v = popxl.variable(0)
     v += 1
     assert repeat_graph(ir.main_graph, np.int64(2)) is not ir.main_graph
+
+
+def test_views_that_stay_go_on_sharing_storage(ir):
+    v = popxl.variable(np.arange(6), popxl.float32, "v")
+    with popxl.context._execution_context(popxl.ExecutionContext.WeightsFromHostFragment):
+        low, high = ops.slice_(v, start=0, stop=4), ops.slice_(v, start=2, stop=6)
+    with popxl.in_sequence():
+        ops.add_(low, popxl.constant(1.0))
+        ops.add_(high, popxl.constant(10.0))
+    repeat_graph(ir.main_graph, 3)
+    with popxl.Session(ir, "ipu_hw") as session:
+        session.run()
+    np.testing.assert_array_equal(session.get_tensor_data(v), [3, 4, 35, 36, 34, 35])

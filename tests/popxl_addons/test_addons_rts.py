@@ -26,21 +26,6 @@ def ir():
         yield ir
 
 
-@pytest.fixture
-def run():
-    """`run(*tensors)`: the value that each tensor has on each replica."""
-
-    def evaluate(*tensors):
-        ir = tensors[0].ir
-        with ir.main_graph:
-            streams = [addons.host_store(t) for t in tensors]
-        with popxl.Session(ir, "ipu_model") as session:
-            results = session.run()
-        return [np.array(results[stream]) for stream in streams]
-
-    return evaluate
-
-
 def different(ir, values, name="t"):
     """A variable with a value of its own on each replica."""
     return popxl.variable(values, F32, name, replica_grouping=ir.replica_grouping(group_size=1))
@@ -85,7 +70,7 @@ def test_spec_of_a_piece(ir, spec, group, expected):
 
 @pytest.mark.parametrize("use_io_tiles", [False, True])
 @pytest.mark.parametrize("group", [None, "1x2", "2x2"])
-def test_gathering(ir, run, group, use_io_tiles):
+def test_gathering(ir, evaluate, group, use_io_tiles):
     rg = None if group is None else grouping(ir, group)
     groups = 1 if rg is None else rg.num_groups
     values = np.arange(groups * 12.0).reshape(groups, 4, 3)
@@ -94,7 +79,7 @@ def test_gathering(ir, run, group, use_io_tiles):
     whole = gather_replica_sharded_tensor(piece, use_io_tiles, rg)
     assert (whole.shape, whole.meta_shape, whole.tile_set) == ((4, 3), (), "compute")
     assignment = [0] * REPLICAS if rg is None else rg.assignment
-    np.testing.assert_array_equal(run(whole)[0], values[assignment])
+    np.testing.assert_array_equal(evaluate(whole)[0], values[assignment])
 
 
 def test_whole_tensors_are_returned_as_they_are(ir):
@@ -103,7 +88,7 @@ def test_whole_tensors_are_returned_as_they_are(ir):
     assert gather_replica_sharded_tensor(w, True, ir.replica_grouping()) is w
 
 
-def test_groups_of_a_factory_may_not_be_constant(run):
+def test_groups_of_a_factory_may_not_be_constant(evaluate):
     """What is cut for the constant part of a grouping is put together in it."""
     ir = popxl.Ir(replication=8)
     group = ir.replica_grouping_from_assignments([0, 0, 1, 1, 1, 1, 0, 0])
@@ -115,10 +100,10 @@ def test_groups_of_a_factory_may_not_be_constant(run):
         shared = reduce_replica_sharded_tensor(whole, "add", alone, group)
         assert replica_sharded_spec(whole, group).to_tuple() == shared.spec.to_tuple() == piece.spec.to_tuple()
         again = gather_replica_sharded_tensor(shared, replica_group=group)
-    np.testing.assert_array_equal(run(whole, again), [values[group.assignment]] * 2)
+    np.testing.assert_array_equal(evaluate(whole, again), [values[group.assignment]] * 2)
 
 
-def test_gather_graph(ir, run):
+def test_gather_graph(ir, evaluate):
     pairs, everyone = ir.replica_grouping(group_size=2), ir.replica_grouping()
     values = np.arange(16.0).reshape(2, 8)
     _, b = popxl.replica_sharded_variable(values, F32, "b", replica_grouping=pairs)
@@ -130,7 +115,7 @@ def test_gather_graph(ir, run):
     assert [t.spec.to_tuple() for t in gather.args.values_flat()] == [tensors[n].spec.to_tuple() for n in names]
     assert gather.graph.name.startswith("all_gather_subgraph(")
     result = NamedTensors.pack(names, gather.bind(tensors).call())
-    whole, x = run(result.a, result.x.b)
+    whole, x = evaluate(result.a, result.x.b)
     np.testing.assert_array_equal(whole, [values] * 4)
     np.testing.assert_array_equal(x, values[[0, 0, 1, 1]])
 
@@ -157,7 +142,7 @@ def reduced(values, group, op):
     ("replica_group", "shard_group"),
     [(None, None), ("1x2", None), ("2x2", None), (None, "1x2"), (None, "2x2"), ("1x1", "1x2"), ("1x2", "1x4")],
 )
-def test_reducing(ir, run, op, replica_group, shard_group):
+def test_reducing(ir, evaluate, op, replica_group, shard_group):
     values = np.random.default_rng(3).normal(size=(REPLICAS, 4, 2)).astype(np.float32)
     over = None if replica_group is None else grouping(ir, replica_group)
     by = None if shard_group is None else grouping(ir, shard_group)
@@ -167,7 +152,7 @@ def test_reducing(ir, run, op, replica_group, shard_group):
     assert (piece.shape, piece.meta_shape) == ((8 // by.group_size,), (4, 2))
     ranks = [by.assignment[:r].count(group) for r, group in enumerate(by.assignment)]
     whole = reduced(values, over, op).reshape(REPLICAS, by.group_size, -1)
-    np.testing.assert_allclose(run(seen(piece))[0], whole[range(REPLICAS), ranks], rtol=1e-6)
+    np.testing.assert_allclose(evaluate(seen(piece))[0], whole[range(REPLICAS), ranks], rtol=1e-6)
 
 
 def test_a_reduction_to_pieces_is_one_op(ir):
@@ -181,12 +166,12 @@ def test_a_reduction_to_pieces_is_one_op(ir):
 @pytest.mark.parametrize(
     ("shape", "over", "by"), [((3, 2), "1x4", "1x4"), ((), "1x4", "1x4"), ((4, 2), "1x4", "1x1"), ((3,), "2x2", "1x2")]
 )
-def test_what_stays_whole(ir, run, shape, over, by):
+def test_what_stays_whole(ir, evaluate, shape, over, by):
     values = np.random.default_rng(4).normal(size=(REPLICAS, *shape)).astype(np.float32)
     over, by = grouping(ir, over), grouping(ir, by)
     t = reduce_replica_sharded_tensor(different(ir, values), "add", over, by)
     assert (t.shape, t.meta_shape) == (shape, ())
-    np.testing.assert_allclose(run(t)[0], reduced(values, over, "add"), rtol=1e-6)
+    np.testing.assert_allclose(evaluate(t)[0], reduced(values, over, "add"), rtol=1e-6)
 
 
 def test_alone_nothing_happens(ir):
@@ -214,7 +199,7 @@ def test_numbers_of_the_documentation():
 
 
 @pytest.mark.parametrize("use_io_tiles", [False, True])
-def test_reduce_graph(ir, run, use_io_tiles):
+def test_reduce_graph(ir, evaluate, use_io_tiles):
     values = np.random.default_rng(5).normal(size=(REPLICAS, 8)).astype(np.float32)
     pairs = ir.replica_grouping(group_size=2)
     names = ["b", "a", "x.c"]
@@ -225,7 +210,7 @@ def test_reduce_graph(ir, run, use_io_tiles):
     assert [t.shape for t in reduce.graph.outputs] == [(8,), (2,), (4,)]
     assert reduce.graph.name.startswith("replica_reduce_subgraph(")
     result = NamedTensors.pack(outputs, reduce.bind(tensors).call())
-    a, b, c = run(result.a, seen(result.b), seen(result.x.c))
+    a, b, c = evaluate(result.a, seen(result.b), seen(result.x.c))
     mean = values.mean(0)
     np.testing.assert_allclose(a, [2 * mean] * 4, rtol=1e-5)
     np.testing.assert_allclose(b, mean.reshape(4, 2), rtol=1e-5)

@@ -1,5 +1,6 @@
 """Every tutorial runs as a user would run it, from the command line, and prints what its text promises."""
 
+import collections
 import functools
 import os
 import re
@@ -54,8 +55,27 @@ PROGRAMS = {
         [],
         ["A plan: the host runs 22 pieces", "Timeline of ", "Accuracy on test set: "],
     ),
+    "9_several_processes/several_processes.py": (
+        [],
+        ["[1] the same weights as one process with whole batches: True", "[0] Accuracy on test set: "],
+    ),
+    "9_several_processes/one_fails.py": (
+        [],
+        ["poprun: instance 1 failed with exit code 1; the others are stopped."],
+    ),
 }
 """What to run: its options and what its output holds."""
+
+POPRUN = (sys.executable, "-m", "runtime.poprun", "--num-instances=2", "--num-replicas=4")
+
+LAUNCHERS = {
+    "9_several_processes/several_processes.py": POPRUN,
+    "9_several_processes/one_fails.py": POPRUN,
+}
+"""What starts a program, if it is not run by itself."""
+
+FAILING = {"9_several_processes/one_fails.py"}
+"""Programs that are to fail."""
 
 MODULES = {
     "1_basic_concepts/model.py",
@@ -66,9 +86,10 @@ MODULES = {
 
 
 @functools.cache
-def run(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, *options: str, launcher: tuple[str, ...] | None = None) -> subprocess.CompletedProcess[str]:
+    launcher = LAUNCHERS.get(program, ()) if launcher is None else launcher
     return subprocess.run(
-        [sys.executable, "-W", "error", str(TUTORIALS / program), *options],
+        [*launcher, sys.executable, "-W", "error", str(TUTORIALS / program), *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},  # so that the tests need no installation
         capture_output=True,
         text=True,
@@ -85,19 +106,36 @@ def test_every_tutorial_is_listed() -> None:
 def test_program(program: str) -> None:
     options, expected = PROGRAMS[program]
     done = run(program, *options)
-    assert done.returncode == 0, done.stderr
-    assert [text for text in expected if text not in done.stdout] == [], done.stdout
+    assert (done.returncode != 0) == (program in FAILING), done.stderr
+    output = done.stdout + done.stderr
+    assert [text for text in expected if text not in output] == [], output
 
 
 @pytest.mark.parametrize("readme", sorted(TUTORIALS.glob("[0-9]*/README.md")), ids=lambda path: path.parent.name)
 def test_what_the_text_shows_is_what_is_printed(readme: Path) -> None:
     tutorial = readme.parent.name
-    printed = "".join(
-        run(program, *options).stdout for program, (options, _) in PROGRAMS.items() if program.startswith(tutorial)
-    )
+    runs = [run(program, *options) for program, (options, _) in PROGRAMS.items() if program.startswith(tutorial)]
+    printed = by_process("".join(done.stdout + done.stderr for done in runs))
     shown = re.findall(r"```text\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     assert shown
-    assert [block for block in shown if block not in printed] == []
+    assert [block for block in shown for who, said in by_process(block).items() if said not in printed[who]] == []
+
+
+def by_process(output: str) -> dict[str, str]:
+    """The lines of each process, whose number they begin with; those of different processes come in any order."""
+    found = collections.defaultdict(str)
+    for line in output.splitlines(keepends=True):
+        found[re.match(r"(\[\d\] )?", line)[0]] += line
+    return found
+
+
+def test_a_program_for_several_processes_runs_alone() -> None:
+    program = "9_several_processes/several_processes.py"
+    together, alone = run(program), run(program, launcher=())
+    assert alone.returncode == 0, alone.stderr
+    assert "1 process(es), 2 replicas" in alone.stdout
+    accuracies = [re.search(r"Accuracy on test set: (.*)%", done.stdout)[1] for done in (together, alone)]
+    assert float(accuracies[0]) == pytest.approx(float(accuracies[1]), abs=1)
 
 
 def test_missing_data_are_a_short_letter() -> None:

@@ -96,7 +96,9 @@ def members(name: str, group: ReplicaGrouping | None) -> dict[str, Any]:
         NotImplementedError: for a grouping whose members are not always the same distance apart.
 
     Example:
-        >>> members("sum", ir.replica_grouping(stride=2, group_size=2))
+        >>> ir = popxl.Ir(replication=4)
+        >>> with ir.main_graph:
+        ...     members("sum", ir.replica_grouping(stride=2, group_size=2))
         {'stride': 2, 'group_size': 2}
     """
     count = get_current_context().ir.replication_factor

@@ -23,7 +23,10 @@ def chunk_size(count: int, group_size: int) -> int:
 class Group(ABC):
     """The group of each replica, while a program runs: `size` replicas, neighbours `stride` apart, out of `count`.
 
-    Example: the largest value that any member has, as an op.
+    Example:
+        The largest value that any member has, as an op.
+
+        >>> from popxl.ops.collectives.collectives import members
         >>> def highest(t, *, group):
         ...     return group.combined(jnp.max(t), "max")
         >>> Highest = popxl.OpKind(

@@ -233,11 +233,11 @@ def replicated_all_gather(
         axis: along which tensors are concatenated; negative ones count from the back. The other forms ignore it.
         group: which replicas talk to each other; all of them by default.
         output_shape: how the G tensors are put together.
-            `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
-            `"new_axis"`: stacked along a new first dimension of size G.
-            `"meta_shape"`: shards of one tensor, joined; what there is too much is dropped, and the rest has the shape
-            `t.meta_shape`. Without a meta-shape the result is flat.
-            `"auto"`: `"meta_shape"` if `t` has one, else `"concat"`.
+            - `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
+            - `"new_axis"`: stacked along a new first dimension of size G.
+            - `"meta_shape"`: shards of one tensor, joined; what there is too much is dropped, and the rest has the
+              shape `t.meta_shape`. Without a meta-shape the result is flat.
+            - `"auto"`: `"meta_shape"` if `t` has one, else `"concat"`.
 
     Returns:
         A new tensor of the same dtype, without a meta-shape.
@@ -251,7 +251,9 @@ def replicated_all_gather(
     See also: `jax.lax.all_gather`, `torch.distributed.all_gather`.
 
     Example:
-        >>> w = ops.collectives.replicated_all_gather(w_shard)
+        >>> shard = ops.collectives.replica_sharded_slice(w)
+        >>> ops.collectives.replicated_all_gather(shard).shape
+        (4, 3)
     """
     name = "replicated_all_gather"
     if not isinstance(axis, int | np.integer):

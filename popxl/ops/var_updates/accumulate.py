@@ -117,7 +117,9 @@ def accumulate_mean_(t: Tensor, X: Tensor, step: float | Tensor) -> Tensor:
         PopxlError: if the shapes differ, or `step` has several elements.
         TypeError: if `step` is neither a number nor a tensor.
 
-    Example: the mean of the gradients of some micro-batches.
+    Example:
+        The mean of the gradients of some micro-batches.
+
         >>> ops.var_updates.accumulate_mean_(mean, gradient, count)
         >>> count += 1
     """

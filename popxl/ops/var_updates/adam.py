@@ -215,9 +215,10 @@ def adamax_updater(
     See also: `torch.optim.Adamax`.
 
     Example:
-        >>> ops.var_updates.copy_var_update_(v, ops.maximum(v * 0.999, ops.abs(g)))
-        >>> step = ops.var_updates.adamax_updater(m, v, time_step=t, beta1=0.9)
-        >>> ops.scaled_add_(w, step, b=-learning_rate)
+        >>> norm = ops.maximum(second_moment * 0.999, ops.abs(gradient))
+        >>> ops.var_updates.copy_var_update_(second_moment, norm)
+        >>> direction = ops.var_updates.adamax_updater(first_moment, second_moment, time_step=step, beta1=0.9)
+        >>> ops.scaled_add_(w, direction, b=-learning_rate)
     """
     name = "adamax_updater"
     weight, weight_decay = _decaying(name, weight, weight_decay)
@@ -281,7 +282,8 @@ def adam_var_update(
         TypeError: if `learning_rate` or `max_weight_norm` is neither a number nor a tensor.
 
     Example:
-        >>> ops.var_updates.adam_var_update(w, step, ops.lamb_square(w), ops.lamb_square(step), 0.001, 10.0)
+        >>> x = ops.var_updates.lamb_updater(first_moment, second_moment)
+        >>> ops.var_updates.adam_var_update(w, x, ops.lamb_square(w), ops.lamb_square(x), 0.001, 10.0)
     """
     factors = (
         factor(learning_rate, "adam_var_update: `learning_rate`", optional=True),

@@ -35,6 +35,6 @@ def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:
         PopxlError: if the shapes or the dtypes differ.
 
     Example:
-        >>> ops.var_updates.copy_var_update_(variable, value)
+        >>> ops.var_updates.copy_var_update_(first_moment, gradient)
     """
     return _copy(t, X)

@@ -81,7 +81,7 @@ def sparse_accumulate_(
     See also: `numpy.add.at`.
 
     Example:
-        >>> ops.var_updates.sparse_accumulate_(table_gradient, dx, ids)
+        >>> ops.var_updates.sparse_accumulate_(table_gradient, rows, ids)
     """
     what = "sparse_accumulate_"
     optional_tensor(what, W=W)

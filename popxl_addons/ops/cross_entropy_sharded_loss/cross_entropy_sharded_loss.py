@@ -109,7 +109,9 @@ def cross_entropy_sharded_loss(
 
     See also ``torch.nn.functional.cross_entropy``.
 
-    Example: two replicas with two classes each; the label is 2, which the second replica has as its first.
+    Example:
+        Two replicas with two classes each; the label is 2, which the second replica has as its first.
+
         >>> ir = popxl.Ir(replication=2)
         >>> with ir.main_graph:
         ...     each = ir.replica_grouping(group_size=1)

@@ -124,7 +124,9 @@ def cross_entropy_sharded_wr_loss(
             or if no `ipus` are given and those of the tensors are not known.
         PopxlError: if shapes or dtypes do not fit.
 
-    Example: five classes on two IPUs.
+    Example:
+        Five classes on two IPUs.
+
         >>> with popxl.Ir().main_graph:
         ...     logits = [popxl.variable(np.zeros((3, classes)), popxl.float32) for classes in (2, 3)]
         ...     labels = [popxl.constant([0, 4, 2], popxl.int32) for _ in range(2)]

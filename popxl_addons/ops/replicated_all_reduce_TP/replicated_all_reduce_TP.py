@@ -52,7 +52,9 @@ def replicated_all_reduce_identical_inputs(
 
     Args, results and errors are those of `replicated_all_reduce`.
 
-    Example: a layer whose columns are divided among four replicas, and one whose rows are.
+    Example:
+        A layer whose columns are divided among four replicas, and one whose rows are.
+
         >>> ir = popxl.Ir(replication=4)
         >>> with ir.main_graph:
         ...     each = ir.replica_grouping(group_size=1)

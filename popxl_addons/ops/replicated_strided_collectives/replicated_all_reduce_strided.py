@@ -42,7 +42,9 @@ def replicated_all_reduce_strided(
         ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
         PopxlError: for another `op`.
 
-    Example: replica `r` of four holds ``[r, 10 * r]``; replicas 0 and 2 get ``[2, 20]``, 1 and 3 ``[4, 40]``.
+    Example:
+        Replica `r` of four holds ``[r, 10 * r]``; replicas 0 and 2 get ``[2, 20]``, 1 and 3 ``[4, 40]``.
+
         >>> ir = popxl.Ir(replication=4)
         >>> with ir.main_graph:
         ...     each = ir.replica_grouping(group_size=1)

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 import popxl
-import popxl_addons as addons
 from popxl import ops
 from popxl_addons import Module
 from popxl_addons.layers import LayerNorm, Linear
@@ -176,25 +175,15 @@ class GPT(Module):
 
 
 class OutlinedGPT(GPT):
-    """The same model, whose blocks are calls of one graph, each with its own variables.
-
-    With `recompute` the gradient graph of a block computes the block again, instead of being given what is inside.
-    """
-
-    def __init__(self, config: Config, recompute: bool = False):
-        super().__init__(config)
-        self.recompute = recompute
+    """The same model, whose blocks are calls of one graph, each with its own variables."""
 
     def blocks(self) -> Module:
         return Module()
 
     def through(self, x: popxl.Tensor, seeds: list[popxl.Tensor]) -> popxl.Tensor:
         facts, block = Block(self.config).create_graph(x, seeds[0])
-        if self.recompute:
-            grad = addons.autodiff(block, grads_required=(block.graph.inputs[0], *block.args.values_flat()))
-            self.called_graphs_grad_info.add(block, addons.recompute_graph(grad))
         for i, seed in enumerate(seeds):
-            x, *_ = block.bind(self.layers.add_variable_inputs(i, facts)).call(x, seed)
+            (x,) = block.bind(self.layers.add_variable_inputs(i, facts)).call(x, seed)
         return x
 
 

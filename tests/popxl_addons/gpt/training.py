@@ -1,6 +1,5 @@
 """A finished program that trains the GPT, whichever way: what is fed, how its state is named, and what it needs."""
 
-import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -44,7 +43,7 @@ class AdamW:
         states = NamedTensors()
         for name, v in variables.to_dict().items():
             facts, step = self.create_graph(v.spec, v.replica_grouping)
-            state = facts.init(f"optim.{name}")
+            state = facts.init(f"optim.{v.name}")
             step.bind(state).call(v, gradients[name])
             states.insert(name, state, overwrite=True)
         return states
@@ -59,9 +58,6 @@ class Training(addons.TaskSession):
     """A session that does one step a run.
 
     Its state has `fwd`, the variables; `optim`, what AdamW has for each; and `seed`, where dropout goes on.
-
-    Attributes:
-        compile_seconds: how long compiling took.
     """
 
     def __init__(
@@ -74,10 +70,8 @@ class Training(addons.TaskSession):
         optim: NamedTensors,
         seed: popxl.Tensor,
     ):
-        start = time.perf_counter()
         state = NamedTensors(fwd=variables, optim=optim, seed=seed)
         super().__init__(inputs, outputs, state, ir=ir, device_desc="ipu_hw")
-        self.compile_seconds = time.perf_counter() - start
         self.config = config
 
     def step(self, tokens: np.ndarray, labels: np.ndarray) -> float:
@@ -102,10 +96,6 @@ class Training(addons.TaskSession):
         """After the first step: what AdamW has made of zeros is a share of the gradients."""
         optim = self.get_named_tensors_data().optim
         return {name: self.whole(name, optim[name].first_order / (1 - BETA1)) for name in self.state.fwd.to_dict()}
-
-    def bytes_of_variables(self) -> int:
-        """Device memory of the variables, on one replica."""
-        return sum(v.nelms * v.dtype.itemsize for v in self.program.variables)
 
     # What ways to train differ in
 

@@ -1,7 +1,7 @@
 """Ways to train the GPT that give the same numbers: each function here builds the program of one, and its session.
 
-`accumulated` and those after it work on micro-batches, and add up means of their gradients. How weights are divided
-among replicas is told in `parallel`.
+`accumulated`, `pipelined` and `phased` work on micro-batches, and take means of their gradients. How weights are
+divided among replicas is told in `parallel`.
 """
 
 # No deferred annotations in this file: `TensorByRef` is read from them.
@@ -11,6 +11,7 @@ from functools import partial
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.ops.call import CallSiteInfo
 from popxl_addons import (
     InputStreams,
     Module,
@@ -43,11 +44,6 @@ def plain(config: Config) -> Training:
 def outlined(config: Config) -> Training:
     """Blocks are calls of one graph, and so are their gradients: the program holds a block once."""
     return whole_batches(config, OutlinedGPT(config))
-
-
-def recomputed(config: Config) -> Training:
-    """The gradient of a block computes the block again, so that nothing inside of it has to be kept."""
-    return whole_batches(config, OutlinedGPT(config, recompute=True))
 
 
 def whole_batches(config: Config, model: Module) -> Training:
@@ -111,26 +107,97 @@ def accumulated(config: Config) -> Training:
 
 
 class Part:
-    """A part of the model as a graph, and its gradient graph, which keeps means.
+    """A part of the model as a graph, and its gradient graph.
 
     Args:
         module: what it is.
         tensors: what it is given.
-        gradients: how many of the first of these get gradients, which are returned.
-        recompute: whether the gradient graph computes the part again.
+        gradients: how many of the first of these get gradients.
+        recompute: whether the gradient graph computes the part again, so that nothing inside of it has to be kept.
+        accumulate: whether the gradient graph takes the gradients of variables into means, instead of returning them.
     """
 
-    def __init__(self, module: Module, *tensors: popxl.Tensor | popxl.TensorSpec, gradients: int, recompute=False):
+    grad_facts: NamedVariableFactories
+
+    def __init__(
+        self,
+        module: Module,
+        *tensors: popxl.Tensor | popxl.TensorSpec,
+        gradients: int,
+        recompute: bool = False,
+        accumulate: bool = True,
+    ):
         self.facts, self.graph = module.create_graph(*tensors)
         for t in self.graph.graph.inputs:
             if t.name == "table":  # a variable, too, but of two parts
                 self.graph.args.insert("table", t)
-        required = self.graph.graph.inputs[:gradients]
-        self.grad_facts, self.grad = autodiff_with_accumulation(
-            self.graph, self.graph.args.values_flat(), grads_required=required
-        )
+        required, variables = self.graph.graph.inputs[:gradients], self.graph.args.values_flat()
+        if accumulate:
+            self.grad_facts, self.grad = autodiff_with_accumulation(self.graph, variables, grads_required=required)
+        else:
+            self.grad = addons.autodiff(self.graph, grads_required=(*required, *variables))
         if recompute:
             self.grad = recompute_graph(self.grad)
+
+    def backward(self, dy: popxl.Tensor, call: CallSiteInfo) -> tuple[list[popxl.Tensor], NamedTensors]:
+        """Gradients of what a call was given, and of the variables, of a part that returns these."""
+        results = self.grad.call(dy, args=self.grad.grad_graph_info.inputs_dict(call))
+        names = self.graph.args.keys_flat()
+        count = len(results) - len(names)
+        return list(results[:count]), NamedTensors.pack(names, results[count:])
+
+
+def recomputed(config: Config) -> Training:
+    """The gradient of a layer computes the layer again, and its weights are updated as soon as there is a gradient.
+
+    What is kept is what goes into each layer.
+    """
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        inputs, outputs = streams(config, config.batch)
+        _, seed = seed_variable(config.seed)
+        rows = rows_of(inputs, config)
+        table = VariableFactory(partial(first_table, config), popxl.float32, "table").create_tensor()
+        embedding = Part(Embedding(config), inputs.tokens.spec, table, seed, gradients=0, accumulate=False)
+        block = Part(Block(config), rows, seed, gradients=1, recompute=True, accumulate=False)
+        head = Part(Head(), rows, table, gradients=1, accumulate=False)
+        layers = [block.facts.init(f"layers.{i}") for i in range(config.layers)]
+        ends = NamedTensors(table=table, norm=head.facts.init("head").norm)
+        adamw = AdamW(config)
+
+        first_seed, *seeds = ops.split_random_seed(seed, 1 + config.layers)
+        seed += 1
+        embedded = embedding.graph.call_with_info(ops.host_load(inputs.tokens), table, first_seed)
+        x, calls = embedded.outputs[0], []
+        for layer, layer_seed in zip(layers, seeds, strict=True):
+            calls.append(block.graph.bind(layer).call_with_info(x, layer_seed))
+            x = calls[-1].outputs[0]
+        ended = head.graph.bind(ends).call_with_info(x)
+        loss, dlogits = cross_entropy_with_grad(ended.outputs[0], ops.host_load(inputs.labels).flatten())
+        ops.host_store(outputs.loss, loss)
+
+        (dx,), gradients = head.backward(dlogits, ended)
+        states = {}
+        for i in reversed(range(config.layers)):
+            (dx,), layer_gradients = block.backward(dx, calls[i])
+            states[i] = adamw.update(layers[i], layer_gradients)
+        _, more = embedding.backward(dx, embedded)
+        state = adamw.update(ends, NamedTensors(table=gradients.table + more.table, norm=gradients.norm))
+    return Training(
+        config,
+        ir,
+        inputs,
+        outputs,
+        whole_model(ends, layers),
+        whole_model(state, [states[i] for i in sorted(states)]),
+        seed,
+    )
+
+
+def whole_model(ends: NamedTensors, layers: list[NamedTensors]) -> NamedTensors:
+    """Variables of both ends, `table` and `norm`, and of the layers, under the names that they have in `GPT`."""
+    numbered = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+    return NamedTensors.from_dict({"table": ends.table, "head.norm": ends.norm} | numbered)
 
 
 def pipelined(config: Config) -> Training:
@@ -192,14 +259,9 @@ def pipelined(config: Config) -> Training:
                 activations = p.stash_and_restore_activations(call, embedding.grad)
                 embedding.grad.bind(embedding_means).call(dx, args=activations)
 
-        means = NamedTensors.from_dict(
-            {
-                "table": embedding_means.accum.table + head_means.accum.table,
-                "head.norm": head_means.accum.norm,
-                **{f"layers.{i}": of_layer.accum for i, of_layer in enumerate(layer_means)},
-            }
-        )
-        variables = NamedTensors.from_dict({"table": table, "head": head_variables} | numbered(layers))
+        ends = NamedTensors(table=embedding_means.accum.table + head_means.accum.table, norm=head_means.accum.norm)
+        means = whole_model(ends, [of_layer.accum for of_layer in layer_means])
+        variables = whole_model(NamedTensors(table=table, norm=head_variables.norm), layers)
         optim = AdamW(config).update(variables, means)
         for accumulators in (embedding_means, head_means, *layer_means):
             start_again(accumulators)
@@ -209,10 +271,6 @@ def pipelined(config: Config) -> Training:
 def rows_of(inputs: InputStreams, config: Config) -> popxl.TensorSpec:
     """What blocks take and give."""
     return popxl.TensorSpec((inputs.tokens.spec.shape[0] * config.sequence, config.width), popxl.float32)
-
-
-def numbered(layers: list[NamedTensors]) -> dict[str, NamedTensors]:
-    return {f"layers.{i}": layer for i, layer in enumerate(layers)}
 
 
 class HeadStep(Module):
@@ -338,9 +396,7 @@ def phased(config: Config) -> Training:
         ends.update(0, NamedTensors(table=means.accum.table + head_means.accum.table, norm=head_means.accum.norm))
 
     def named(kind: str) -> NamedTensors:
-        (of_ends,) = (variables[kind] for variables in ends.variables)
-        of_layers = numbered([variables[kind] for variables in layers.variables])
-        return NamedTensors.from_dict({"table": of_ends.table, "head.norm": of_ends.norm} | of_layers)
+        return whole_model(ends.variables[0][kind], [variables[kind] for variables in layers.variables])
 
     return Training(config, ir, inputs, outputs, named("fwd"), named("optim"), seed)
 

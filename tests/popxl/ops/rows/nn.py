@@ -94,6 +94,7 @@ NN = [
          *over("float32", (2, 3, 4), (4,)), *over("float32", (3,), (3, 4)), *over("float32", (2, 1, 2, 3), (4, 3, 2)),
          sample(values("float16", (2, 3)), values("float16", (3, 4)), output_type=popxl.float32, dtype="float32"),
          sample(X, values("float32", (3, 4)), output_type=popxl.float16, partials_type=popxl.float16, dtype="float16"),
+         sample(X, values("float16", (3, 4)), torch=False), sample(values("float16", (2, 3)), X.T.copy(), torch=False),
          sample(X, values("float32", (3, 4)), available_memory_proportion=0.1, partials_type=popxl.float32)],
         "MatMul", "matmul_out", differentiable=(0, 1), keeps=2, torch=torch_function("matmul"),
         bad=[bad(PopxlError, r"inner dimensions differ; expected `rhs` to have 3 rows, and it has 2.*"

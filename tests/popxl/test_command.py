@@ -1,0 +1,261 @@
+"""The command `popxl`: programs are shown without being run, and run with a report; what goes wrong is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import popxl
+from popxl.__main__ import main
+from runtime.machine import Machine
+from runtime.replicas import Replicas
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+    import sys
+    import numpy as np
+    import popxl
+    from popxl import Session, ops
+
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x_in = popxl.h2d_stream((2, 3), popxl.float32, "x")
+        w = popxl.variable(np.eye(3), popxl.float32, "weight")
+        y = ops.host_load(x_in) @ w
+        y_out = popxl.d2h_stream(y.shape, y.dtype, "y")
+        ops.host_store(y_out, y)
+
+    session = Session(ir, "ipu_hw")
+    print("arguments:", *sys.argv[1:])
+    print("expects", *(stream.tensor_id for stream in session.expected_inputs()))
+    with session:
+        print("weight", session.get_tensor_data(w)[0])
+        try:
+            print("the result", session.run({x_in: np.ones((2, 3))})[y_out][0])
+        except Exception:
+            print("was handled")
+    print("the end")
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`command(program, *arguments)` runs the command in this process, with `FILE` in the place of the program."""
+
+    def run(program: str, *arguments: str) -> tuple[int, str, str]:
+        file = tmp_path / "program.py"
+        file.write_text(textwrap.dedent(program), encoding="utf-8")
+        code = main([str(file) if each == "FILE" else each for each in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_show_prints_the_graphs_and_runs_nothing(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(*_: Any) -> None:
+        raise AssertionError("something is compiled")
+
+    monkeypatch.setattr(Replicas, "compile", compile)
+    code, out, err = command(PROGRAM, "show", "FILE", "--layers", "3")
+    assert (code, err) == (0, "")
+    assert "arguments: --layers 3\nexpects x\nweight [1. 0. 0.]\n" in out
+    assert "weight: f32[3, 3]     = variable" in out
+    assert "matmul_out: f32[2, 3] = MatMul(x_hostload, weight)" in out
+    assert ["variables", "36", "B"] in [line.split() for line in out.splitlines()]
+    assert "It would be compiled as one program." in out
+    assert 'Stopped at `print("the result", session.run({x_in: np.ones((2, 3))})[y_out][0])` (' in out
+    assert out.rstrip().endswith("program.py:21): nothing is compiled or run.")
+    assert not {"the result", "was handled", "the end"} & {line[:10].strip() for line in out.splitlines()}
+
+
+def test_report_runs_the_program(command: Any) -> None:
+    code, out, err = command(PROGRAM, "report", "FILE", "a", "-b")
+    assert (code, err) == (0, "")
+    assert "arguments: a -b\n" in out
+    assert "the result [1. 1. 1.]\nthe end\n\n=== session 0 ===\n\nReport of Ir[id=" in out
+    assert "  the program      1     4" in out
+
+
+def test_sessions_are_as_before_afterwards(command: Any) -> None:
+    argv, path = sys.argv, sys.path
+    command(PROGRAM, "show", "FILE")
+    assert type(popxl.Session.machine) is Machine
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+def test_every_ir_is_shown_once_with_or_without_a_session(command: Any) -> None:
+    program = """
+        import popxl
+        from popxl import ops
+        for start in (1.0, 2.0, 3.0):
+            ir = popxl.Ir()
+            with ir.main_graph:
+                x = popxl.variable(start, name=f"x{start:.0f}")
+                ops.add_(x, popxl.constant(1.0))
+            if start > 1:
+                popxl.Session(ir), popxl.Session(ir)
+    """
+    code, out, _ = command(program, "show", "FILE")
+    assert code == 0
+    assert out.count("=== Ir[id=") == 3
+    assert [name for name in ("x1: f32[]", "x2: f32[]", "x3: f32[]") if name not in out] == []
+    assert out.count("It would be compiled") == 2
+    assert "Stopped" not in out
+    code, out, _ = command(program, "report", "FILE")
+    assert (code, out.count("=== session")) == (0, 4)
+
+
+def test_show_says_when_a_plan_would_be_made(command: Any) -> None:
+    program = """
+        import popxl
+        from popxl import ops
+        ir = popxl.Ir()
+        ir.options.calledGraphs = "dispatched"
+        with ir.main_graph, popxl.in_sequence():
+            x = popxl.variable(1.0)
+            graph = ir.create_graph(lambda x: ops.exp(x), x)
+            (y,) = ops.call(graph, *ops.call(graph, x))
+        session = popxl.Session(ir)
+        session.report
+    """
+    code, out, _ = command(program, "show", "FILE")
+    assert code == 0
+    assert "It would be compiled as a plan of executables. `ir.options.calledGraphs` is 'dispatched'." in out
+    assert "Stopped at `session.report` (" in out
+
+
+@pytest.mark.parametrize("what", ["session.save('nowhere')", "session.recording()", "session.run_with_outputs()"])
+def test_show_stops_where_something_has_to_be_compiled(command: Any, what: str) -> None:
+    program = f"""
+        import popxl
+        ir = popxl.Ir()
+        with ir.main_graph:
+            popxl.variable(1.0) + 1
+        with popxl.Session(ir) as session:
+            {what}
+        print("not reached")
+    """
+    code, out, _ = command(program, "show", "FILE")
+    assert code == 0
+    assert f"Stopped at `{what}` (" in out
+    assert "not reached" not in out
+
+
+def test_modules_beside_the_program_are_found_and_pictures_drawn(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "beside_the_program.py").write_text("START = 5.0\n", encoding="utf-8")
+    program = """
+        import popxl
+        from beside_the_program import START
+        ir = popxl.Ir()
+        with ir.main_graph:
+            popxl.variable(START) + 1
+        popxl.Session(ir)
+    """
+    pictures = tmp_path / "deep" / "pictures"
+    for name in ("show", "report"):
+        assert command(program, name, "--pictures", str(pictures), "FILE")[0] == 0
+    memory, session = sorted(pictures.iterdir())
+    assert memory.name.startswith("memory_") and session.name == "session_0.svg"
+    assert session.read_text(encoding="utf-8").startswith("<svg")
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_not_there(command: Any, tmp_path: Path) -> None:
+    assert command("", "show", "nowhere.py") == (
+        2,
+        "",
+        "popxl: 'nowhere.py' does not exist; expected a Python file.\n",
+    )
+    assert command("", "report", str(tmp_path))[2] == f"popxl: {str(tmp_path)!r} is a folder; expected a Python file.\n"
+
+
+def test_pictures_that_cannot_be_written(command: Any, tmp_path: Path) -> None:
+    code, _, err = command("", "show", "--pictures", str(tmp_path / "program.py"), "FILE")
+    assert code == 2
+    assert err.startswith(f"popxl: --pictures {tmp_path / 'program.py'}: ")
+
+
+def test_a_program_without_an_ir(command: Any) -> None:
+    code, _, err = command("print('hello')", "show", "FILE")
+    assert code == 1
+    assert err.endswith("program.py builds no Ir: there is nothing to show.\n")
+    code, out, err = command("print('hello')", "report", "FILE")
+    assert (code, out) == (1, "hello\n")
+    assert "makes no session: there is nothing to report. `popxl show` prints what it builds." in err
+
+
+FAILING = """
+    import popxl
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(1.0, name="x")
+        x + 1
+    popxl.Session(ir)
+    def fail():
+        raise KeyError("what I looked for")
+    fail()
+"""
+
+
+@pytest.mark.parametrize("name", ["show", "report"])
+def test_a_program_that_fails(command: Any, name: str) -> None:
+    """Its traceback begins in the program; what it had made is printed."""
+    code, out, err = command(FAILING, name, "FILE")
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith('program.py", line 10, in <module>')
+    assert lines[-1] == "KeyError: 'what I looked for'"
+    assert "Memory of Ir[" in out
+
+
+def test_a_program_that_python_cannot_read(command: Any) -> None:
+    code, _, err = command("import popxl\nx = = 3\n", "show", "FILE")
+    assert code == 1
+    assert 'program.py", line 2' in err.splitlines()[0]
+    assert err.splitlines()[-1].startswith("SyntaxError")
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [("'no data'", 1, "no data\n"), ("3", 3, ""), ("", 0, "")])
+def test_a_program_that_exits(command: Any, end: str, code: int, said: str) -> None:
+    program = f"""
+        import sys, popxl
+        with popxl.Ir().main_graph:
+            popxl.variable(1.0) + 1
+        sys.exit({end})
+    """
+    found, out, err = command(program, "show", "FILE")
+    assert (found, err) == (code, said)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["show", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(arguments)
+        assert "popxl show" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "{show,report}" in capsys.readouterr().err
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    """As a process of its own, where warnings are errors."""
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
+    command = [sys.executable, "-W", "error", "-m", "popxl", "show", file.name]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip().endswith("(program.py:21): nothing is compiled or run.")

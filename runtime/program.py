@@ -30,11 +30,14 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
 from runtime import remote
 from runtime.cache import compiling, compiling_afresh
+from runtime.choice import REPEATED, SMALLEST, Choice
 from runtime.devices import Device
 from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
 from runtime.lower import Lowering, room_to_recurse
+from runtime.pieces import Target
 from runtime.placement import Places
-from runtime.plan import REPEATED, SMALLEST, Choice, Plan, Steps, Target
+from runtime.plan import Plan
+from runtime.planning import Steps
 from runtime.replicas import DividedReplicas, Replicas
 from runtime.structure import Structure, forget
 from runtime.timeline import Recorder, Timeline

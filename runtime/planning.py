@@ -1,0 +1,332 @@
+"""How a graph is cut into the steps of a plan: what is taken together, who owns what, and what is copied where."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from popxl.aliasing import storages
+from popxl.graph import Graph
+from popxl.nesting import Nested
+from popxl.op import Op
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
+from popxl.tensor import Constant, Tensor
+from runtime.choice import Choice
+from runtime.effects import Channel
+from runtime.pieces import Entry, Key, Piece, Run, Step, Values
+from runtime.structure import Structure, structure_of
+
+TOGETHER = (4, 5, 3, 6, 7, 8)
+"""Calls that are alike and follow each other are one piece, so many at a time: the first of these numbers that leaves
+the fewest over, which are pieces of their own. The more, the less often XLA has to wait for the end of one before it
+begins the next; the fewer, the less there is to compile."""
+
+WORTHWHILE = 100_000
+"""Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
+cores, and would be kept waiting by the host."""
+
+
+class Steps:
+    """What the host does for one graph, in order.
+
+    Args:
+        graph: the graph.
+        choice: which calls become pieces, and where ops run.
+        owned: the storages that nobody else holds at the start.
+        kept: the storages whose values are needed at the end.
+        place: where is what no step touches.
+        is_whole: all is in that place.
+
+    Attributes:
+        owned: the storages that nobody else holds at the end.
+        starts: where storages have to be at the start; whoever touches one first says so.
+        at: where storages are at the end.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        choice: Choice,
+        owned: Iterable[Tensor],
+        kept: Iterable[Tensor],
+        place: int = 0,
+        is_whole: bool = False,
+    ) -> None:
+        self._choice = choice
+        self._made_of = storages(graph)
+        self._kept = tuple(kept)
+        self._place = place
+        self._is_whole = is_whole
+        self.owned = set(owned)
+        self.starts: dict[Tensor, int] = {}
+        self.at: dict[Tensor, int] = {}
+        self._copies: defaultdict[Tensor, set[int]] = defaultdict(set)
+        self.steps: list[Piece | Entry] = list(self._cut(graph))
+        self._find_last_uses(set(self._kept))
+        self.steps = list(self._grouped())
+
+    def planned(self) -> Nested[Steps]:
+        """These steps, with all that is inside of them."""
+        for step in self.steps:
+            if isinstance(step, Piece):
+                written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
+                step.donated = tuple(t for t in step.reads if t in written & self.owned & {*step.makes})
+                self.owned.update(step.makes)
+                self._bring(step, {t: step.place for t in step.reads})
+                step.keys = {t: (t, step.place) for t in step.reads if self.at[t] != step.place}
+                self._leave(step, {t: self._choice.landing(t, step.place) for t in step.makes})
+            else:
+                yield self._enter(step)
+        for t in self._kept:
+            self._touch(t, self._place)
+        return self
+
+    def _cut(self, graph: Graph) -> Iterator[Piece | Entry]:
+        """The pieces and entries: each call that is one, and the ops between, as far as they are in one place.
+
+        What follows a call joins its piece, as far as it follows such a call elsewhere too: the update of the weights
+        goes with the gradient, say.
+        """
+        runs: list[list[Op]] = [[]]  # an entry, or the ops between, or a call and what follows it
+        place = self._place_of
+        for op in graph.ops:
+            if self._choice.is_entered(op):
+                runs += [[op], []]
+            elif self._choice.is_piece(op):
+                runs.append([op])
+            elif op.kind.put is None:  # a view is made when somebody looks through it
+                if runs[-1] and place(runs[-1][0]) != place(op):
+                    runs.append([])
+                runs[-1].append(op)
+        codes = [self._form(run) for run in runs]
+        count = Counter(codes)
+        lengths = sorted({len(run) for run, code in zip(runs, codes, strict=True) if count[code] > 1}, reverse=True)
+        for run, code in zip(runs, codes, strict=True):
+            if run and self._choice.is_entered(run[0]):
+                yield self._entry(run[0])
+            elif len(run) > 1 and count[code] == 1 and self._choice.is_piece(run[0]):
+                known = (n for n in lengths if 0 < n < len(run) and count[self._form(run[:n])] > 1)
+                end = next(known, 1)
+                yield self._piece(run[:end])
+                yield self._piece(run[end:])
+            elif run:
+                yield self._piece(run)
+
+    def _form(self, ops: Sequence[Op]) -> Structure:
+        """The structure of some ops."""
+        return structure_of(tuple(self._choice.encoded(ops).code))
+
+    def _entry(self, op: Op) -> Entry:
+        reads = dict.fromkeys(t.origin for t in op.inputs if not isinstance(t, Constant))
+        written = [op.inputs[i].origin for i in sorted(op.modified)]
+        (graph,) = op.called_graphs
+        is_loop = op.kind is loop_kind
+        inputs, outputs = (EXTRA_INPUTS, EXTRA_OUTPUTS) if is_loop else (0, 0)
+        results = tuple(t.origin for t in graph.outputs[outputs:])
+        return Entry(
+            tuple(reads),
+            (*op.outputs, *written),
+            place=self._place_of(op),
+            op=op,
+            turns=op.attributes["repeat_count"] if is_loop else 1,
+            inputs=graph.inputs[inputs:],
+            results=results,
+            extra=graph.inputs[:inputs],
+            again=dict(zip(graph.inputs[inputs:], graph.inputs[inputs:], strict=True))
+            | (dict(zip(graph.inputs[inputs:], results, strict=False)) if is_loop else {}),
+        )
+
+    def _piece(self, ops: Sequence[Op]) -> Piece:
+        encoding = self._choice.encoded(ops)
+        made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
+        made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
+        place = self._place_of(ops[0])
+        reads = tuple(t for t in encoding.roots if not isinstance(t, Constant))
+        return Piece(reads, tuple(made), place=place, ops=tuple(ops), encoding=encoding)
+
+    def _find_last_uses(self, needed: set[Tensor]) -> None:
+        """What each step makes, and what nobody needs after it.
+
+        Pieces of one structure all make what any of them has to, so that they are compiled once.
+        """
+        asked: dict[Structure, set[int]] = defaultdict(set)
+        for step in reversed(self.steps):
+            if isinstance(step, Piece):
+                asked[step.form].update(step.encoding.numbers[t] for t in step.makes if t in needed)
+            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
+            needed -= set(step.makes) - set(step.reads)
+            needed |= set(step.reads)
+        for step in self.steps:
+            if isinstance(step, Piece):  # an entry makes all results
+                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.form])
+                step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
+
+    def _grouped(self) -> Iterator[Piece | Entry]:
+        """The steps, with calls that are alike and follow each other taken together, some at a time.
+
+        All that the pieces make is made by the group too, needed or not, so that programs share it.
+        """
+
+        def form(step: Piece | Entry) -> Any:
+            if isinstance(step, Piece) and self._choice.is_piece(step.ops[0]):
+                return (step.form, step.place)
+            return id(step)  # like no other
+
+        for _, steps in groupby(self.steps, form):
+            alike = list(steps)
+            size = min(TOGETHER, key=lambda size: len(alike) % size)
+            grouped = len(alike) // size * size if len(alike) >= 2 * TOGETHER[0] else 0
+            for first in range(0, grouped, size):
+                yield self._group(alike[first : first + size])
+            yield from alike[grouped:]
+
+    def _group(self, pieces: Sequence[Any]) -> Piece:
+        """Pieces that follow each other, as one."""
+        piece = self._piece([op for piece in pieces for op in piece.ops])
+        piece.makes = tuple(dict.fromkeys(t for each in pieces for t in each.makes))
+        piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
+        return piece
+
+    # Places
+
+    def _place_of(self, op: Op) -> int:
+        """Where an op runs."""
+        return self._place if self._is_whole else self._choice.place(op)
+
+    def _touch(self, t: Tensor, place: int) -> int:
+        """Where a storage is; in this place, if nothing has been said of it yet."""
+        if t not in self.at:
+            self.at[t] = self.starts[t] = place
+        return self.at[t]
+
+    def _bring(self, step: Step, wanted: Mapping[Tensor, int]) -> None:
+        """Have a step find storages where it wants them."""
+        missing = [(t, p) for t, p in wanted.items() if self._touch(t, p) != p and p not in self._copies[t]]
+        for t, p in missing:
+            self._copies[t].add(p)
+        step.fetches += tuple(missing)
+
+    def _leave(self, step: Step, ends: dict[Tensor, int]) -> None:
+        """Note where what a step makes is afterwards. Copies of what it overwrites are of no use any more."""
+        step.ends = ends
+        self.at.update(ends)
+        stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copies.pop(t, ()))]
+        step.drops = (*step.frees, *stale)
+
+    # Entries
+
+    def _enter(self, step: Entry) -> Nested[None]:
+        """Plan the graph of an entry. Two storages may hold one array afterwards: neither is then owned."""
+        op: Op = step.op
+        (graph,) = op.called_graphs
+        origins = [t.origin for t in op.inputs]
+        given_up = {*step.frees, *(origins[i] for i in op.modified)}
+        owned = {
+            t
+            for t, origin in zip(step.inputs, origins, strict=True)
+            if origin in self.owned & given_up and origins.count(origin) == 1
+        }
+        results = list(zip(op.outputs, step.results, strict=False))
+        results += [(origins[i], step.inputs[i]) for i in sorted(op.modified)]
+        kept = {inner for _, inner in results}
+        if step.turns > 1:
+            owned &= {t for i, t in enumerate(step.inputs) if step.again[t] is not t or i in op.modified}
+            owned -= self._choice.lost[op]
+            kept.update(step.again.values())
+        while True:
+            is_whole = self._is_whole or not self._choice.is_on_several(op)
+            step.inside = yield Steps(graph, self._choice, owned, kept, step.place, is_whole).planned()
+            passed = Counter(step.again.values())
+            lost = {t for t in owned if passed[step.again[t]] > 1 or step.again[t] not in step.inside.owned}
+            if step.turns == 1 or not lost:
+                break
+            self._choice.lost[op] |= lost
+            owned -= lost
+        self._bring_to(step, origins)
+        returned = Counter(inner for _, inner in results)
+        for t, origin in zip(step.inputs, origins, strict=True):
+            if returned[t] and t not in step.inside.owned:
+                self.owned.discard(origin)
+        for t, inner in results:
+            if returned[inner] == 1 and inner in step.inside.owned:
+                self.owned.add(t)
+            else:
+                self.owned.discard(t)
+        self._leave(step, {t: step.inside.at[inner] for t, inner in results})
+
+    def _bring_to(self, step: Entry, origins: Sequence[Tensor]) -> None:
+        """Have the steps of an entry find what is passed to them where they need it, in each turn."""
+        starts, at = step.inside.starts, step.inside.at
+        keys: list[Key] = []
+        for t, origin in zip(step.inputs, origins, strict=True):
+            place = starts.get(t)
+            if isinstance(origin, Constant) or place is None:
+                keys.append(origin)
+                continue
+            self._bring(step, {origin: place})
+            keys.append(origin if self.at[origin] == place else (origin, place))
+        step.keys = tuple(keys)
+        if step.turns > 1:
+            step.returns = tuple((t, starts[t]) for t in step.again if t in starts and at[step.again[t]] != starts[t])
+
+    def all(self) -> Iterator[tuple[Piece | Entry, int]]:
+        """All steps, those inside of entries too, each with how often it is done."""
+        waiting = [(step, 1) for step in reversed(self.steps)]
+        while waiting:
+            step, times = waiting.pop()
+            yield step, times
+            if isinstance(step, Entry):
+                waiting += [(inner, times * step.turns) for inner in reversed(step.inside.steps)]
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, in the order in which they first run."""
+        return tuple(step for step, _ in self.all() if isinstance(step, Piece))
+
+    def homes(self) -> dict[Channel, int]:
+        """Where each stream and buffer is: with the piece that uses it first."""
+        homes: dict[Channel, int] = {}
+        for piece in self.pieces():
+            for c in piece.channels:
+                homes.setdefault(c, piece.place)
+        return homes
+
+    def is_worthwhile(self) -> bool:
+        """Whether the pieces are large enough to be in several places on CPUs."""
+        pieces = [(step, times) for step, times in self.all() if isinstance(step, Piece)]
+        copies = sum(len(step.fetches) * times for step, times in self.all())
+        copies += sum(sum(p != step.place for p in step.ends.values()) * times for step, times in pieces)
+        numbers = sum(self._choice.numbers(step.ops) * times for step, times in pieces)
+        return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
+
+    def running(self, values: Values, run: Run) -> Nested[None]:
+        """Do the steps."""
+        for step in self.steps:
+            if isinstance(step, Piece):
+                step(values, run)
+            else:
+                yield step.running(values, run)
+
+    def curve(self, copies: int) -> Nested[list[tuple[Piece, int, int]]]:
+        """The pieces in order, each with bytes that are in use in its place while it runs, besides what goes into the
+        steps: of values that were made before, and of what it makes and needs by itself. `copies` are there of each
+        value."""
+        alive: dict[Tensor, tuple[int, int]] = {}
+        curve: list[tuple[Piece, int, int]] = []
+
+        def held(place: int) -> int:
+            return sum(size for p, size in alive.values() if p == place)
+
+        for step in self.steps:
+            made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
+            if isinstance(step, Piece):
+                needed = step.structure.executable.memory_analysis().temp_size_in_bytes
+                curve.append((step, held(step.place), sum(made.values()) + needed))
+            else:  # what an entry makes, its steps make
+                inner = yield step.inside.curve(copies)
+                curve += [(piece, held(piece.place) + before, inside) for piece, before, inside in inner]
+            alive |= {t: (step.ends[t], size) for t, size in made.items()}
+            for t in step.frees:
+                alive.pop(t, None)
+        return curve

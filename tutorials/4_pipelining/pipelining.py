@@ -6,7 +6,7 @@
 #
 #     python tutorials/4_pipelining/pipelining.py
 #
-# With `--draw` it also draws the picture of the README anew.
+# With `--draw` it also draws the pictures of the README anew.
 
 # %%
 import sys
@@ -15,7 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -235,10 +235,11 @@ class Program(NamedTuple):
         return self.session.run(shares)[self.output]
 
 
-def pipelined_program(recompute: bool) -> Program:
+def pipelined_program(recompute: bool, placement: Literal["auto", "one", "several"] = "auto") -> Program:
     """Takes a batch of images and labels, improves the variables by one step, gives the loss of each micro-batch."""
     np.random.seed(42)  # so that all training programs start with the same weights
     ir = popxl.Ir()
+    ir.options.placement = placement
     ir.num_host_transfers = MICRO_BATCHES
     with ir.main_graph, popxl.in_sequence():
         images = popxl.h2d_stream((MICRO_BATCH_SIZE, SIZE, SIZE), popxl.float32, "images")
@@ -389,3 +390,23 @@ with testing.session:
 accuracy = 100 * np.mean(scores.argmax(axis=-1) == test_digits.labels)
 print(f"Accuracy on test set: {accuracy:.2f}%")
 assert accuracy > 90
+
+# %% [markdown]
+# ## 8. Where the stages run
+
+# %%
+title("8. Where the stages run")
+
+spread = pipelined_program(recompute=False, placement="several")
+same = all(
+    np.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(weights_after(spread, 5), expected, strict=True)
+)
+print(f"on several devices: the same weights as without: {same}")
+assert same
+
+with spread.session as session, session.recording() as timeline:
+    spread.run(*next(iter(Batches(training_digits, BATCH_SIZE, seed=1))))
+print("devices:", ", ".join(sorted(timeline.devices())))
+print(timeline)
+if "--draw" in sys.argv:
+    timeline.picture().save(Path(__file__).with_name("timeline.svg"))

@@ -92,7 +92,9 @@ def write(folder: Path) -> dict[str, str]:
     loader = jinja2.DictLoader({"index.html.jinja2": INDEX})
     pdoc.render.env.loader = jinja2.ChoiceLoader([loader, pdoc.render.env.loader])
     found = pages()
-    texts = {name: pdoc.render.html_module(page, found) for name, page in found.items()}
+    with warnings.catch_warnings():  # an annotation may name what is optional: without it, it stands as it is written
+        warnings.filterwarnings("ignore", r"Failed to run TYPE_CHECKING code .*: No module named 'torch'", UserWarning)
+        texts = {name: pdoc.render.html_module(page, found) for name, page in found.items()}
     for name, text in {**texts, "index": pdoc.render.html_index(found)}.items():
         path = folder / f"{name.replace('.', '/')}.html"
         path.parent.mkdir(parents=True, exist_ok=True)

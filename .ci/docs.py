@@ -93,7 +93,8 @@ def write(folder: Path) -> dict[str, str]:
     pdoc.render.env.loader = jinja2.ChoiceLoader([loader, pdoc.render.env.loader])
     found = pages()
     with warnings.catch_warnings():  # an annotation may name what is optional: without it, it stands as it is written
-        warnings.filterwarnings("ignore", r"Failed to run TYPE_CHECKING code .*: No module named 'torch'", UserWarning)
+        for missing in ("Failed to run TYPE_CHECKING .* named 'torch'", "Error parsing .* name 'torch' is not defined"):
+            warnings.filterwarnings("ignore", missing, UserWarning)
         texts = {name: pdoc.render.html_module(page, found) for name, page in found.items()}
     for name, text in {**texts, "index": pdoc.render.html_index(found)}.items():
         path = folder / f"{name.replace('.', '/')}.html"

@@ -167,7 +167,7 @@ class Piece(Step):
     shared: tuple[Channel, ...] = ()
     seconds: float = 0.0
 
-    @property
+    @cached_property
     def form(self) -> Structure:
         """The structure of the ops alone."""
         return structure_of(tuple(self.encoding.code))

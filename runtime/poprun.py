@@ -299,8 +299,8 @@ class Launch:
             self._stop(but={0, *meetings.leaving})
         for other in meetings.leaving:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if how := self._processes[other].wait(GRACE):
-                    return other, how
+                if how := self._processes[other].wait(GRACE):  # after an exception, JAX may abort what is left of it
+                    return other, 1 if how == -signal.SIGABRT else how
         return index, code or 1
 
     # Starting -------------------------------------------------------------------------------------------------------

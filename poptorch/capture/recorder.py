@@ -1,0 +1,306 @@
+"""`Recorder`: writes ops down in functional form while they happen.
+
+PyTorch has storages that tensors look at and write to; a `Trace` has values that are made once. What links the two is a
+*cell* for each storage, which holds the value that the storage has now, and for each tensor a *lens*: the views that
+lead from the storage to what the tensor sees. Reading a tensor that was overwritten meanwhile, by itself or by another
+view, makes these views again; writing puts the new value back through them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from popxl.source import SourceLocation
+from poptorch.ambient import Ambient
+from poptorch.capture.torch_private import storage_key, without_modes
+from poptorch.capture.trace import Node, Trace, Value, with_values
+from poptorch.errors import createPoptorchError
+
+__all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The numbers of a constant."""
+
+    tensor: torch.Tensor
+
+
+LOOKED_AT = object()
+"""Stands for what a view looks at, among its arguments."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One step of a lens: the op that makes a view of `LOOKED_AT`, and which of its results it is."""
+
+    op: str
+    overload: str
+    arguments: dict[str, Any]
+    result: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class _Cell:
+    """A storage: what it holds now, and how often it was overwritten. It keeps the storage alive."""
+
+    base: torch.Tensor
+    value: Value
+    version: int = 0
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A tensor: the storage that it looks at, through which views, and the value that it had when last read."""
+
+    tensor: torch.Tensor
+    cell: _Cell
+    lens: tuple[View, ...]
+    value: Value
+    version: int
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A trace that is being written, and which values belong to it."""
+
+    trace: Trace = field(default_factory=Trace)
+    own: dict[int, Value] = field(default_factory=dict)
+    taken: dict[int, Value] = field(default_factory=dict)
+    """By identity of a value from outside, the input that stands for it."""
+
+
+class Recorder:
+    """The ops of a function, as they happen.
+
+    Args:
+        ambient: what holds for ops that arrive: the block they are in, and so on.
+        excludes: parts of the paths of files in which nobody wants to be told that an op was made.
+
+    Attributes:
+        scopes: names of the modules that are running, outermost first.
+    """
+
+    def __init__(self, ambient: Ambient, excludes: Sequence[str] = ()) -> None:
+        self.scopes: list[str] = []
+        self._ambient = ambient
+        self._excludes = tuple(excludes)
+        self._frames = [_Frame()]
+        self._seen: dict[int, _Seen] = {}
+        self._cells: dict[int, _Cell] = {}
+        self._tensors: list[tuple[Value, torch.Tensor]] = []
+
+    # Tensors and values ---------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace:
+        """The function that is being recorded: the innermost one."""
+        return self._frames[-1].trace
+
+    def new_input(self, t: torch.Tensor) -> Value:
+        """A new argument of the function: what a tensor holds at the beginning."""
+        value = self._new(Value(tuple(t.shape), t.dtype))
+        self._introduce(t, value)
+        self.trace.inputs.append(value)
+        return value
+
+    def value_of(self, t: torch.Tensor) -> Value:
+        """The value that a tensor has now, in the function that is being recorded."""
+        seen = self._seen.get(id(t))
+        if seen is None:
+            seen = self._unknown(t)
+        if seen.version == seen.cell.version:
+            return self._here(seen.value)
+        value = self._looked_at(seen)[-1]
+        if self._is_own(seen.cell.value):
+            seen.value, seen.version = value, seen.cell.version
+        return value
+
+    def write(self, t: torch.Tensor, value: Value) -> None:
+        """Have a tensor, and all that look at the same storage, hold a new value."""
+        self.value_of(t)  # makes it known
+        seen = self._seen[id(t)]
+        cell = seen.cell
+        if not self._is_own(cell.value):
+            raise createPoptorchError(
+                f"A body of a loop or of a conditional overwrites a tensor from outside of it, {tuple(t.shape)} of "
+                f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
+            )
+        content = value
+        for view, base in reversed(list(zip(seen.lens, self._looked_at(seen), strict=False))):
+            node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
+            content = self.result(node, base.shape, base.dtype)
+        cell.value = content
+        cell.version += 1
+        seen.value, seen.version = value, cell.version
+        self._tensors.append((value, t))
+
+    def _new(self, value: Value) -> Value:
+        self._frames[-1].own[id(value)] = value
+        return value
+
+    def _is_own(self, value: Value) -> bool:
+        return id(value) in self._frames[-1].own
+
+    def _here(self, value: Value) -> Value:
+        """A value, as the function that is being recorded has it: as an input, if it comes from outside."""
+        home = next(i for i, frame in enumerate(self._frames) if id(value) in frame.own)
+        for frame in self._frames[home + 1 :]:
+            inside = frame.taken.get(id(value))
+            if inside is None:
+                inside = Value(value.shape, value.dtype)
+                frame.taken[id(value)] = frame.own[id(inside)] = inside
+                frame.trace.outer.append(value)
+            value = inside
+        return value
+
+    def _looked_at(self, seen: _Seen) -> list[Value]:
+        """What a storage holds, and then what each view on the way to a tensor sees."""
+        values = [self._here(seen.cell.value)]
+        for view in seen.lens:
+            node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
+            for _ in range(view.result):  # the results before the one that is looked at
+                self.result(node, (), view.dtype)
+            values.append(self.result(node, view.shape, view.dtype))
+        return values
+
+    def _introduce(self, t: torch.Tensor, value: Value) -> None:
+        """Make a tensor known that has a storage of its own."""
+        cell = self._cells[storage_key(t)] = _Cell(t, value)
+        self._seen[id(t)] = _Seen(t, cell, (), value, 0)
+        self._tensors.append((value, t))
+
+    def _unknown(self, t: torch.Tensor) -> _Seen:
+        """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`)."""
+        cell = self._cells.get(storage_key(t))
+        if cell is None:
+            if isinstance(t, torch._subclasses.FakeTensor):
+                raise createPoptorchError(
+                    f"A tensor of {tuple(t.shape)} was made where it could not be seen ({self.source()}): in a function "
+                    "that is taken as a whole, or by PyTorch's own backward pass. Make it in `forward`."
+                )
+            with without_modes():
+                data = Data(t.detach().clone())
+            node = self.node("poptorch.constant", "", {"data": data})
+            self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
+            return self._seen[id(t)]
+        base = cell.base
+        lens: tuple[View, ...] = ()
+        if (t.shape, t.stride(), t.storage_offset()) != (base.shape, base.stride(), base.storage_offset()):
+            place = {"size": tuple(t.shape), "stride": t.stride(), "storage_offset": t.storage_offset()}
+            lens = (View("aten.as_strided", "default", {"input": LOOKED_AT, **place}, 0, tuple(t.shape), t.dtype),)
+        seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
+        return seen
+
+    # Ops ------------------------------------------------------------------------------------------------------------
+
+    def node(self, op: str, overload: str, arguments: Mapping[str, Any], has_effect: bool = False) -> Node:
+        """Write an op down. Its arguments may hold tensors; they are read."""
+        values = pytree.tree_map_only(torch.Tensor, self.value_of, dict(arguments))
+        values = with_values(values, self._here)
+        scope = self.scopes[-1] if self.scopes else ""
+        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect)
+        self.trace.nodes.append(node)
+        return node
+
+    def result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
+        """One more result of an op."""
+        value = self._new(Value(shape, dtype, node))
+        node.results.append(value)
+        return value
+
+    def results(self, node: Node, tensors: Any) -> None:
+        """The tensors that an op has made, each with a storage of its own."""
+        for t in pytree.tree_leaves(tensors):
+            if isinstance(t, torch.Tensor):
+                value = self.result(node, tuple(t.shape), t.dtype)
+                if id(t) not in self._seen:
+                    self._introduce(t, value)
+
+    def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
+        """Note that the results look at the storage of an argument, if they do. The arguments hold tensors."""
+        results = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
+        given = [t for t in pytree.tree_leaves(dict(arguments)) if isinstance(t, torch.Tensor)]
+        looked_at = next((t for t in given if results and storage_key(t) == storage_key(results[0])), None)
+        if looked_at is None:
+            return False
+        base = self._seen[id(looked_at)]
+        place = _replaced(dict(arguments), looked_at, LOOKED_AT)
+        for i, t in enumerate(results):
+            value = self.result(node, tuple(t.shape), t.dtype)
+            view = View(node.op, node.overload, place, i, tuple(t.shape), t.dtype)
+            self._seen[id(t)] = _Seen(t, base.cell, (*base.lens, view), value, base.cell.version)
+            self._tensors.append((value, t))
+        return True
+
+    def source(self) -> SourceLocation:
+        """The line of the user's that is running."""
+        frame = sys._getframe(1)
+        outermost = None
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if name.partition(".")[0] not in _NOT_THE_USERS:
+                file = frame.f_code.co_filename
+                outermost = SourceLocation.of((frame.f_code, frame.f_lineno))
+                if not any(part in file for part in self._excludes):
+                    return outermost
+            frame = frame.f_back  # type: ignore[assignment]
+        return outermost or SourceLocation("", 0, "")
+
+    # Functions ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self) -> Iterator[Trace]:
+        """Record a function that an op of the present one runs."""
+        frame = _Frame()
+        self._frames.append(frame)
+        try:
+            yield frame.trace
+        finally:
+            self._frames.pop()
+        frame.trace.inputs += [frame.taken[id(value)] for value in frame.trace.outer]
+
+    def finish(self) -> Trace:
+        """The whole function. Nothing can be recorded after that."""
+        for value, t in self._tensors:
+            value.requires_grad = t.requires_grad
+        _stop_gradients(self.trace)
+        return self.trace
+
+
+def _replaced(arguments: Any, one: Any, by: Any) -> Any:
+    return pytree.tree_map(lambda leaf: by if leaf is one else leaf, arguments)
+
+_NOT_THE_USERS = frozenset({"torch", "poptorch", "contextlib"})
+
+
+def _stop_gradients(trace: Trace) -> None:
+    """Note where the gradients of a trace stop: where something that could have one has none, of something that has.
+
+    Within a function that brings its own derivative (`torch.autograd.Function`) PyTorch tracks nothing, though its
+    results have gradients; what such results are made of is differentiated as if it had been written out.
+    """
+    for node in trace.nodes:
+        tracked = any(value.requires_grad for value in node.inputs)
+        for result in node.results:
+            if result.requires_grad is None:  # no tensor ever was this value
+                result.requires_grad = tracked and result.is_differentiable
+    inside: set[int] = set()
+    for node in reversed(trace.nodes):
+        appears = any(r.requires_grad for r in node.results) and not any(v.requires_grad for v in node.inputs)
+        if appears or any(id(r) in inside for r in node.results):
+            inside.update(id(v) for v in node.inputs if not v.requires_grad)
+    for node in trace.nodes:
+        if any(v.requires_grad or id(v) in inside for v in node.inputs):
+            results = enumerate(node.results)
+            stops = [i for i, r in results if r.is_differentiable and not r.requires_grad and id(r) not in inside]
+            node.stops = frozenset(stops)

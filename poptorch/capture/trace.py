@@ -1,0 +1,116 @@
+"""A `Trace`: a captured PyTorch function in functional form. Every value is made once, and nothing is overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from popxl.source import SourceLocation
+from poptorch.ambient import Site
+
+__all__ = ["Node", "Trace", "Value", "values_in"]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the program, at one time.
+
+    Attributes:
+        shape, dtype: as PyTorch sees it.
+        made_by: the node that makes it; `None` for inputs.
+        requires_grad: whether gradients flow through it; `None` before the capture has ended.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    made_by: Node | None = field(default=None, repr=False)
+    requires_grad: bool | None = None
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether its dtype has gradients."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(eq=False)
+class Node:
+    """An op of the program.
+
+    Attributes:
+        op: its name: `"aten.addmm"` for an op of PyTorch, `"torch.cross_entropy"` for a function of it that is kept
+            whole, `"poptorch.identity_loss"` for one of ours.
+        overload: which of the ops of that name, in PyTorch.
+        arguments: by name, with values in place of tensors, and `Trace`s in place of functions.
+        results: the values that it makes.
+        site: the block it belongs to, and what else was said of it.
+        scope: path of the module that runs it.
+        source: the user's line.
+        has_effect: whether it is kept, even if nothing uses its results.
+        stops: positions of the results through which no gradient goes.
+    """
+
+    op: str
+    overload: str
+    arguments: dict[str, Any]
+    site: Site
+    scope: str
+    source: SourceLocation
+    has_effect: bool = False
+    results: list[Value] = field(default_factory=list)
+    stops: frozenset[int] = frozenset()
+
+    @property
+    def inputs(self) -> list[Value]:
+        """The values that it reads, those that its traces take from outside included."""
+        found = list(values_in(self.arguments))
+        for trace in self.traces:
+            found += trace.outer
+        return found
+
+    @property
+    def traces(self) -> list[Trace]:
+        """The functions that it runs."""
+        return [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Trace)]
+
+    def __str__(self) -> str:
+        return f"{self.op} ({self.source})"
+
+
+@dataclass(eq=False)
+class Trace:
+    """A captured function.
+
+    Attributes:
+        inputs: its arguments; then, one for each of `outer`, what it takes from outside.
+        nodes: what it does, in order.
+        outputs: the values that it returns.
+        outer: values of the function around it that it uses.
+    """
+
+    inputs: list[Value] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    outer: list[Value] = field(default_factory=list)
+
+    def without_unused(self, wanted: list[Value]) -> list[Node]:
+        """The nodes that these values, or an effect, need."""
+        needed, kept = set(map(id, wanted)), []
+        for node in reversed(self.nodes):
+            if node.has_effect or any(id(result) in needed for result in node.results):
+                kept.append(node)
+                needed.update(map(id, node.inputs))
+        return kept[::-1]
+
+
+def values_in(arguments: Any) -> Iterator[Value]:
+    """The values among arguments, in order."""
+    return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Value))
+
+
+def with_values(arguments: Any, change: Callable[[Value], Any]) -> Any:
+    """Arguments with each value replaced."""
+    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, arguments)

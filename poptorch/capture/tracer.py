@@ -1,0 +1,322 @@
+"""`capture`: run a function on tensors without numbers, and write down what it does.
+
+Two modes of PyTorch listen. One hears of each op, after PyTorch has worked out dtypes, broadcasting and autograd; one,
+above it, of the functions that are better kept whole: losses, norms, recurrent layers, whatever has a name of its own
+in a printed graph. Ops for which there is no lowering are replaced by what PyTorch says they are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from poptorch.ambient import Ambient
+from poptorch.capture.recorder import Recorder
+from poptorch.capture.torch_private import (
+    UNREADABLE,
+    TorchDispatchMode,
+    decomposition,
+    fake_mode,
+    storage_key,
+    with_tensors,
+    written_arguments,
+)
+from poptorch.capture.trace import Trace, Value
+from poptorch.capture.whole import WHOLE, Whole
+from poptorch.errors import createPoptorchError
+
+__all__ = ["Captured", "Tracer", "capture", "current"]
+
+_OVERWRITING = frozenset(
+    f"aten.{name}_"
+    for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")
+) | {"aten.uniform_", "aten.zero_"}
+"""Ops in place that do not look at what they overwrite. Their names keep the underscore."""
+
+
+class Tracer:
+    """A capture that is going on.
+
+    Attributes:
+        recorder: where ops are written down.
+    """
+
+    def __init__(self, ambient: Ambient, lowered: Callable[[str, str], bool], excludes: Sequence[str]) -> None:
+        self.recorder = Recorder(ambient, excludes)
+        self._lowered = lowered
+        self._suspended = False
+        self._fake = fake_mode()
+        self._ops, self._functions = _Ops(self), _Functions(self)
+
+    def fake(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor like another one, without numbers; the same one for the same tensor."""
+        return self._fake.from_tensor(t)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear of all ops."""
+        with ExitStack() as stack:
+            for mode in (torch.enable_grad(), self._fake, self._ops, self._functions):
+                stack.enter_context(mode)
+            yield
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Write nothing down."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    # What is heard --------------------------------------------------------------------------------------------------
+
+    def record(
+        self, op: str, compute: Callable[..., Any], arguments: Mapping[str, Any], has_effect: bool = False
+    ) -> Any:
+        """Write one op down, whatever it is made of.
+
+        Args:
+            op: its name, for its lowering.
+            compute: gives results with the right shapes and dtypes, for these arguments.
+            arguments: by name.
+            has_effect: whether it is kept even if nothing uses it.
+        """
+        with self.suspended():
+            results = compute(**arguments)
+        node = self.recorder.node(op, "", arguments, has_effect)
+        self.recorder.results(node, results)
+        return results
+
+    def function(self, whole: Whole, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A function of PyTorch that is kept whole."""
+        given = whole.arguments(function, args, kwargs)
+        if given is None:
+            return function(*args, **kwargs)
+        if given.pop("inplace", False):
+            return given["input"].copy_(self.function(whole, function, (), given))
+        written = whole.writes(given)
+        with self.suspended():
+            results = function(*args, **kwargs)
+        node = self.recorder.node(whole.op, "", given)
+        self.recorder.results(node, results)
+        for t in written:
+            self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+        return results
+
+    def op(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """An op of PyTorch."""
+        if self._suspended or op.namespace == "prim":
+            return op(*args, **kwargs)
+        given = _by_name(op, args, kwargs)
+        written = {name: given[name] for name in written_arguments(op) if name in given}
+        name = f"{op.namespace}.{op._opname}"
+        if written and name not in _OVERWRITING:
+            name = name.removesuffix("_")
+        if not self._lowered(name, op._overloadname) and (made_of := decomposition(op)) is not None:
+            with self._ops:
+                results = made_of(*args, **kwargs)
+            if results is not NotImplemented:
+                return results
+        results = op(*args, **kwargs)
+        if written:
+            read = {"input"} if name not in _OVERWRITING else set()
+            inputs = {key: value for key, value in given.items() if key not in written or key in read}
+            node = self.recorder.node(name, op._overloadname, inputs)
+            for t in written.values():
+                self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+        elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
+            node = self.recorder.node(name, op._overloadname, given)
+            if not self.recorder.views(node, given, results):
+                self.recorder.results(node, results)
+        return results
+
+
+_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+"""Arguments of ops that do not change a number here."""
+
+
+def _by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an op by name. What PyTorch calls `self` is called `input`, as in its functions."""
+    names = ("input" if a.name == "self" else a.name for a in op._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: value for name, value in given.items() if name not in _IRRELEVANT}
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tracer.op(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        whole = None if self._tracer._suspended else _whole(func)
+        if whole is None:
+            return func(*args, **(kwargs or {}))
+        return self._tracer.function(whole, func, args, kwargs or {})
+
+
+@cache
+def _by_function() -> dict[Any, Whole]:
+    return {function: whole for whole in WHOLE for function in whole.functions}
+
+
+def _whole(function: Any) -> Whole | None:
+    try:
+        return _by_function().get(function)
+    except TypeError:  # it cannot be hashed
+        return None
+
+
+# A whole module -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A module's `forward`, written down.
+
+    Attributes:
+        trace: what it does; its inputs are those given, then the tensors of the module.
+        inputs: the values of the tensors given.
+        state: the values that the module's parameters and buffers have at the beginning, by name.
+        written: the values that they have at the end, of those that are overwritten.
+        written_inputs: the same, of the tensors given, by position.
+        result: what `forward` returned, with values in place of tensors.
+    """
+
+    trace: Trace
+    inputs: list[Value]
+    state: dict[str, Value]
+    written: dict[str, Value]
+    written_inputs: dict[int, Value]
+    result: Any
+
+
+_tracers: list[Tracer] = []
+
+
+def current() -> Tracer | None:
+    """The capture that is going on; `None` if there is none."""
+    return _tracers[-1] if _tracers else None
+
+
+def capture(
+    forward: Callable[[list[torch.Tensor]], Any],
+    tensors: Sequence[torch.Tensor],
+    module: torch.nn.Module | None,
+    *,
+    ambient: Ambient,
+    lowered: Callable[[str, str], bool],
+    excludes: Sequence[str] = (),
+    with_scopes: bool = True,
+) -> Captured:
+    """Write down what a function does.
+
+    Args:
+        forward: the function, of a list of tensors.
+        tensors: tensors of the shapes and dtypes that it is to be given.
+        module: the module whose parameters and buffers it uses, if any. It is afterwards as it was before.
+        ambient: the placement that holds.
+        lowered: whether there is a lowering for an op of this name and overload.
+        excludes: files that no user wants to be pointed to.
+        with_scopes: whether ops know the path of the module that runs them.
+
+    Raises:
+        poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them.
+    """
+    tracer = Tracer(ambient, lowered, excludes)
+    recorder = tracer.recorder
+    state = dict(_tensors_of(module))
+    fakes = {key: tracer.fake(t) for key, t in state.items()}
+    inputs = [tracer.fake(t.detach()) for t in tensors]
+    input_values = [recorder.new_input(t) for t in inputs]
+    state_values: dict[str, Value] = {}
+    by_tensor: dict[int, Value] = {}
+    for key, t in fakes.items():  # tied tensors are one value
+        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t)
+    with ExitStack() as stack:
+        if module is not None:
+            stack.enter_context(_unchanged(module))
+            stack.enter_context(with_tensors(module, fakes))
+            if with_scopes:
+                stack.enter_context(_scopes(module, recorder.scopes))
+        _tracers.append(tracer)
+        stack.callback(_tracers.pop)
+        stack.enter_context(tracer.listening())
+        try:
+            result = forward(list(inputs))
+        except UNREADABLE as problem:
+            raise createPoptorchError(
+                "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever "
+                f"numbers come. Something needs them here ({recorder.source()}): {problem}"
+            ) from problem
+        leaves = [recorder.value_of(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        ends = [recorder.value_of(t) for t in inputs]
+        state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
+    recorder.trace.outputs = leaves
+    return Captured(
+        trace=recorder.finish(),
+        inputs=input_values,
+        state=state_values,
+        written={key: end for key, end in state_ends.items() if end is not state_values[key]},
+        written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
+        result=result,
+    )
+
+
+def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    if module is not None:
+        yield from module.named_parameters(remove_duplicate=False)
+        yield from module.named_buffers(remove_duplicate=False)
+
+
+@contextmanager
+def _unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Undo what is assigned to attributes of a module, and of those in it, during a block."""
+    before = [(each, dict(each.__dict__)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes in before:
+            each.__dict__.clear()
+            each.__dict__.update(attributes)
+
+
+@contextmanager
+def _scopes(module: torch.nn.Module, scopes: list[str]) -> Iterator[None]:
+    """Keep a list of the paths of the modules that are running."""
+    paths = {each: path for path, each in module.named_modules()}
+    entered: list[bool] = []
+
+    def enter(each: torch.nn.Module, args: Any) -> None:
+        entered.append(bool(paths.get(each)))
+        if entered[-1]:
+            scopes.append(paths[each])
+
+    def leave(each: torch.nn.Module, args: Any, result: Any) -> None:
+        if entered and entered.pop():
+            scopes.pop()
+
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,168 @@
+"""`Emission`: write a trace into graphs of popxl, node by node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+import popxl
+from popxl import ops
+from popxl.context import get_current_context
+from popxl.errors import PopxlError
+from popxl.source import DebugRecord
+from poptorch.capture.trace import Node, Value
+from poptorch.dtypes import device_dtype
+from poptorch.errors import createPoptorchError
+from poptorch.lowering.operands import broadcast
+from poptorch.lowering.registry import lowering_of
+
+__all__ = ["Emission", "emission", "popxl_dtype", "spec_of"]
+
+
+class _Emissions(threading.local):
+    current: Emission | None = None
+
+
+_emissions = _Emissions()
+
+
+def emission() -> Emission:
+    """The emission that asks a lowering to add its ops."""
+    assert _emissions.current is not None, "lowerings are called while a trace is written"
+    return _emissions.current
+
+
+def popxl_dtype(dtype: torch.dtype) -> popxl.dtype:
+    """The popxl dtype that tensors of a dtype of PyTorch have on the device."""
+    return _DTYPES[device_dtype(dtype)]
+
+
+_DTYPES = {
+    torch.float32: popxl.float32,
+    torch.float16: popxl.float16,
+    torch.int32: popxl.int32,
+    torch.int16: popxl.int16,
+    torch.int8: popxl.int8,
+    torch.uint8: popxl.uint8,
+    torch.bool: popxl.bool,
+}
+
+
+def spec_of(value: Value) -> popxl.TensorSpec:
+    """Shape and dtype of a value on the device."""
+    return popxl.TensorSpec(value.shape, popxl_dtype(value.dtype))
+
+
+class Emission:
+    """Writes nodes of a trace into the current graph, and knows which tensor each value has become.
+
+    Args:
+        seed: a seed tensor for ops that need random numbers, or a function that makes one; needed only if some do.
+        placed: whether ops are put on the IPUs of their blocks.
+
+    Attributes:
+        tensors: by identity of a value, its tensor.
+        wanted: shapes and dtypes of the results of the op that is being lowered.
+    """
+
+    def __init__(self, seed: Callable[[], popxl.Tensor] | None = None, placed: bool = False) -> None:
+        self.tensors: dict[int, popxl.Tensor] = {}
+        self._seed = seed
+        self._placed = placed
+        self._drawn = 0
+        self.wanted: tuple[popxl.TensorSpec, ...] = ()
+
+    def bind(self, values: Iterable[Value], tensors: Iterable[popxl.Tensor]) -> None:
+        """Say which tensors of the current graph some values are."""
+        for value, t in zip(values, tensors, strict=True):
+            self.tensors[id(value)] = t
+
+    def tensor(self, value: Value) -> popxl.Tensor:
+        """The tensor of a value."""
+        return self.tensors[id(value)]
+
+    def seed(self) -> popxl.Tensor:
+        """A seed that no other op has: the program's, with a number of its own."""
+        if self._seed is None:
+            raise createPoptorchError("Random numbers are not available here.")
+        self._drawn += 1
+        return _derived_seed(self._seed(), number=self._drawn)
+
+    def write(self, nodes: Sequence[Node]) -> None:
+        """Add the ops of some nodes to the current graph.
+
+        Raises:
+            poptorch.Error: for an op that has no lowering, or that its lowering refuses.
+        """
+        before, _emissions.current = _emissions.current, self
+        try:
+            for node in nodes:
+                self._write(node)
+        finally:
+            _emissions.current = before
+
+    def _write(self, node: Node) -> None:
+        lowering = lowering_of(node.op, node.overload)
+        if lowering is None:
+            where = f", in the module {node.scope!r}" if node.scope else ""
+            raise createPoptorchError(
+                f"Unsupported op {node.op}{'.' + node.overload if node.overload else ''} at {node.source}"
+                f"{f' `{node.source.text}`' if node.source.text else ''}{where}: there is no lowering for it. Write it "
+                "with other ops, or declare one with `poptorch.lowering.registry.lowers`."
+            )
+        self.wanted = tuple(map(spec_of, node.results))
+        arguments = {name: self._plain(argument) for name, argument in node.arguments.items()}
+        record = DebugRecord(node.op, f"{node.scope}/{node.op}", (), node.source, layer="poptorch")
+        with ExitStack() as stack:
+            stack.enter_context(get_current_context().set(debug_record=record))
+            if self._placed:
+                stack.enter_context(popxl.ipu(node.site.unit))
+                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: _on(t, node.site.unit), arguments)
+            if node.scope:
+                stack.enter_context(popxl.name_scope(node.scope))
+            try:
+                made = lowering(**arguments)
+            except (PopxlError, TypeError, ValueError) as problem:
+                raise createPoptorchError(f"{node.op} at {node.source}, `{node.source.text}`: {problem}") from problem
+            made = made if isinstance(made, tuple | list) else (made,)
+            for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
+                t = _as(t, value)
+                self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
+
+    def _plain(self, argument: Any) -> Any:
+        """An argument as lowerings take it."""
+        if isinstance(argument, Value):
+            return self.tensor(argument)
+        if isinstance(argument, torch.dtype):
+            return popxl_dtype(argument)
+        if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
+            return tuple(map(self._plain, argument))
+        return argument
+
+
+_derived_seed = popxl.OpKind(
+    "DeriveSeed",
+    lambda seed, *, number: jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)
+    ),
+    gradient=None,
+    key="poptorch.DeriveSeed",
+)
+
+
+def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
+    """A result in the dtype and shape that PyTorch says."""
+    wanted = spec_of(value)
+    if t.dtype != wanted.dtype:
+        t = ops.cast(t, wanted.dtype)
+    return t if t.shape == wanted.shape else broadcast(t, shape=wanted.shape)
+
+
+def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:
+    return t if t.ipu == unit else ops.ipu_copy(t, unit)

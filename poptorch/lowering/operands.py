@@ -1,0 +1,69 @@
+"""What lowerings share: operands of one dtype, axes that count from the front, shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+import popxl
+from popxl import OpKind, ops
+
+__all__ = ["axes_of", "axis_of", "broadcast", "promoted", "together"]
+
+Number = bool | int | float
+
+broadcast = OpKind("Expand", lambda t, *, shape: jnp.broadcast_to(t, shape), key="poptorch.Expand")
+"""A tensor in a larger shape, by the rules of broadcasting."""
+
+
+def promoted(*operands: popxl.Tensor | Number) -> tuple[popxl.Tensor, ...]:
+    """Operands as tensors of one dtype: that to which PyTorch promotes tensors. At least one has to be a tensor.
+
+    A number counts less than any tensor: only one of a higher category (an integer beside bools, a float beside
+    integers) has a say. That a tensor without dimensions counts less, too, shows in the dtype of the result alone, which
+    is not decided here.
+    """
+    tensors = [each for each in operands if isinstance(each, popxl.Tensor)]
+    wanted = tensors[0].dtype.as_numpy()
+    for t in tensors[1:]:
+        if t.dtype is not tensors[0].dtype:
+            wanted = jnp.promote_types(wanted, t.dtype.as_numpy())
+    for number in operands:
+        if not isinstance(number, popxl.Tensor):
+            wanted = jnp.result_type(jnp.zeros((), wanted), number) if _counts(number, wanted) else wanted
+    dtype = popxl.dtype.as_dtype(jnp.dtype(wanted))
+    return tuple(together(each, dtype) for each in operands)
+
+
+def _counts(number: Number, dtype: Any) -> bool:
+    """Whether a number is of a higher category than a dtype."""
+    if isinstance(number, bool) or jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return isinstance(number, float) or dtype == jnp.bool_
+
+
+def together(operand: popxl.Tensor | Number, dtype: popxl.dtype) -> popxl.Tensor:
+    """An operand as a tensor of a dtype."""
+    if not isinstance(operand, popxl.Tensor):
+        return popxl.constant(operand, dtype)
+    return operand if operand.dtype == dtype else ops.cast(operand, dtype)
+
+
+def axis_of(t: popxl.Tensor, dim: int) -> int:
+    """An axis, counted from the front. A tensor without dimensions has one to speak of."""
+    return dim % max(len(t.shape), 1)
+
+
+def axes_of(t: popxl.Tensor, dim: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Axes, counted from the front; all, if none are named."""
+    named = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    return tuple(axis_of(t, d) for d in named) or tuple(range(len(t.shape)))
+
+
+def full_shape(t: popxl.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape in which -1 stands for what is left."""
+    known = math.prod(d for d in shape if d != -1)
+    return tuple(math.prod(t.shape) // known if d == -1 else d for d in shape)

@@ -1,0 +1,79 @@
+"""The lowerings: what each op of PyTorch is, in ops of popxl. To add one is to declare it here.
+
+    @lowers("aten.addcmul")                     # a function of tensors of popxl, which adds ops to the graph
+    def addcmul(input, tensor1, tensor2, value=1):
+        return input + value * tensor1 * tensor2
+
+    @jax_op("aten.erfinv")                      # or a function of arrays, which becomes one op
+    def erfinv(input):
+        return jax.scipy.special.erfinv(input)
+
+A lowering is called with the arguments of the op by name, those that were given; PyTorch's `self` is called `input`. Its
+results are cast to the dtypes, and broadcast to the shapes, that PyTorch says. So it need not know what PyTorch promotes
+to what, as long as it computes no less precisely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from popxl import OpKind
+
+__all__ = ["has_lowering", "jax_op", "lowering_name", "lowering_of", "lowerings", "lowers"]
+
+Lowering = Callable[..., Any]
+F = TypeVar("F", bound=Lowering)
+
+_lowerings: dict[str, Lowering] = {}
+
+
+def lowers(*names: str) -> Callable[[F], F]:
+    """Declare a function as the lowering of ops: `"aten.add"`, or, for one overload alone, `"aten.add.Scalar"`."""
+
+    def declare(lowering: F) -> F:
+        for name in names:
+            if name in _lowerings:
+                raise ValueError(f"{name} has a lowering already: {_lowerings[name]!r}.")
+            _lowerings[name] = lowering
+        return lowering
+
+    return declare
+
+
+def jax_op(*names: str, title: str = "", **settings: Any) -> Callable[[Lowering], OpKind]:
+    """Declare a JAX function as an op, and that as the lowering of ops.
+
+    Args:
+        *names: of the ops of PyTorch.
+        title: what printed graphs call the op; by default it is made of the function's name, `log_softmax` →
+            `LogSoftmax`.
+        **settings: how gradients flow, and so on; see `popxl.OpKind`.
+    """
+
+    def declare(function: Lowering) -> OpKind:
+        name = title or "".join(part.capitalize() for part in function.__name__.strip("_").split("_"))
+        return lowers(*names)(OpKind(name, function, key=f"poptorch.{name}", **settings))
+
+    return declare
+
+
+def lowering_name(op: str, overload: str) -> str:
+    """The name under which the lowering of an op is declared, if there is one."""
+    full = f"{op}.{overload}"
+    return full if full in _lowerings else op
+
+
+def lowering_of(op: str, overload: str) -> Lowering | None:
+    """The lowering of an op; `None` if there is none."""
+    return _lowerings.get(lowering_name(op, overload))
+
+
+def has_lowering(op: str, overload: str) -> bool:
+    """Whether an op has a lowering."""
+    return lowering_of(op, overload) is not None
+
+
+def lowerings() -> Mapping[str, Lowering]:
+    """All of them, by name."""
+    return dict(_lowerings)

@@ -1,0 +1,225 @@
+"""What each row of the operator tests goes through: captured, lowered, run; beside PyTorch itself.
+
+A row is a function of tensors, and tensors to call it with. It is right if its results, and the gradients of all that
+PyTorch has gradients for, are those of PyTorch, in float32 and in float16. Which lowerings a row has used is kept, so that
+a lowering without a row does not go unnoticed, and for the table of operators.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import popxl
+from poptorch.ambient import capturing
+from poptorch.capture.tracer import capture
+from poptorch.dtypes import device_dtype, to_numpy
+from poptorch.lowering import Emission, has_lowering
+from poptorch.lowering.emission import spec_of
+from poptorch.lowering.registry import lowering_name
+from poptorch.strategies import PipelinedExecution
+from popxl import ops
+
+
+@dataclass(frozen=True)
+class Row:
+    """A test of operators.
+
+    Attributes:
+        name: what is tested.
+        function: of tensors (and what else there is in `inputs`); the results are tensors, in any structure.
+        inputs: what it is called with. Floating-point tensors get gradients.
+        half: whether it is tested in float16, too.
+        gradient: whether its gradients are.
+        tolerance: relative and absolute, in float32.
+        like: how results that are random have to agree with those of PyTorch, in place of being equal.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    half: bool = True
+    gradient: bool = True
+    tolerance: float = 1e-5
+    half_tolerance: float = 5e-3
+    like: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+
+@dataclass
+class Checked:
+    """What rows have tested of a lowering."""
+
+    forward: set[str] = field(default_factory=set)
+    gradient: set[str] = field(default_factory=set)
+    half: set[str] = field(default_factory=set)
+
+
+checked: defaultdict[str, Checked] = defaultdict(Checked)
+"""By lowering, the names of the rows that use it."""
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed numbers, always the same for a shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def positive(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Numbers between 0.5 and 2."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * 1.5 + 0.5
+
+
+def whole(*shape: int, high: int = 10, seed: int = 0) -> torch.Tensor:
+    """Integers from 0 on."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def check(row: Row, dtype: torch.dtype = torch.float32) -> None:
+    """Run a row both ways, and compare."""
+    inputs = [_as(value, dtype) for value in row.inputs]
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+
+    def function(given: Sequence[torch.Tensor]) -> Any:
+        waiting = iter(given)
+        return row.function(*(next(waiting) if isinstance(v, torch.Tensor) else v for v in inputs))
+
+    with_gradient = row.gradient and any(t.is_floating_point() for t in tensors)
+    torch.manual_seed(0)
+    results, gradients = _eagerly(function, tensors, with_gradient)
+    ours, our_gradients, used = _ours(function, tensors, gradients is not None)
+    half = dtype is torch.float16
+    tolerance = row.half_tolerance if half else row.tolerance
+    assert len(ours) == len(results)
+    for mine, expected in zip(ours, results, strict=True):
+        _compare(mine, expected, tolerance, row.like)
+    for mine, expected in zip(our_gradients, gradients or our_gradients, strict=True):
+        if expected is not None:
+            mine = torch.zeros_like(expected) if mine is None else mine
+            _compare(mine, expected, tolerance, row.like)
+    for name in used:
+        (checked[name].half if half else checked[name].forward).add(row.name)
+        if gradients is not None:
+            checked[name].gradient.add(row.name)
+
+
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value.clone()
+    return value
+
+
+def _leaves(results: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+
+
+def _eagerly(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], with_gradient: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
+    """Results; gradients of the sum of the results, weighted."""
+    leaves = [t.clone().requires_grad_(with_gradient and t.is_floating_point()) for t in tensors]
+    results = _leaves(function([t.clone() for t in leaves]))
+    tracked = [r for r in results if r.requires_grad]
+    if not tracked:
+        return results, None
+    torch.autograd.backward(tracked, [_weights(r) for r in tracked])
+    return [r.detach() for r in results], [t.grad for t in leaves]
+
+
+def _weights(result: torch.Tensor) -> torch.Tensor:
+    """What the gradients of a result begin with: something else for each of its numbers."""
+    return torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype)
+
+
+def _ours(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], with_gradient: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], set[str]]:
+    leaves = [t.clone().requires_grad_(with_gradient and t.is_floating_point()) for t in tensors]
+    module = _Holding(leaves)
+    with capturing(PipelinedExecution()) as ambient:
+        captured = capture(
+            lambda given: function([t.clone() for t in module.tensors()]),
+            [],
+            module,
+            ambient=ambient,
+            lowered=has_lowering,
+        )
+    trace = captured.trace
+    nodes = trace.without_unused(trace.outputs)
+    ir = popxl.Ir()
+    values = [captured.state[f"t{i}"] for i in range(len(leaves))]
+    with ir.main_graph:
+        seed = popxl.constant([1, 2], popxl.uint32)
+        graph = ir.create_empty_graph("function")
+        with graph:
+            seed_input = popxl.graph_input((2,), popxl.uint32)
+            emission = Emission(lambda: seed_input)
+            for value in values:
+                emission.bind([value], [popxl.graph_input(value.shape, spec_of(value).dtype)])
+            emission.write(nodes)
+            results = [emission.tensor(value) for value in trace.outputs]
+            for t in dict.fromkeys(results):
+                popxl.graph_output(t)
+        given = [popxl.variable(to_numpy(leaf.detach())) for leaf in leaves]
+        site = ops.call_with_info(graph, seed, *given)
+        stored = [site.graph_to_parent(t) for t in results]
+        wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
+        found: list[int] = []
+        if with_gradient:
+            tracked = [i for i, value in enumerate(trace.outputs) if value.requires_grad]
+            required = [emission.tensor(values[i]) for i in wanted if _reaches(nodes, values[i], trace.outputs)]
+            found = [i for i in wanted if _reaches(nodes, values[i], trace.outputs)]
+            info = popxl.transforms.autodiff(graph, [results[i] for i in tracked], required)
+            weights = [popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked]
+            stored += ops.call_with_info(info.graph, *weights, inputs_dict=info.inputs_dict(site)).outputs
+        streams = [popxl.d2h_stream(t.shape, t.dtype) for t in stored]
+        for stream, t in zip(streams, stored, strict=True):
+            ops.host_store(stream, t)
+    with popxl.Session(ir) as session:
+        fetched = session.run()
+    arrays = [torch.from_numpy(np.array(fetched[stream])) for stream in streams]
+    gradients: list[torch.Tensor | None] = [None] * len(leaves)
+    for i, array in zip(found, arrays[len(results) :], strict=True):
+        gradients[i] = array
+    used = {lowering_name(node.op, node.overload) for node in nodes}
+    return arrays[: len(results)], gradients, used
+
+
+def _reaches(nodes: Sequence[Any], value: Any, outputs: Sequence[Any]) -> bool:
+    """Whether a gradient comes from the outputs to a value."""
+    reached = {id(v) for v in outputs if v.requires_grad}
+    for node in reversed(nodes):
+        if any(id(r) in reached and i not in node.stops for i, r in enumerate(node.results)):
+            reached.update(id(v) for v in node.inputs if v.is_differentiable)
+    return id(value) in reached
+
+
+class _Holding(torch.nn.Module):
+    """A module whose buffers are some tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        for i, t in enumerate(tensors):
+            self.register_buffer(f"t{i}", t)
+        self._count = len(tensors)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, f"t{i}") for i in range(self._count)]
+
+
+def _compare(
+    mine: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    like: Callable[[torch.Tensor, torch.Tensor], None] | None,
+) -> None:
+    assert tuple(mine.shape) == tuple(expected.shape)
+    assert mine.dtype is device_dtype(expected.dtype)
+    if like is not None:
+        like(mine, expected)
+        return
+    torch.testing.assert_close(mine.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)

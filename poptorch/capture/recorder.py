@@ -106,9 +106,9 @@ class Recorder:
         """The function that is being recorded: the innermost one."""
         return self._frames[-1].trace
 
-    def new_input(self, t: torch.Tensor) -> Value:
+    def new_input(self, t: torch.Tensor, name: str = "") -> Value:
         """A new argument of the function: what a tensor holds at the beginning."""
-        value = self._new(Value(tuple(t.shape), t.dtype))
+        value = self._new(Value(tuple(t.shape), t.dtype, name))
         self._introduce(t, value)
         self.trace.inputs.append(value)
         return value
@@ -214,7 +214,7 @@ class Recorder:
 
     def result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         """One more result of an op."""
-        value = self._new(Value(shape, dtype, node))
+        value = self._new(Value(shape, dtype, made_by=node))
         node.results.append(value)
         return value
 

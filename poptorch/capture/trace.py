@@ -21,12 +21,14 @@ class Value:
 
     Attributes:
         shape, dtype: as PyTorch sees it.
+        name: of an input, or a parameter or buffer; empty for others.
         made_by: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    name: str = ""
     made_by: Node | None = field(default=None, repr=False)
     requires_grad: bool | None = None
 
@@ -89,12 +91,14 @@ class Trace:
         nodes: what it does, in order.
         outputs: the values that it returns.
         outer: values of the function around it that it uses.
+        names: of the inputs, if they have names.
     """
 
     inputs: list[Value] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     outer: list[Value] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     def without_unused(self, wanted: list[Value]) -> list[Node]:
         """The nodes that these values, or an effect, need."""

@@ -7,7 +7,7 @@ in a printed graph. Ops for which there is no lowering are replaced by what PyTo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +31,7 @@ from poptorch.capture.torch_private import (
 from poptorch.capture.trace import Trace, Value
 from poptorch.capture.whole import WHOLE, Whole
 from poptorch.errors import createPoptorchError
+from poptorch.weights import not_rebound
 
 __all__ = ["Captured", "Tracer", "capture", "current"]
 
@@ -196,7 +197,7 @@ class Captured:
         state: the values that the module's parameters and buffers have at the beginning, by name.
         written: the values that they have at the end, of those that are overwritten.
         written_inputs: the same, of the tensors given, by position.
-        result: what `forward` returned, with values in place of tensors.
+        result: what `forward` returned, of tensors without numbers; the outputs of `trace` are the values of these.
     """
 
     trace: Trace
@@ -222,6 +223,8 @@ def capture(
     *,
     ambient: Ambient,
     lowered: Callable[[str, str], bool],
+    flatten: Callable[[Any], list[torch.Tensor]] = lambda result: _tensors_in(result),
+    grouped: Collection[str] = (),
     excludes: Sequence[str] = (),
     with_scopes: bool = True,
 ) -> Captured:
@@ -233,6 +236,8 @@ def capture(
         module: the module whose parameters and buffers it uses, if any. It is afterwards as it was before.
         ambient: the placement that holds.
         lowered: whether there is a lowering for an op of this name and overload.
+        flatten: gives the tensors in its result.
+        grouped: names of parameters of which `forward` sees the first row.
         excludes: files that no user wants to be pointed to.
         with_scopes: whether ops know the path of the module that runs them.
 
@@ -242,17 +247,17 @@ def capture(
     tracer = Tracer(ambient, lowered, excludes)
     recorder = tracer.recorder
     state = dict(_tensors_of(module))
-    fakes = {key: tracer.fake(t) for key, t in state.items()}
+    fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
     inputs = [tracer.fake(t.detach()) for t in tensors]
     input_values = [recorder.new_input(t) for t in inputs]
     state_values: dict[str, Value] = {}
     by_tensor: dict[int, Value] = {}
     for key, t in fakes.items():  # tied tensors are one value
-        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t)
+        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key)
     with ExitStack() as stack:
         if module is not None:
-            stack.enter_context(_unchanged(module))
             stack.enter_context(with_tensors(module, fakes))
+            stack.enter_context(not_rebound(module))
             if with_scopes:
                 stack.enter_context(_scopes(module, recorder.scopes))
         _tracers.append(tracer)
@@ -265,7 +270,7 @@ def capture(
                 "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever "
                 f"numbers come. Something needs them here ({recorder.source()}): {problem}"
             ) from problem
-        leaves = [recorder.value_of(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        leaves = [recorder.value_of(t) for t in flatten(result)]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
     recorder.trace.outputs = leaves
@@ -279,22 +284,18 @@ def capture(
     )
 
 
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _first_row(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach()[0].requires_grad_(parameter.requires_grad)
+
+
 def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
     if module is not None:
         yield from module.named_parameters(remove_duplicate=False)
         yield from module.named_buffers(remove_duplicate=False)
-
-
-@contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Undo what is assigned to attributes of a module, and of those in it, during a block."""
-    before = [(each, dict(each.__dict__)) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, attributes in before:
-            each.__dict__.clear()
-            each.__dict__.update(attributes)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-__all__ = ["WHOLE", "Whole"]
+__all__ = ["LOSSES", "WHOLE", "Whole"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ _LOSSES = (
     F.multilabel_soft_margin_loss,
     F.ctc_loss,
 )
+
+LOSSES = frozenset(f"torch.{function.__name__}" for function in _LOSSES)
+"""Names of the ops that are losses."""
 
 WHOLE: tuple[Whole, ...] = (
     *map(_whole, _LOSSES),

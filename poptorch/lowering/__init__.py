@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poptorch.lowering import elementwise, nn, shape  # noqa: F401  (they declare lowerings)
+from poptorch.lowering import control, elementwise, losses, nn, shape  # noqa: F401  (they declare lowerings)
 from poptorch.lowering.emission import Emission
 from poptorch.lowering.registry import has_lowering, lowerings
 

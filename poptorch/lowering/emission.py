@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
 from popxl.source import DebugRecord
-from poptorch.capture.trace import Node, Value
+from poptorch.capture.trace import Node, Trace, Value
 from poptorch.dtypes import device_dtype
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.operands import broadcast
@@ -76,6 +77,7 @@ class Emission:
         self._seed = seed
         self._placed = placed
         self._drawn = 0
+        self._functions: dict[Trace, _Function] = {}
         self.wanted: tuple[popxl.TensorSpec, ...] = ()
 
     def bind(self, values: Iterable[Value], tensors: Iterable[popxl.Tensor]) -> None:
@@ -93,6 +95,14 @@ class Emission:
             raise createPoptorchError("Random numbers are not available here.")
         self._drawn += 1
         return _derived_seed(self._seed(), number=self._drawn)
+
+    def call(self, trace: Trace, inputs: Sequence[popxl.Tensor], name: str) -> tuple[popxl.Tensor, ...]:
+        """Run a trace as a graph of its own, the same one whenever it is run."""
+        if trace not in self._functions:
+            self._functions[trace] = _Function(trace, name, self._placed)
+        function = self._functions[trace]
+        seed = [self.seed()] if function.is_random else []
+        return ops.call_with_info(function.graph, *inputs, *seed).outputs
 
     def write(self, nodes: Sequence[Node]) -> None:
         """Add the ops of some nodes to the current graph.
@@ -146,6 +156,33 @@ class Emission:
         return argument
 
 
+class _Function:
+    """A trace as a graph: its inputs, and then a seed, if it draws random numbers."""
+
+    def __init__(self, trace: Trace, name: str, placed: bool) -> None:
+        self.graph = popxl.gir().create_empty_graph(name)
+        self.is_random = False
+        emission = Emission(self._seed, placed)
+        with get_current_context().set(scope_prefix=""), self.graph:
+            names = trace.names or [v.name for v in trace.inputs]
+            inputs = [
+                popxl.graph_input(v.shape, popxl_dtype(v.dtype), name or None)
+                for v, name in zip(trace.inputs, names, strict=True)
+            ]
+            emission.bind(trace.inputs, inputs)
+            emission.write(trace.nodes)
+            for value in trace.outputs:
+                popxl.graph_output(emission.tensor(value))
+
+    @cached_property
+    def _seed_input(self) -> popxl.Tensor:
+        self.is_random = True
+        return popxl.graph_input((2,), popxl.uint32, "random")
+
+    def _seed(self) -> popxl.Tensor:
+        return self._seed_input
+
+
 _derived_seed = popxl.OpKind(
     "DeriveSeed",
     lambda seed, *, number: jax.random.key_data(
@@ -165,4 +202,5 @@ def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
 
 
 def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:
-    return t if t.ipu == unit else ops.ipu_copy(t, unit)
+    """A tensor on an IPU: a copy, if it is on another one. Inputs are where they are first used."""
+    return t if t.location[0] in (unit, None) else ops.ipu_copy(t, unit)

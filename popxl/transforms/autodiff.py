@@ -119,7 +119,7 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
     """For each graph to differentiate, the outputs whose gradients some call of it will provide."""
     needed: dict[Graph, list[Tensor]] = {root: provided}
     for graph in reversed(callees_first(root, infos)):
-        leads = _leading_to(graph, needed.get(graph, ()))
+        leads = leading_to(graph, needed.get(graph, ()))
         for op in graph.ops:
             for callee in op.called_graphs:
                 known = needed.setdefault(callee, [])
@@ -250,7 +250,9 @@ class _Differentiation:
         if parts is not None:
             if t in self.gradients:
                 parts.insert(0, self.gradients[t])
-            total = parts[0] if len(parts) == 1 else add_n(*parts)
+            ipu, io_tiles = parts[0].location
+            with get_current_context().set(ipu_id=ipu, io_tile_set=bool(io_tiles)):
+                total = parts[0] if len(parts) == 1 else add_n(*parts)
             if len(parts) > 1 or self._has_no_name(total):
                 self.graph.rename(total, f"Gradient___{t.name}")
                 self.renamed.add(total)
@@ -309,8 +311,8 @@ class _Differentiation:
             self.again[op] = op.again([self.read(u) for u in op.inputs])
 
 
-def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
-    """The tensors that some provided tensor depends on."""
+def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
+    """The tensors that some provided tensor depends on in a differentiable way: those that can be required."""
     leads = set(provided)
     for op in reversed(graph.ops):
         if not leads.isdisjoint(op.outputs):

@@ -1,0 +1,380 @@
+"""What holds for the operation that is being captured: its block, its scopes; and what a whole program's blocks allow.
+
+The tracer opens one `Ambient` for each capture (`capturing`) and asks it for the `Site` of every operation that
+arrives. The annotations in `poptorch.blocks` change it; outside a capture they find none (`current`) and do nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from poptorch.enums import Liveness, OutputMode
+from poptorch.errors import Error
+from poptorch.logging_ import logger
+from poptorch.strategies import (
+    BlockId,
+    ParallelPhasedExecution,
+    PipelinedExecution,
+    Place,
+    ShardedExecution,
+    _IExecutionStrategy,
+    _IPhasedExecution,
+)
+
+if TYPE_CHECKING:
+    from poptorch.options import Options
+
+__all__ = [
+    "Ambient",
+    "Placement",
+    "Site",
+    "capturing",
+    "check_overlapped_io",
+    "check_placement",
+    "current",
+    "isRunningOnIpu",
+]
+
+MAX_UNITS = 64
+"""How many units a process may ask for."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one operation was made.
+
+    Args:
+        block: the id of its block; None before the first.
+        unit: the unit it runs on.
+        stage: the number of its stage.
+        phase: the number of its phase; None without phases.
+        scope: the open name scopes, from the outermost, joined by `/`; empty outside.
+        attributes: what the open `Attribute` scopes attach: pairs of a name and sorted pairs of key and value.
+        multi_conv: the number of its `MultiConv` scope within the capture, from 0; None outside.
+    """
+
+    block: BlockId | None = None
+    unit: int = 0
+    stage: int = 0
+    phase: int | None = None
+    scope: str = ""
+    attributes: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    multi_conv: int | None = None
+
+
+class Ambient:
+    """The state of one capture that annotations change and operations are stamped with.
+
+    Args:
+        strategy: decides where blocks run.
+    """
+
+    def __init__(self, strategy: _IExecutionStrategy) -> None:
+        self._strategy = strategy
+        self._places: dict[BlockId, Place] = {}  # of all blocks that have begun
+        self._block: BlockId | None = None  # the active block; None before the first
+        self._active = True  # false after a block has ended
+        self._open_blocks: list[BlockId] = []
+        self._next_id = 0  # of a block without an id
+        self._scopes: list[str] = []
+        self._attributes: list[Mapping[str, Mapping[str, Any]]] = []
+        self._multi_convs = 0
+        self._convolutions: int | None = None  # those in the open MultiConv
+
+    def site(self) -> Site:
+        """The site of an operation that arrives now.
+
+        Raises:
+            Error: if no block is active, in a model that has closed one.
+        """
+        if not self._active:
+            raise Error(
+                "No active Block: an operation is outside any block, after a `with poptorch.Block` has ended. Put all "
+                "operations that follow into blocks, or begin blocks that stay open with `poptorch.BeginBlock`."
+            )
+        place = Place(0, 0, self._strategy.first_phase) if self._block is None else self._places[self._block]
+        return Site(
+            block=self._block,
+            unit=place.unit,
+            stage=place.stage,
+            phase=place.phase,
+            scope="/".join(self._scopes),
+            attributes=tuple(
+                (name, tuple(sorted(values.items()))) for scope in self._attributes for name, values in scope.items()
+            ),
+            multi_conv=None if self._convolutions is None else self._multi_convs - 1,
+        )
+
+    # Blocks
+
+    def begin_block(self, user_id: BlockId | None, ipu_id: int | None) -> BlockId:
+        """Make a block the active one until the next begins.
+
+        Args:
+            user_id: its id; the next number if None.
+            ipu_id: the unit it asks for.
+
+        Returns:
+            Its id.
+
+        Raises:
+            AssertionError: if the strategy does not know the block, or needs a unit.
+        """
+        block_id = str(self._next_id) if user_id is None else user_id
+        known = self._places.get(block_id)
+        if known is None or ipu_id is not None:
+            place = self._strategy.place(block_id, ipu_id, begun=len(self._places))
+            if known is not None and known.unit != place.unit:
+                logger.warning(
+                    "Block %r asks for unit %d and stays on unit %d: blocks with one id are one block.",
+                    block_id,
+                    place.unit,
+                    known.unit,
+                )
+            self._places.setdefault(block_id, place)
+        self._next_id += user_id is None
+        self._block, self._active = block_id, True
+        return block_id
+
+    @contextmanager
+    def block(self, user_id: BlockId | None, ipu_id: int | None) -> Iterator[None]:
+        """A block that ends; then that around it is the active one, or none."""
+        self._open_blocks.append(self.begin_block(user_id, ipu_id))
+        try:
+            yield
+        finally:
+            self._open_blocks.pop()
+            self._active = bool(self._open_blocks)
+            if self._active:
+                self._block = self._open_blocks[-1]
+
+    def number_blocks_anew(self) -> None:
+        """Give the next block without an id the id `"0"`."""
+        self._next_id = 0
+
+    # Scopes
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """A scope that puts `name` before the names of its operations; for modules, and for `NameScope`."""
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    @contextmanager
+    def attributed(self, attributes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+        """A scope that attaches attributes to its operations."""
+        self._attributes.append(attributes)
+        try:
+            yield
+        finally:
+            self._attributes.pop()
+
+    @contextmanager
+    def multi_conv(self) -> Iterator[None]:
+        """A scope whose convolutions are one multi-convolution.
+
+        Raises:
+            Error: if it is within another, or ends without a convolution.
+        """
+        if self._convolutions is not None:
+            raise Error(
+                "Nested poptorch.MultiConv is not supported: one is open already. End it before the next begins."
+            )
+        self._convolutions = 0
+        self._multi_convs += 1
+        try:
+            yield
+            if not self._convolutions:
+                raise Error(
+                    "Unexpected end_multi_conv: there was no convolution in the scope of a poptorch.MultiConv. Put the "
+                    "convolutions into it, or leave it out."
+                )
+        finally:
+            self._convolutions = None
+
+    def count_convolution(self) -> None:
+        """To be told of every convolution that is captured: a `MultiConv` needs at least one."""
+        if self._convolutions is not None:
+            self._convolutions += 1
+
+
+class _Captures(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Ambient] = []
+
+
+_captures = _Captures()
+
+
+def current() -> Ambient | None:
+    """The state of the innermost capture in this thread; None if nothing is captured."""
+    return _captures.open[-1] if _captures.open else None
+
+
+def isRunningOnIpu() -> bool:
+    """Whether a wrapped model's `forward` is being captured; false while models are made, and on plain CPU runs.
+
+    Example:
+        >>> isRunningOnIpu()
+        False
+    """
+    return current() is not None
+
+
+@contextmanager
+def capturing(strategy: _IExecutionStrategy) -> Iterator[Ambient]:
+    """Capture with a state of its own, until the block is left, by an exception, too.
+
+    What is captured within the same program, such as the body of a loop, shares the state: it does not call this.
+
+    Args:
+        strategy: of the options, `options.execution_strategy`.
+
+    Example:
+        >>> with capturing(PipelinedExecution()) as ambient:
+        ...     ambient.begin_block("encoder", 1)
+        ...     ambient.site()
+        'encoder'
+        Site(block='encoder', unit=1, stage=1, phase=None, scope='', attributes=(), multi_conv=None)
+    """
+    ambient = Ambient(strategy)
+    _captures.open.append(ambient)
+    try:
+        yield ambient
+    finally:
+        _captures.open.pop()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the blocks of a program ask for.
+
+    Args:
+        units: the number of units of one replica.
+        stages: the number of pipeline stages, with those of the backward pass in training; 1 if nothing is pipelined.
+        phases: the number of phases of phased execution; None without.
+    """
+
+    units: int
+    stages: int
+    phases: int | None
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether several stages work at the same time."""
+        return self.stages > 1
+
+
+def check_placement(sites: Sequence[Site], options: Options, training: bool) -> Placement:
+    """Whether the options allow what the blocks of a program ask for.
+
+    Args:
+        sites: those of the operations of `forward`, in their order.
+        options: the options of the model.
+        training: whether it is trained.
+
+    Returns:
+        What they ask for.
+
+    Raises:
+        Error: if there are too few iterations or accumulation steps for the stages of a pipeline; too many units, or a
+            number of units that is no power of two; or a phase on units of the other group.
+    """
+    strategy = options.execution_strategy
+    units = _units(sites, options)
+    if isinstance(strategy, _IPhasedExecution):
+        _check_phases(sites, strategy)
+        return Placement(units, 1, _phase_count(strategy))
+    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+        return Placement(units, _pipeline_stages(sites, options, training), None)
+    return Placement(units, 1, None)
+
+
+def _units(sites: Sequence[Site], options: Options) -> int:
+    units = 1 + max((site.unit for site in sites), default=0)
+    replicas = options.replication_factor
+    asked = units * replicas
+    if asked & (asked - 1) and not options.auto_round_num_ipus:
+        raise Error(
+            f"The model uses {units} IPUs for each of {replicas} replicas, {asked} in all; expected a power of two. "
+            "Place the blocks on another number of units, or let it be rounded up: `options.autoRoundNumIPUs(True)`."
+        )
+    if asked > MAX_UNITS:
+        raise Error(
+            f"Too many IPUs requested ({asked}): {units} for each of {replicas} replicas; a process has at most "
+            f"{MAX_UNITS}. Lower `replicationFactor`, or use more processes."
+        )
+    return units
+
+
+def _pipeline_stages(sites: Sequence[Site], options: Options, training: bool) -> int:
+    forward = len(list(groupby(site.unit for site in sites)))
+    if forward <= 1:
+        return 1
+    if training:
+        stages, given = 2 * forward - 1, options.Training.gradient_accumulation
+        if given < stages:
+            raise Error(
+                "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
+                f"pipeline stages ({stages}) of a pipelined training model; it is {given}. There are {forward} stages "
+                f"of the forward pass and {forward - 1} extra ones of the backward pass. Accumulate over more "
+                "micro-batches, or use fewer stages."
+            )
+        return stages
+    if options.device_iterations < forward:
+        raise Error(
+            "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline stages "
+            f"({forward}) of a pipelined inference model; it is {options.device_iterations}. Do more iterations, or "
+            "use fewer stages."
+        )
+    return forward
+
+
+def _check_phases(sites: Sequence[Site], strategy: _IPhasedExecution) -> None:
+    if not isinstance(strategy, ParallelPhasedExecution):
+        return
+    for site in sites:
+        if (site.phase or 0) % 2 != site.unit % 2:
+            raise Error(
+                f"ParallelPhasedExecution: block {site.block!r} of phase {site.phase} is on unit {site.unit}; even "
+                "phases must be on even units, and odd ones on odd units. Choose them: `strategy.phase(0).ipus(0, 2)`."
+            )
+
+
+def _phase_count(strategy: _IPhasedExecution) -> int:
+    leaves = strategy.liveness is not Liveness.AlwaysLive
+    return len(strategy.phases) + 3 * leaves + strategy.separate_backward_phase
+
+
+def check_overlapped_io(options: Options, output_mode: OutputMode) -> None:
+    """Whether the options allow a model that asks for overlapped transfers (`set_overlap_for_input`, `..._output`).
+
+    Args:
+        options: those of the model.
+        output_mode: the mode of its results, no longer the default.
+
+    Raises:
+        Error: unless the strategy is `ShardedExecution`, there are IO tiles, and the mode is `All` or `Sum`.
+    """
+    if not isinstance(options.execution_strategy, ShardedExecution):
+        raise Error(
+            f"Overlapped IO needs ShardedExecution; the execution strategy is {options.execution_strategy}. Choose it: "
+            "`options.setExecutionStrategy(poptorch.ShardedExecution())`."
+        )
+    if options.TensorLocations.num_io_tiles is None:
+        raise Error(
+            "Overlapped IO needs IO tiles, and there are none. Set some: `options.TensorLocations.numIOTiles(32)`."
+        )
+    if output_mode not in (OutputMode.All, OutputMode.Sum):
+        raise Error(
+            f"Overlapped IO needs the output mode All or Sum; it is {output_mode.name}. Choose one: "
+            "`options.outputMode(poptorch.OutputMode.All)`."
+        )

@@ -1,0 +1,389 @@
+"""Annotations within a model: which block an operation belongs to, its name scopes and attributes, multi-convolutions.
+
+They speak to the capture that is going on (`poptorch.ambient`). On a plain CPU run there is none, and they do nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from poptorch.ambient import Ambient, current
+from poptorch.enums import MultiConvPlanType
+from poptorch.errors import Error
+from poptorch.settings import NO_EFFECT, OptionsDict, setting
+from poptorch.strategies import BlockId
+
+__all__ = [
+    "Attribute",
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "MultiConv",
+    "NameScope",
+    "module_repr",
+    "print",
+    "removeBlocks",
+]
+
+Layer = TypeVar("Layer", bound=Callable[..., Any])
+
+
+class _Scope:
+    """A `with` statement that annotates what is captured within it."""
+
+    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        ambient = current()
+        opened = nullcontext() if ambient is None else self._open(ambient)
+        opened.__enter__()
+        vars(self).setdefault("_opened", []).append(opened)
+        return self
+
+    def __exit__(
+        self, type: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        vars(self)["_opened"].pop().__exit__(type, value, traceback)
+
+
+class Block(_Scope, torch.nn.Module):
+    """A part of a model: everything within the `with` statement is on one unit, in one stage.
+
+    Args:
+        user_id: the id of the block, by which stages list it; the next number, `"0"`, `"1"`, ..., if None. Blocks with
+            one id are one block.
+        ipu_id: the unit it runs on, if its stage does not say.
+
+    Raises:
+        AssertionError: if the id is no string, or the unit no number from 0.
+
+    Example:
+        >>> import torch
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         with Block("first", ipu_id=0):
+        ...             x = x + 1
+        ...         with Block("second", ipu_id=1):
+        ...             return x * 2
+        >>> Model()(torch.ones(2))
+        tensor([4., 4.])
+    """
+
+    def __init__(self, user_id: BlockId | None = None, ipu_id: int | None = None) -> None:
+        super().__init__()
+        _check_ids("Block", user_id, ipu_id)
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+        return ambient.block(self._user_id, self._ipu_id)
+
+    @staticmethod
+    def start(user_id: BlockId | None = None, ipu_id: int | None = None) -> None:
+        """Begin a block that lasts until the next one begins; for the arguments see the class."""
+        _check_ids("Block.start", user_id, ipu_id)
+        if (ambient := current()) is not None:
+            ambient.begin_block(user_id, ipu_id)
+
+    @staticmethod
+    def useAutoId() -> None:
+        """Number blocks without an id from `"0"` again; to be called at the top of `forward`."""
+        if (ambient := current()) is not None:
+            ambient.number_blocks_anew()
+
+
+def _check_ids(what: str, user_id: object, ipu_id: object) -> None:
+    if not (user_id is None or isinstance(user_id, str)):
+        raise AssertionError(
+            f"{what}: `user_id` is {user_id!r}; expected a string or None. A unit is given as `ipu_id`."
+        )
+    if not (ipu_id is None or (isinstance(ipu_id, int) and ipu_id >= 0)):
+        raise AssertionError(f"{what}: `ipu_id` is {ipu_id!r}; expected the number of a unit, from 0, or None.")
+
+
+class _BlockHook:
+    """A forward-pre-hook that begins a block. A class, so that modules with it can be copied and pickled."""
+
+    def __init__(self, user_id: BlockId | None, ipu_id: int | None) -> None:
+        self.user_id = user_id
+        self.ipu_id = ipu_id
+
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
+        Block.start(self.user_id, self.ipu_id)
+
+    def __str__(self) -> str:
+        return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
+
+
+def _hooks(module: torch.nn.Module) -> dict[int, _BlockHook]:
+    """The hooks of `BeginBlock` on this module itself, by their keys; at most one."""
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _BlockHook)}
+
+
+def BeginBlock(layer_to_call: Layer, user_id: BlockId | None = None, ipu_id: int | None = None) -> Layer:
+    """Let a block begin with a module: it and all that follows are in it, until the next block begins.
+
+    Parameters and the state dictionary of the module keep their names; copies and pickles keep the block. Of several
+    forward-pre-hooks of a module, those registered before run outside the block.
+
+    Args:
+        layer_to_call: the module; or a function, for which a function is returned.
+        user_id: the id of the block; see `Block`.
+        ipu_id: the unit of the block.
+
+    Returns:
+        The module itself; or a function that begins the block and then calls the one given.
+
+    Raises:
+        Error: if the module begins a block already, or is neither a module nor callable.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        >>> _ = BeginBlock(model[1], "second", ipu_id=1)
+        >>> print(model)
+        Sequential(
+          (0): Linear(in_features=3, out_features=4, bias=True)
+          (1): BeginBlock(user_id=second, ipu_id=1) Linear(in_features=4, out_features=2, bias=True)
+        )
+    """
+    _check_ids("BeginBlock", user_id, ipu_id)
+    if isinstance(layer_to_call, torch.nn.Module):
+        if _hooks(layer_to_call):
+            raise Error(
+                f"BeginBlock: the {type(layer_to_call).__name__} module has already been assigned to a block. Remove "
+                "that first, with `poptorch.removeBlocks(module)`."
+            )
+        layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
+        return layer_to_call
+    if not callable(layer_to_call):
+        raise Error(f"BeginBlock: `layer_to_call` is {layer_to_call!r}; expected a module or a function.")
+
+    @wraps(layer_to_call)
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        Block.start(user_id, ipu_id)
+        return layer_to_call(*args, **kwargs)
+
+    return begun  # type: ignore[return-value]
+
+
+def BlockFunction(user_id: BlockId | None = None, ipu_id: int | None = None) -> Callable[[Layer], Layer]:
+    """A decorator that makes all that a function does a block; for the arguments see `Block`.
+
+    Example:
+        >>> @BlockFunction("decoder", ipu_id=1)
+        ... def decode(x):
+        ...     return x + 1
+        >>> decode(2)
+        3
+    """
+    _check_ids("BlockFunction", user_id, ipu_id)
+
+    def decorate(function: Layer) -> Layer:
+        @wraps(function)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with Block(user_id, ipu_id):
+                return function(*args, **kwargs)
+
+        return within  # type: ignore[return-value]
+
+    return decorate
+
+
+def removeBlocks(module: torch.nn.Module) -> None:
+    """Remove what `BeginBlock` has added to a module and to those within it.
+
+    Example:
+        >>> import torch
+        >>> layer = BeginBlock(torch.nn.ReLU(), ipu_id=1)
+        >>> removeBlocks(layer)
+        >>> print(layer)
+        ReLU()
+    """
+    for each in module.modules():
+        for key in _hooks(each):
+            del each._forward_pre_hooks[key]
+
+
+def module_repr(m: torch.nn.Module) -> str:
+    """The text of a module, with its blocks: `BeginBlock(user_id=..., ipu_id=...)` before the name of a class.
+
+    Example:
+        >>> import torch
+        >>> module_repr(BeginBlock(torch.nn.ReLU(), "A", ipu_id=1))
+        'BeginBlock(user_id=A, ipu_id=1) ReLU()'
+    """
+    named = []
+    try:
+        for module in m.modules():
+            for hook in _hooks(module).values():
+                # torch's own text asks each module for its name, so whatever classes do with it stays as it is
+                vars(module)["_get_name"] = partial(str, f"{hook} {module._get_name()}")
+                named.append(module)
+        return repr(m)
+    finally:
+        for module in named:
+            del vars(module)["_get_name"]
+
+
+def print(*values: object, **how: Any) -> None:
+    """Python's `print`; modules are shown with their blocks, as `module_repr` does."""
+    shown = (module_repr(value) if isinstance(value, torch.nn.Module) else value for value in values)
+    builtins.print(*shown, **how)
+
+
+class NameScope(_Scope):
+    """A name that comes before those of the operations within.
+
+    Args:
+        name: the name.
+
+    Raises:
+        AssertionError: if it is no string.
+
+    Example:
+        >>> with NameScope("attention"):
+        ...     y = 1 + 2
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise AssertionError(f"NameScope: `name` is {name!r}; expected a string.")
+        self._name = name
+
+    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+        return ambient.named(self._name)
+
+
+class Attribute(_Scope):
+    """Attributes of the operations within.
+
+    Args:
+        kwargs: dictionaries from names to strings, numbers or bools.
+
+    Raises:
+        ValueError: if one is something else.
+
+    Example:
+        >>> with Attribute(__outline={"layer": "embedding"}):
+        ...     y = 1 + 2
+    """
+
+    def __init__(self, **kwargs: dict[str, str | int | float | bool]) -> None:
+        for name, values in kwargs.items():
+            if not isinstance(values, dict) or not all(
+                isinstance(key, str) and isinstance(value, (str, int, float, bool)) for key, value in values.items()
+            ):
+                raise ValueError(
+                    f"Attribute: `{name}` is {values!r}; expected a dictionary from names to strings, numbers or bools."
+                )
+        self._attributes = {name: dict(values) for name, values in kwargs.items()}
+
+    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+        return ambient.attributed(self._attributes)
+
+
+def _one_or_each(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Accepts one value, or a list or tuple of values."""
+    return lambda given: all(map(valid, given if isinstance(given, (list, tuple)) else [given]))
+
+
+class MultiConv(_Scope, OptionsDict):
+    """The convolutions within are one multi-convolution, which may run at the same time.
+
+    What is set here never changes a number. A scope holds at least one convolution, and no other such scope: else the
+    capture ends with an `Error`.
+
+    Example:
+        >>> import torch
+        >>> convolution, x = torch.nn.Conv1d(1, 1, 3), torch.ones(1, 1, 5)
+        >>> with MultiConv().planType(MultiConvPlanType.Serial):
+        ...     y, z = convolution(x), convolution(2 * x)
+    """
+
+    available_memory_proportions: float | list[float] | None = setting(
+        None,
+        NO_EFFECT,
+        "availableMemoryProportions",
+        kind=object,
+        valid=_one_or_each(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
+        expects="a number from 0 to below 1, or one for each convolution",
+    )
+    cycle_back_off: float | None = setting(
+        None,
+        NO_EFFECT,
+        "cycleBackOff",
+        kind=object,
+        valid=lambda value: isinstance(value, (int, float)) and 0 <= value <= 1,
+        expects="a number from 0 to 1",
+    )
+    conv_dithering: bool | list[bool] | None = setting(
+        None,
+        NO_EFFECT,
+        "enableConvDithering",
+        kind=object,
+        valid=_one_or_each(lambda value: isinstance(value, bool)),
+        expects="a bool, or one for each convolution",
+    )
+    partials_types: torch.dtype | list[torch.dtype] | None = setting(
+        None,
+        NO_EFFECT,
+        "partialsTypes",
+        kind=object,
+        valid=_one_or_each(lambda value: value in (torch.float, torch.half)),
+        expects="torch.float or torch.half, or one of them for each convolution",
+        error=ValueError,
+    )
+    per_conv_reserved_tiles: int | None = setting(
+        None,
+        NO_EFFECT,
+        "perConvReservedTiles",
+        kind=int,
+        valid=lambda value: value >= 0,
+        expects="a number of tiles",
+    )
+    plan_type: MultiConvPlanType | None = setting(
+        None, NO_EFFECT, "planType", kind=MultiConvPlanType, expects="a poptorch.MultiConvPlanType"
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+        return ambient.multi_conv()
+
+    def availableMemoryProportions(self, value: float | list[float]) -> Self:
+        """The part of the memory, from 0 to below 1, for temporary values; one, or one for each convolution."""
+        return self._set(available_memory_proportions=value)
+
+    def cycleBackOff(self, value: float) -> Self:
+        """How many more cycles a plan may take to save memory, from 0 to 1."""
+        return self._set(cycle_back_off=value)
+
+    def enableConvDithering(self, value: bool | list[bool]) -> Self:
+        """Whether convolutions are laid out from different tiles; one, or one for each convolution."""
+        return self._set(conv_dithering=value)
+
+    def partialsTypes(self, value: torch.dtype | list[torch.dtype]) -> Self:
+        """The type to accumulate in, `torch.float` or `torch.half`; one, or one for each convolution.
+
+        Raises:
+            ValueError: if it is another.
+        """
+        return self._set(partials_types=value)
+
+    def perConvReservedTiles(self, value: int) -> Self:
+        """The number of tiles set aside for each convolution."""
+        return self._set(per_conv_reserved_tiles=value)
+
+    def planType(self, value: MultiConvPlanType) -> Self:
+        """Whether the convolutions run at the same time or one after the other."""
+        return self._set(plan_type=value)

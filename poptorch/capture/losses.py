@@ -1,0 +1,42 @@
+"""Which value of a trace is the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poptorch.capture.trace import Node, Value
+from poptorch.capture.whole import LOSSES
+from poptorch.errors import createPoptorchError
+
+__all__ = ["final_loss"]
+
+MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
+"""Names of the ops whose result is a loss."""
+
+
+def final_loss(nodes: Sequence[Node]) -> Value:
+    """The one loss that no other is made of.
+
+    Raises:
+        poptorch.Error: if there is none, or more than one.
+    """
+    marked = [node for node in nodes if node.op in MARKED]
+    parts: set[int] = set()  # values that some loss depends on
+    final = []
+    for node in reversed(nodes):
+        is_part = any(id(result) in parts for result in node.results)
+        if node.op in MARKED and not is_part:
+            final.append(node)
+        if node.op in MARKED or is_part:
+            parts.update(map(id, node.inputs))
+    if not marked:
+        raise createPoptorchError(
+            "Couldn't find a loss in graph. A model to be trained needs one: a loss of `torch.nn`, or a tensor that "
+            "`poptorch.identity_loss(x, reduction)` marks as one."
+        )
+    if len(final) > 1:
+        raise createPoptorchError(
+            f"Multiple independent losses found in graph: {', '.join(str(node) for node in reversed(final))}. Add them "
+            'up, and mark the sum: `poptorch.identity_loss(a + b, reduction="none")`.'
+        )
+    return final[0].results[0]

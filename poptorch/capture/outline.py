@@ -1,0 +1,164 @@
+"""Modules of a model that do the same become calls of one function.
+
+Twelve equal layers of an encoder are captured as twelve runs of ops. What tells that they are equal is their form: the ops
+with all they are given, where values from outside are numbered as they come. Of each form that occurs often enough one
+`Trace` is kept, and the runs are replaced by calls of it; so it is lowered, differentiated and compiled once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from poptorch.capture.recorder import Data, View
+from poptorch.capture.trace import Node, Trace, Value
+from poptorch.dtypes import to_numpy
+
+__all__ = ["CALL", "outlined"]
+
+CALL = "poptorch.call"
+"""Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
+
+SMALLEST = 12
+"""A module is called only if it has as many ops: calls cost something, too."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The ops of a module, one after the other.
+
+    Attributes:
+        path: of the module.
+        start, stop: where they are among all ops.
+    """
+
+    path: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
+    """Ops, of which those of modules that do the same are calls of one trace.
+
+    Args:
+        nodes: all ops, in order.
+        wanted: values that are used outside of them.
+    """
+    by_form: defaultdict[Hashable, list[_Run]] = defaultdict(list)
+    for run in _runs(nodes):
+        by_form[_form(nodes[run.start : run.stop])].append(run)
+    repeated = [runs for runs in by_form.values() if len(runs) > 1]
+    taken: set[int] = set()
+    chosen: list[list[_Run]] = []
+    for runs in sorted(repeated, key=lambda runs: -len(runs[0])):
+        free = [run for run in runs if taken.isdisjoint(range(run.start, run.stop))]
+        if len(free) > 1:
+            chosen.append(free)
+            taken.update(i for run in free for i in range(run.start, run.stop))
+    return _with_calls(nodes, chosen, {id(value) for value in wanted})
+
+
+def _runs(nodes: Sequence[Node]) -> list[_Run]:
+    """The runs of all modules whose ops follow each other: those that run once, and without others in between."""
+    found: defaultdict[str, list[_Run]] = defaultdict(list)
+    paths = {".".join(parts[: i + 1]) for node in nodes for parts in [node.scope.split(".")] for i in range(len(parts))}
+    for path in sorted(paths - {""}):
+        position = 0
+        for inside, group in groupby(nodes, key=lambda node: f"{node.scope}.".startswith(f"{path}.")):
+            length = len(list(group))
+            if inside:
+                found[path].append(_Run(path, position, position + length))
+            position += length
+    return [runs[0] for runs in found.values() if len(runs) == 1 and len(runs[0]) >= SMALLEST]
+
+
+def _form(nodes: Sequence[Node]) -> Hashable:
+    """What some ops do, whatever they do it to: equal for runs of which one can stand for the other."""
+    known: dict[int, Hashable] = {}
+    form = []
+    for number, node in enumerate(nodes):
+        leaves, structure = pytree.tree_flatten(node.arguments)
+        given = tuple(_leaf(leaf, known) for leaf in leaves)
+        results = tuple((r.shape, r.dtype) for r in node.results)
+        known |= {id(r): (number, i) for i, r in enumerate(node.results)}
+        form.append((node.op, node.overload, str(structure), given, results, node.stops, node.has_effect, node.site))
+    return tuple(form)
+
+
+def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
+    if isinstance(leaf, Value):
+        if id(leaf) not in known:
+            known[id(leaf)] = ("from outside", len(known), leaf.shape, leaf.dtype)
+        return known[id(leaf)]
+    if isinstance(leaf, Data):
+        return (leaf.tensor.dtype, leaf.tensor.shape, to_numpy(leaf.tensor).tobytes())
+    if isinstance(leaf, View):
+        return repr(leaf)
+    try:
+        return (type(leaf), hash(leaf), leaf)
+    except TypeError:
+        return id(leaf)
+
+
+def _from_outside(nodes: Sequence[Node]) -> list[Value]:
+    """The values that ops take from outside, in the order in which they are first taken."""
+    made = {id(r) for node in nodes for r in node.results}
+    return list({id(v): v for node in nodes for v in node.inputs if id(v) not in made}.values())
+
+
+def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int]) -> list[Node]:
+    starts: dict[int, tuple[_Run, Trace, list[tuple[int, int]]]] = {}
+    for runs in chosen:
+        template = nodes[runs[0].start : runs[0].stop]
+        returned = sorted({place for run in runs for place in _used_outside(nodes, run, wanted)})
+        outputs = [template[i].results[k] for i, k in returned]
+        inputs = _from_outside(template)
+        names = [value.name.removeprefix(f"{runs[0].path}.") for value in inputs]
+        trace = Trace(inputs, _within(template, runs[0].path), outputs, names=names)
+        starts |= {run.start: (run, trace, returned) for run in runs}
+    result: list[Node] = []
+    position = 0
+    while position < len(nodes):
+        if position not in starts:
+            result.append(nodes[position])
+            position += 1
+            continue
+        run, trace, returned = starts[position]
+        result.append(_call(nodes[run.start : run.stop], run, trace, returned))
+        position = run.stop
+    return result
+
+
+def _used_outside(nodes: Sequence[Node], run: _Run, wanted: set[int]) -> list[tuple[int, int]]:
+    """Which results of a run are used outside of it: by number of the op, and of its result."""
+    outside = {id(v) for i, node in enumerate(nodes) if not run.start <= i < run.stop for v in node.inputs}
+    return [
+        (number, k)
+        for number, node in enumerate(nodes[run.start : run.stop])
+        for k, value in enumerate(node.results)
+        if id(value) in outside or id(value) in wanted
+    ]
+
+
+def _within(nodes: Sequence[Node], path: str) -> list[Node]:
+    """Ops whose paths begin in a module."""
+    return [replace(node, scope=node.scope.removeprefix(path).lstrip(".")) for node in nodes]
+
+
+def _call(nodes: Sequence[Node], run: _Run, trace: Trace, returned: Sequence[tuple[int, int]]) -> Node:
+    name = ".".join(part for part in run.path.split(".") if not part.isdigit())
+    arguments = {"trace": trace, "inputs": tuple(_from_outside(nodes)), "name": name or run.path}
+    results = [nodes[i].results[k] for i, k in returned]
+    has_effect = any(node.has_effect for node in nodes)
+    return replace(
+        nodes[0], op=CALL, overload="", arguments=arguments, results=results, has_effect=has_effect, stops=frozenset(),
+        scope="",
+    )  # fmt: skip

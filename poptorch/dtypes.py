@@ -1,0 +1,60 @@
+"""The types of numbers that a device has, and torch tensors as arrays of them.
+
+What comes to the device as 64-bit numbers is narrowed, as is bfloat16 widened to float32. What comes back keeps the
+type that it had on the device: results that torch would give as int64 are int32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from poptorch.errors import createPoptorchError
+
+__all__ = ["device_dtype", "to_numpy"]
+
+_DEVICE_DTYPES = {
+    dtype: dtype
+    for dtype in (torch.float32, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+} | {torch.int64: torch.int32, torch.float64: torch.float32, torch.bfloat16: torch.float32}
+
+
+def device_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that numbers of a type have on the device.
+
+    Args:
+        dtype: a type of the host.
+
+    Returns:
+        int32 for int64, float32 for float64 and bfloat16, else the same type.
+
+    Raises:
+        Error: for a type that has no counterpart there, such as complex64.
+
+    Example:
+        >>> device_dtype(torch.int64)
+        torch.int32
+    """
+    try:
+        return _DEVICE_DTYPES[dtype]
+    except KeyError:
+        known = ", ".join(str(known).removeprefix("torch.") for known in _DEVICE_DTYPES)
+        raise createPoptorchError(
+            f"Unsupported dtype {dtype}: tensors of a wrapped model can be {known}. Convert it with `tensor.to(...)`."
+        ) from None
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array of the type that it has on the device. It shares memory where no conversion is needed.
+
+    Integers that do not fit in 32 bits wrap around.
+
+    Raises:
+        Error: if its dtype has no counterpart on the device.
+
+    Example:
+        >>> to_numpy(torch.tensor([1, 2])).dtype
+        dtype('int32')
+    """
+    wanted = _DEVICE_DTYPES.get(tensor.dtype) or device_dtype(tensor.dtype)
+    return (tensor if tensor.dtype is wanted else tensor.detach().to(wanted)).numpy(force=True)

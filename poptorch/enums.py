@@ -1,0 +1,174 @@
+"""The enumerations that options, operations and loaders take. Their values are part of the interface."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+__all__ = [
+    "AutoStage",
+    "CommGroupType",
+    "ConnectionType",
+    "DataLoaderMode",
+    "HalfFloatCastingBehavior",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
+    "MultiConvPlanType",
+    "OutputMode",
+    "OverlapMode",
+    "ReductionType",
+    "SharingStrategy",
+    "SyncPattern",
+    "VariableRetrievalMode",
+]
+
+
+class OutputMode(IntEnum):
+    """Which results of a call come back, where it runs over many micro-batches.
+
+    * `Final`: those of the last micro-batch.
+    * `EveryN`: those of every Nth iteration.
+    * `All`: those of every micro-batch, in the order of the inputs.
+    * `Sum`: the sum over all micro-batches.
+    * `Default`: `Final` in training, `All` in inference.
+    """
+
+    Final = 0
+    EveryN = 1
+    All = 2
+    Sum = 3
+    Default = 4
+
+
+class MeanReductionStrategy(IntEnum):
+    """When gradients are divided, where their mean over micro-batches and replicas is wanted. They differ in rounding.
+
+    * `Running`: the accumulator always is the mean of what it has seen, so it cannot overflow.
+    * `Post`: once, after everything has been summed.
+    * `PostAndLoss`: by the replicas before the backward pass, by the micro-batches after their sum (deprecated).
+    """
+
+    Running = 0
+    Post = 1
+    PostAndLoss = 2
+
+
+class ReductionType(IntEnum):
+    """What becomes of several values of one thing: their `Sum`, their `Mean`, or nothing (`NoReduction`)."""
+
+    Sum = 0
+    Mean = 1
+    NoReduction = 2
+
+
+class DataLoaderMode(IntEnum):
+    """How a `DataLoader` reads its data set.
+
+    * `Sync`: when a batch is asked for.
+    * `Async`: in advance, by a process of its own.
+    * `AsyncRebatched`: the same, and workers load single elements which that process puts together, so that no
+      worker drops an incomplete batch.
+    """
+
+    Sync = 0
+    Async = 1
+    AsyncRebatched = 2
+
+
+class SharingStrategy(IntEnum):
+    """How a data set reaches the process that reads it: `SharedMemory`, `FileSystem` (a file), `Fork`, `ForkServer`."""
+
+    SharedMemory = 0
+    FileSystem = 1
+    Fork = 2
+    ForkServer = 3
+
+
+class ConnectionType(IntEnum):
+    """When a model is attached to its device: from the start (`Always`), once compiled (`OnDemand`), or `Never`."""
+
+    Always = 0
+    OnDemand = 1
+    Never = 2
+
+
+class SyncPattern(IntEnum):
+    """Which units of a replica wait for which others; no number depends on it."""
+
+    Full = 0
+    SinglePipeline = 1
+    ReplicaAndLadder = 2
+
+
+class Liveness(IntEnum):
+    """How long the tensors of a phase stay on the device, in phased execution."""
+
+    AlwaysLive = 0
+    OffChipAfterFwd = 1
+    OffChipAfterFwdNoOverlap = 2
+    OffChipAfterEachPhase = 3
+
+
+class AutoStage(IntEnum):
+    """How blocks become stages, where the user does not list these.
+
+    * `SameAsIpu`: the number of the stage is that of the block's unit.
+    * `AutoIncrement`: each new block is the next stage.
+    """
+
+    SameAsIpu = 0
+    AutoIncrement = 1
+
+
+class MultiConvPlanType(IntEnum):
+    """How the convolutions of a `MultiConv` run: `Parallel`, or one after the other (`Serial`)."""
+
+    Parallel = 0
+    Serial = 1
+
+
+class CommGroupType(IntEnum):
+    """How replicas form groups that share a value; `k` is the size of a group, `m` the number of groups.
+
+    * `All`: one group.
+    * `Consecutive`: `{0, ..., k-1}, {k, ..., 2k-1}, ...`
+    * `Orthogonal`: `{0, m, 2m, ...}, {1, m+1, ...}, ...`
+    * `NoGrouping`: each replica by itself.
+    """
+
+    All = 0
+    Consecutive = 1
+    Orthogonal = 2
+    NoGrouping = 3
+
+
+class VariableRetrievalMode(IntEnum):
+    """Which values of a grouped parameter come home: the first of each group (`OnePerGroup`), or `AllReplicas`'."""
+
+    OnePerGroup = 0
+    AllReplicas = 2
+
+
+class HalfFloatCastingBehavior(IntEnum):
+    """What float16 and float32 operands of one operation become. Deprecated: PyTorch's rules hold."""
+
+    FloatDowncastToHalf = 0
+    HalfUpcastToFloat = 1
+    Default = 2
+
+
+class MatMulSerializationMode(Enum):
+    """The dimension along which `serializedMatMul` is split; `Disabled` does not split."""
+
+    InputChannels = "input_channels"
+    ReducingDim = "reducing_dim"
+    OutputChannels = "output_channels"
+    Disabled = "none"
+
+
+class OverlapMode(Enum):
+    """Whether the host moves a tensor while the device computes: for the next turn of which loop."""
+
+    NoOverlap = "no_overlap"
+    OverlapAccumulationLoop = "overlap_accumulation_loop"
+    OverlapDeviceIterationLoop = "overlap_device_iteration_loop"

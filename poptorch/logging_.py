@@ -1,0 +1,81 @@
+"""What poptorch says while it works: Python's logger `poptorch::python`, and how much of it is shown.
+
+The environment variable `POPTORCH_LOG_LEVEL` gives the first level, `setLogLevel` changes it. Messages go to the
+handlers of the program if it has some (`logging.basicConfig`); else to stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+__all__ = ["LEVELS", "logger", "setLogLevel", "trace"]
+
+LEVELS = {
+    "TRACE_ALL": 5,
+    "TRACE": 5,
+    "DEBUG_IR": 10,
+    "DEBUG": 10,
+    "INFO": 20,
+    "WARN": 30,
+    "ERR": 40,
+    "OFF": 100,
+}
+"""The levels, and their numbers in Python's logging."""
+
+_BY_INTEGER = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF"}
+
+logger = logging.getLogger("poptorch::python")
+
+
+def setLogLevel(level: str | int) -> None:
+    """Show the messages of `level` and above.
+
+    Args:
+        level: `"TRACE"`, `"DEBUG"`, `"INFO"`, `"WARN"` (the level at first), `"ERR"` or `"OFF"`; also `"TRACE_ALL"` and
+            `"DEBUG_IR"`. Older programs give integers: 0 to 4 for `TRACE` to `ERR`, 6 for `OFF`.
+
+    Raises:
+        ValueError: if there is no such level.
+
+    Example:
+        >>> setLogLevel("WARN")
+    """
+    if isinstance(level, int):
+        if level not in _BY_INTEGER:
+            known = ", ".join(f"{number} ({name})" for number, name in _BY_INTEGER.items())
+            raise ValueError(f"Invalid log level integer {level}; expected one of {known}.")
+        level = _BY_INTEGER[level]
+    if level not in LEVELS:
+        raise ValueError(f"Level must be one of {', '.join(LEVELS)}; it is {level!r}.")
+    logger.setLevel(LEVELS[level])
+
+
+def trace(message: str, *args: object) -> None:
+    """Say something of the level `TRACE`, which Python's loggers have no method for: steps within steps."""
+    logger.log(LEVELS["TRACE"], message, *args)
+
+
+class _Stderr(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at the time, unless the program listens with handlers of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+def _set_up() -> None:
+    logging.addLevelName(LEVELS["TRACE"], "TRACE")
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(name)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(handler)
+    level = os.environ.get("POPTORCH_LOG_LEVEL") or "WARN"
+    try:
+        setLogLevel(int(level) if level.isdigit() else level)
+    except ValueError as error:
+        raise ValueError(f"The environment variable POPTORCH_LOG_LEVEL: {error}") from None
+
+
+_set_up()

@@ -1,0 +1,553 @@
+"""The optimisers of poptorch: torch's SGD, Adam, AdamW and RMSprop with a few numbers more, and LAMB.
+
+On the CPU they are torch's. In a wrapped model none of their Python code runs: `poptorch.updates` reads what they say,
+and the program on the device does the rest. There an optimiser has state of its own, which `state_dict` reads and
+`load_state_dict` writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from poptorch.logging_ import logger
+
+__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
+
+Params = Iterable[Any]
+DeviceValues = Mapping[str, torch.Tensor] | None
+StateDict = dict[str, Any]
+
+_KEYS = ("ipu_state", "ipu_param")
+_GROUPED = ("velocity_scaling", "max_weight_norm")  # numbers of a parameter group that torch does not know
+TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused", "maximize")
+"""Attributes that only torch's own steps know."""
+
+_NEVER_VARIABLE = {
+    *TORCH_ONLY,
+    "accum_type",
+    "amsgrad",
+    "bias_correction",
+    "centered",
+    "first_order_momentum_accum_type",
+    "second_order_momentum_accum_type",
+    "use_combined_accum",
+    "use_tf_variant",
+    "velocity_accum_type",
+}
+
+
+class VariableAttributes:
+    """Which attributes of an optimiser are variable: inputs of the program, rather than parts of it.
+
+    Variable ones may be changed after the model was compiled, by `setOptimizer`. Decide before it is compiled.
+
+    Args:
+        variable_attributes: the variable ones at first.
+        allowed_attributes: those that may be variable.
+
+    Example:
+        >>> optimizer = SGD(params, lr=0.1, momentum=0.9)
+        >>> optimizer.variable_attrs.isConstant("momentum"), optimizer.variable_attrs.isConstant("weight_decay")
+        (False, True)
+        >>> optimizer.variable_attrs.markAsConstant("momentum")
+        >>> optimizer.variable_attrs.isConstant("momentum")
+        True
+    """
+
+    def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
+        self._allowed = tuple(allowed_attributes)
+        self._variable: set[str] = set()
+        for attr in variable_attributes:
+            self.markAsVariable(attr)
+
+    def __contains__(self, attr: str) -> bool:
+        """Whether an attribute can be variable."""
+        return attr in self._allowed
+
+    def isConstant(self, attr: str) -> bool:
+        """Whether an attribute is part of the program. `AssertionError` if it could not be variable."""
+        self._check(attr)
+        return attr not in self._variable
+
+    def markAsConstant(self, attr: str) -> None:
+        """Make an attribute a part of the program. `AssertionError` if it is one in any case."""
+        self._check(attr)
+        self._variable.discard(attr)
+
+    def markAsVariable(self, attr: str) -> None:
+        """Make an attribute an input of the program. `AssertionError` if it cannot be one."""
+        self._check(attr)
+        self._variable.add(attr)
+
+    def _check(self, attr: str) -> None:
+        if attr not in self._allowed:
+            raise AssertionError(
+                f"There is no attribute {attr!r} that can be variable; expected one of {self._allowed}."
+            )
+
+
+class DeviceState:
+    """What an optimiser has on a device, as it was read or as it is to be written.
+
+    The executor that runs the program connects it, says when a run has changed the device's values, and before a run
+    writes what is pending.
+
+    Attributes:
+        content: the state and the numbers of the optimiser, by name; `None` for both before there is a program.
+        pending: the content is newer than the device.
+    """
+
+    def __init__(self) -> None:
+        self.content: dict[str, DeviceValues] = dict.fromkeys(_KEYS)
+        self.pending = False
+        self._stale = False
+        self._fetch: Callable[[], Mapping[str, DeviceValues]] | None = None
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is something to write to a device."""
+        return any(self.content.values())
+
+    def connect(self, fetch: Callable[[], Mapping[str, DeviceValues]]) -> None:
+        """From now on `fetch()` reads the content from the device: `{"ipu_state": ..., "ipu_param": ...}`.
+
+        The optimiser keeps the function; it should not keep the device alive.
+        """
+        self._fetch, self._stale = fetch, True
+
+    def disconnect(self) -> None:
+        """Bring the content home for the last time, and let go of the device."""
+        self.refresh()
+        self._fetch = None
+
+    def mark_stale(self) -> None:
+        """The device's values have changed."""
+        self._stale = True
+
+    def set(self, content: Mapping[str, DeviceValues], pending: bool) -> None:
+        """Replace the content: by what a device has, or by what is `pending` for it."""
+        self.content = {key: content[key] for key in _KEYS}
+        self.pending, self._stale = pending, False
+
+    def written(self) -> None:
+        """The pending content is on the device, merged with what that had for names that were missing."""
+        self.pending, self._stale = False, True
+
+    def refresh(self) -> None:
+        """Read the device, if it has anything newer."""
+        if self._fetch is not None and self._stale and not self.pending:
+            self.set(self._fetch(), pending=False)
+
+    def copied(self) -> DeviceState:
+        """For a copy of the optimiser: the same content, to be written to the device that the copy will have."""
+        copy = DeviceState()
+        copy.set(self.content, pending=self.filled)
+        return copy
+
+
+class Optimizer:
+    """What the optimisers of this module have in common: numbers that torch does not know, and state on a device.
+
+    Attributes:
+        variable_attrs: which attributes are variable; at first those that were given to the constructor.
+        device: what the optimiser has on a device.
+    """
+
+    variable_attrs: VariableAttributes
+    device: DeviceState
+    _own: Mapping[str, Any] = {}  # attributes that torch does not know, and their defaults
+    _defaults: Mapping[str, Any] = {}  # those that torch's class would know, where there is one
+
+    def __init__(self) -> None:
+        self.device = DeviceState()
+
+    def has_state(self) -> bool:
+        """Whether there is state of a device, read from one or to be written to one."""
+        return self.device.filled
+
+    def get_state_dict(self) -> dict[str, DeviceValues]:
+        """State and numbers as they were last read from, or are to be written to, a device: no transfer."""
+        return dict(self.device.content)
+
+    def set_state_dict(self, state: Mapping[str, DeviceValues]) -> None:
+        """Take state and numbers as those that the device has.
+
+        Args:
+            state: `{"ipu_state": tensors by name, "ipu_param": tensors by name}`.
+        """
+        self.device.set(state, pending=False)
+
+    def state_dict(self) -> StateDict:
+        """State and numbers on the device, and torch's dictionary.
+
+        Returns:
+            `"ipu_state"` and `"ipu_param"`, each tensors by name, or `None` before the model is compiled; torch's
+            `"state"` and `"param_groups"`. Read again without a run in between, it is the same tensors.
+        """
+        self.device.refresh()
+        return {**self.device.content, **super().state_dict()}  # type: ignore[misc]
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Take over a dictionary that `state_dict` made. It is written to the device before the next run.
+
+        The numbers are those of its `"param_groups"`; names missing in its `"ipu_state"` keep what the device has.
+
+        Raises:
+            RuntimeError: if it is no such dictionary.
+        """
+        if not state.keys() >= set(_KEYS):
+            raise RuntimeError(
+                f"Only IPU optimizer states can be loaded onto the IPU. The keys of this dictionary are {list(state)}; "
+                f"expected those that `state_dict()` of a poptorch optimiser gives, {list(_KEYS)} among them."
+            )
+        if "param_groups" in state:
+            super().load_state_dict({"state": state.get("state", {}), "param_groups": state["param_groups"]})  # type: ignore[misc]
+        self.device.set(state, pending=any(state[key] for key in _KEYS))
+
+    def __getstate__(self) -> StateDict:
+        """For copies and pickles: torch's part, and ours with the device's values brought home."""
+        self.device.refresh()
+        own = {name: getattr(self, name) for name in (*self._own, "variable_attrs") if name not in _GROUPED}
+        theirs: StateDict = super().__getstate__()  # type: ignore[assignment]
+        return {**theirs, **own, "device": self.device.copied()}
+
+    def _construct(self, arguments: Mapping[str, Any]) -> None:
+        """Give torch what it knows of the constructor's arguments, and keep the rest. `None` means the default."""
+        Optimizer.__init__(self)
+        given = {name: value for name, value in arguments.items() if name != "self" and value is not None}
+        own = {**self._own, **{name: value for name, value in given.items() if name in self._own}}
+        _check(type(self).__name__, given, own)
+        grouped = {name: own.pop(name) for name in _GROUPED if name in own}
+        torch_init = super().__init__
+        known = inspect.signature(torch_init).parameters
+        numbers = {name: given.get(name, default) for name, default in self._defaults.items()}
+        torch_init(
+            **{name: value for name, value in given.items() if name in known and name not in self._own},
+            **({"defaults": numbers} if numbers else {}),
+        )
+        for name, value in own.items():
+            setattr(self, name, value)
+        for group in (self.defaults, *self.param_groups):  # type: ignore[attr-defined]
+            for name, value in grouped.items():
+                group.setdefault(name, value)
+        possible = [name for name in arguments if name not in {"self", "params"} | _NEVER_VARIABLE]
+        self.variable_attrs = VariableAttributes([name for name in possible if name in given], possible)
+
+
+def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """What can be said of the numbers before any are used."""
+    for attribute, value in own.items():
+        if attribute.endswith("accum_type") and value not in (torch.float32, torch.float16):
+            raise AssertionError(f"{name}: `{attribute}` is {value!r}; expected torch.float32 or torch.float16.")
+    if given.get("amsgrad"):
+        raise ValueError(f"{name}: `amsgrad` is not supported; leave it out.")
+    if math.isnan(own.get("max_grad_norm", 0.0)):
+        raise ValueError(f"{name}: `max_grad_norm` is NaN; expected a number, or infinity for no limit.")
+    if "velocity_scaling" in given and not own["use_combined_accum"]:
+        logger.warning("%s: velocity_scaling has no effect without use_combined_accum=True.", name)
+    if given.get("bias_correction") is False and name == "AdamW":
+        logger.warning("AdamW: bias_correction=False has no effect; the moments are always corrected.")
+    if given.get("maximize"):
+        logger.warning("%s: maximize=True has no effect in a wrapped model: its loss is minimised.", name)
+
+
+_ADAPTIVE: dict[str, Any] = {
+    "loss_scaling": 1.0,
+    "accum_type": torch.float32,
+    "first_order_momentum_accum_type": torch.float32,
+    "second_order_momentum_accum_type": torch.float32,
+}
+
+
+class SGD(Optimizer, torch.optim.SGD):
+    """Stochastic gradient descent with momentum: `torch.optim.SGD` with a few numbers more.
+
+    Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default. With g the
+    gradient, d = g + weight_decay w:
+
+        v ← momentum v + (1 - dampening) d,    w ← w - lr v    (with `nesterov`, lr (d + momentum v))
+
+    v starts at 0, and the first step is dampened like all others, where torch takes d as it is.
+
+    Args:
+        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        lr: learning rate.
+        momentum: what stays of v in each step. No v is kept where this is constant and 0.
+        dampening: what is taken away from d.
+        weight_decay: L2 penalty.
+        nesterov: see above.
+        maximize, foreach, differentiable: for torch; without effect in a wrapped model.
+        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used. For
+            float16, where they would vanish.
+        velocity_scaling: with `use_combined_accum`, v is kept times this. It may differ between groups.
+        use_combined_accum: keep v times `velocity_scaling`, in the type of the parameter. Without effect where no v is
+            kept. (The sum of gradients over micro-batches has memory of its own nevertheless.)
+        accum_type: the type in which gradients are summed over micro-batches, if not `use_combined_accum`.
+        velocity_accum_type: the type of v, if not `use_combined_accum`.
+        max_grad_norm: the gradients of all parameters together are scaled down to this norm where theirs is greater.
+
+    Raises:
+        AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
+        ValueError: for what torch refuses, and for a NaN as `max_grad_norm`.
+
+    Example:
+        >>> optimizer = SGD(params, lr=0.1, momentum=0.9, use_combined_accum=True, velocity_scaling=1024.0)
+    """
+
+    _own = {
+        "loss_scaling": 1.0,
+        "velocity_scaling": 1.0,
+        "use_combined_accum": False,
+        "accum_type": torch.float32,
+        "velocity_accum_type": torch.float32,
+        "max_grad_norm": math.inf,
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float,
+        momentum: float | None = None,
+        dampening: float | None = None,
+        weight_decay: float | None = None,
+        nesterov: bool | None = None,
+        maximize: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        velocity_scaling: float | None = None,
+        use_combined_accum: bool | None = None,
+        accum_type: torch.dtype | None = None,
+        velocity_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._construct(locals())
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """`torch.optim.Adam` with a few numbers more. The weight decay is an L2 penalty.
+
+    Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default. See "Adam:
+    A Method for Stochastic Optimization" (Kingma and Ba, 2015).
+
+    Args:
+        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        lr, betas, eps, weight_decay: as in torch.
+        amsgrad: has to be false.
+        foreach, maximize, capturable, differentiable, fused: for torch; without effect in a wrapped model.
+        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
+        accum_type: the type in which gradients are summed over micro-batches.
+        first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.
+        max_grad_norm: the gradients of all parameters together are scaled down to this norm where theirs is greater.
+
+    Raises:
+        AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
+        ValueError: for what torch refuses, for `amsgrad`, and for a NaN as `max_grad_norm`.
+
+    Example:
+        >>> optimizer = Adam(params, lr=0.001, max_grad_norm=1.0)
+    """
+
+    _own = {**_ADAPTIVE, "max_grad_norm": math.inf}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._construct(locals())
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """`torch.optim.AdamW` with a few numbers more. The weight decays by itself, not by way of the gradient.
+
+    Arguments are those of `Adam`, and one more. See "Decoupled Weight Decay Regularization" (Loshchilov and Hutter,
+    2019).
+
+    Args:
+        bias_correction: without effect: the moments are always corrected. Programs were written with this in mind.
+
+    Raises:
+        AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
+        ValueError: for what torch refuses, for `amsgrad`, and for a NaN as `max_grad_norm`.
+
+    Example:
+        >>> optimizer = AdamW(params, lr=0.001, weight_decay=0.1)
+    """
+
+    _own = {**_ADAPTIVE, "max_grad_norm": math.inf, "bias_correction": True}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        maximize: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        bias_correction: bool | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._construct(locals())
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
+    """`torch.optim.RMSprop` with a few numbers more.
+
+    Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default.
+
+    Args:
+        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        lr, alpha, eps, weight_decay, momentum: as in torch.
+        centered: as in torch; the same for all groups.
+        foreach, maximize, differentiable: for torch; without effect in a wrapped model.
+        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
+        accum_type: the type in which gradients are summed over micro-batches.
+        first_order_momentum_accum_type: the type of the mean of the gradient, and of the momentum.
+        second_order_momentum_accum_type: the type of the mean of its square.
+        use_tf_variant: the formula of TensorFlow, in a wrapped model: the mean square starts at 1, `eps` is added to
+            it before the root is taken, and the momentum includes the learning rate.
+
+    Raises:
+        AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
+        ValueError: for what torch refuses.
+
+    Example:
+        >>> optimizer = RMSprop(params, lr=0.01, momentum=0.9, use_tf_variant=True)
+    """
+
+    _own = {**_ADAPTIVE, "use_tf_variant": False}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | None = None,
+        alpha: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float | None = None,
+        centered: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        use_tf_variant: bool | None = None,
+    ) -> None:
+        self._construct(locals())
+
+
+class LAMB(Optimizer, torch.optim.Optimizer):
+    """Adam for large batches: each parameter's step is as long as the parameter, times the learning rate.
+
+    With m̂ and v̂ the moments of `AdamW`:
+
+        x = m̂ / (√v̂ + eps) + weight_decay w,    w ← w - lr min(‖w‖, max_weight_norm) / ‖x‖ x
+
+    where the ratio is 1 if a norm is 0. Arguments given here are variable, the others constant (see `variable_attrs`).
+    `None` means the default. See "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (You et al.,
+    2020).
+
+    Args:
+        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        lr: learning rate, by default 1e-3.
+        betas: what stays of the moments in each step, by default (0.9, 0.999).
+        eps: by default 1e-8.
+        weight_decay: by default 0.01.
+        bias_correction: whether the moments are divided by 1 - βᵗ; by default they are.
+        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
+        max_weight_norm: what the norm of a parameter counts as at most; by default 65500, in effect no limit.
+        accum_type: the type in which gradients are summed over micro-batches.
+        first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.
+
+    Raises:
+        AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
+
+    Example:
+        >>> optimizer = LAMB(params, lr=0.01, max_weight_norm=10.0)
+    """
+
+    _own = {**_ADAPTIVE, "bias_correction": True, "max_weight_norm": 65500.0}
+    _defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        bias_correction: bool | None = None,
+        loss_scaling: float | None = None,
+        max_weight_norm: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+    ) -> None:
+        self._construct(locals())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on the CPU, where there are gradients.
+
+        Args:
+            closure: computes the loss, and the gradients with it, first.
+
+        Returns:
+            What `closure` returned; `None` without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+        return loss
+
+    def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
+        kept = self.state[w]
+        if not kept:
+            kept.update(step=0, exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
+        kept["step"] += 1
+        corrections = (1.0, 1.0)
+        for beta, name, value in zip(group["betas"], ("exp_avg", "exp_avg_sq"), (g, g * g), strict=True):
+            kept[name].lerp_(value, 1 - beta)
+        if self.bias_correction:  # type: ignore[attr-defined]
+            corrections = tuple(1 - beta ** kept["step"] for beta in group["betas"])
+        first, second = kept["exp_avg"] / corrections[0], kept["exp_avg_sq"] / corrections[1]
+        x = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * w
+        norm, length = w.norm().clamp(max=group["max_weight_norm"]), x.norm()
+        ratio = norm / length if norm > 0 and length > 0 else 1.0
+        w -= group["lr"] * ratio * x

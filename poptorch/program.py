@@ -1,0 +1,403 @@
+"""`Program`: a captured model as an `Ir`, and all that goes into it and comes out of it.
+
+    main graph                  load the rows of a run; store the results
+      device iteration × D        reduce gradients over replicas; step of the optimiser
+        micro-batch × G             take the rows of a micro-batch; forward graph; its gradient graph; accumulate
+
+Loops of one turn are left out. What a turn changes it has by reference: parameters, buffers, the state of the optimiser,
+the results kept so far. The model itself is one graph, and so is its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.transforms.autodiff import GradGraphInfo, leading_to
+from poptorch.arguments import Batching
+from poptorch.capture.losses import final_loss
+from poptorch.capture.outline import outlined
+from poptorch.capture.trace import Value
+from poptorch.capture.tracer import Captured
+from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
+from poptorch.errors import createPoptorchError
+from poptorch.lowering import Emission
+from poptorch.lowering.emission import spec_of
+from poptorch.lowering.operands import together
+from poptorch.options import Options
+from poptorch.replica_groups import ReplicaGroups
+from poptorch.updates import Update
+
+__all__ = ["Program", "Returned"]
+
+Tensors = dict[str, popxl.Tensor]
+"""What a graph works with, by name: those of parameters and buffers are their own, others begin with a slash."""
+
+RANDOM, TURN, VALUES = "/random", "/turn", "/values"
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A result of a program.
+
+    Attributes:
+        value: what is returned of each micro-batch.
+        mode, period: of which micro-batches.
+    """
+
+    value: Value
+    mode: OutputMode
+    period: int = 1
+
+
+@dataclass
+class _Model:
+    """The graph of a model.
+
+    Attributes:
+        graph: the graph.
+        placed: whether its ops are on the IPUs of their blocks.
+        inputs: its inputs, by what they are in `Tensors`.
+        emission: knows which of its tensors each value is.
+    """
+
+    graph: popxl.Graph
+    placed: bool = False
+    inputs: Tensors = field(default_factory=dict)
+    emission: Emission = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.emission = Emission(lambda: self.input(RANDOM, popxl.TensorSpec((2,), popxl.uint32)), self.placed)
+
+    def input(self, key: str, spec: popxl.TensorSpec) -> popxl.Tensor:
+        """An input of the graph: a new one, or one that it has."""
+        if key not in self.inputs:
+            with self.graph:
+                self.inputs[key] = popxl.graph_input(spec.shape, spec.dtype, key.lstrip("/"))
+        return self.inputs[key]
+
+
+class Program:
+    """A captured model as a program.
+
+    Args:
+        captured: the model.
+        leaves: names of its inputs.
+        host: the values of its parameters and buffers, by name, as `poptorch.weights.read` gives them.
+        batching: how the rows of a call are dealt.
+        options: the options.
+        returned: the results.
+        update: the optimiser, for training.
+        count: how many numbers of it are variable.
+        groups: the replica groups of parameters that have a row for each of them, by name.
+        seed: what random numbers begin with.
+        name: name of the forward graph.
+
+    Attributes:
+        ir: the program.
+        loss: the value of the loss, in training.
+        inputs: by number of an input, its stream; inputs that are not used have none.
+        outputs: a stream for each of `returned`.
+        variables: the variables of parameters and buffers, by name; tied ones are one. What is not used has none.
+        written: the values that buffers end up with, by name, of those that the model overwrites. With several replicas
+            each has its own.
+        numbers: a stream for the numbers of the optimiser, if it has any that change.
+        state: the variables of its state, by name.
+        random: the variable with the state of random numbers, if there are any.
+
+    Raises:
+        poptorch.Error: if there is not exactly one loss, in training; if something cannot be lowered; if buffers that
+            are overwritten would have to be the same on several replicas.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        leaves: Sequence[str],
+        host: Mapping[str, np.ndarray],
+        batching: Batching,
+        options: Options,
+        returned: Sequence[Returned],
+        update: Update | None = None,
+        count: int = 0,
+        groups: Mapping[str, ReplicaGroups] | None = None,
+        seed: int = 0,
+        name: str = "model",
+    ) -> None:
+        self.ir = popxl.Ir(replication=batching.groups.replicas)
+        self.loss = final_loss(captured.trace.nodes) if update is not None else None
+        self.inputs: dict[int, popxl.HostToDeviceStream] = {}
+        self.outputs: list[popxl.DeviceToHostStream] = []
+        self.variables: dict[str, popxl.Variable] = {}
+        self.state: dict[str, popxl.Variable] = {}
+        self.numbers: popxl.HostToDeviceStream | None = None
+        self.random: popxl.Variable | None = None
+        self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
+        self._batching, self._options, self._update = batching, options, update
+        self.written = {name: value for name, value in captured.written.items() if name in host}
+        self._groupings = {name: self.ir.replica_grouping(g.stride, g.size) for name, g in (groups or {}).items()}
+        self._check_buffers()
+        with self.ir.main_graph, popxl.in_sequence():
+            self._model = self._write_model(name)
+            self._gradient = self._differentiated()
+            tensors = self._declared(host, count, seed)
+            results = self._all_iterations(tensors)
+            for number, result in enumerate(results):
+                stream = popxl.d2h_stream(result.shape, result.dtype, f"output{number}")
+                ops.host_store(stream, result)
+                self.outputs.append(stream)
+
+    def _check_buffers(self) -> None:
+        written = list(self.written)
+        if written and self._replicas > 1 and self._options.broadcast_buffers:
+            raise createPoptorchError(
+                f"PopTorch does not support broadcasting buffers. The model overwrites {', '.join(map(repr, written))}, "
+                "and each replica would write another value. With `options.broadcastBuffers(False)` each replica has a "
+                "copy of its own, of which the host gets one."
+            )
+
+    @property
+    def _replicas(self) -> int:
+        return self._batching.groups.replicas
+
+    # The model ------------------------------------------------------------------------------------------------------
+
+    def _write_model(self, name: str) -> _Model:
+        captured = self._captured
+        wanted = self._outputs()
+        nodes = captured.trace.without_unused(wanted)
+        if self._options._Popart.options.get("enableOutlining", True):
+            nodes = outlined(nodes, wanted)
+        used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
+        model = _Model(self.ir.create_empty_graph(name), any(node.site.unit for node in nodes))
+        inputs = {f"/{leaf}": value for leaf, value in zip(self._leaves, captured.inputs, strict=True)}
+        with model.graph:
+            for key, value in (inputs | captured.state).items():
+                if id(value) in used and id(value) not in model.emission.tensors:
+                    model.emission.bind([value], [model.input(key, spec_of(value))])
+            model.emission.write(nodes)
+            for value in dict.fromkeys(wanted):
+                t = model.emission.tensor(value)
+                if t in model.graph.inputs or t in model.graph.outputs:
+                    t = ops.identity(t)
+                    model.emission.bind([value], [t])
+                popxl.graph_output(t)
+        return model
+
+    def _differentiated(self) -> GradGraphInfo | None:
+        """The gradient of the loss by the parameters that are trained; `None` if there is nothing to train."""
+        if self._update is None or self.loss is None:
+            return None
+        loss = self._model.emission.tensor(self.loss)
+        reached = leading_to(self._model.graph, [loss])
+        trained = [self._model.inputs.get(name) for name in self._update.names]
+        required = [t for t in trained if t in reached]
+        return popxl.transforms.autodiff(self._model.graph, [loss], required) if required else None
+
+    # The main graph -------------------------------------------------------------------------------------------------
+
+    def _declared(self, host: Mapping[str, np.ndarray], count: int, seed: int) -> Tensors:
+        """Streams and variables; what the loops work with."""
+        tensors: Tensors = {}
+        micro_batches = self._batching.micro_batches
+        for number, (leaf, value) in enumerate(zip(self._leaves, self._captured.inputs, strict=True)):
+            if f"/{leaf}" in self._model.inputs:
+                spec = spec_of(value)
+                shape = (micro_batches, *spec.shape) if micro_batches > 1 else spec.shape
+                self.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
+                tensors[f"/{leaf}"] = ops.host_load(self.inputs[number], leaf)
+        each_its_own = self.ir.replica_grouping(group_size=1) if self._replicas > 1 else None
+        for name, data in host.items():
+            if name in self._model.inputs or name in self.written:
+                grouping = self._groupings.get(name)
+                if name in self.written and each_its_own is not None:
+                    grouping, data = each_its_own, np.broadcast_to(data, (self._replicas, *data.shape))
+                self.variables[name] = tensors[name] = popxl.variable(data, name=name, replica_grouping=grouping)
+        if self._update is not None:
+            self.state = self._update.create_state()
+            tensors |= {f"/{name}": v for name, v in self.state.items()}
+            if count:
+                self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
+                tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
+        if RANDOM in self._model.inputs:
+            seeds = popxl.create_seeds(seed, replicas=self._replicas)
+            self.random = tensors[RANDOM] = popxl.variable(
+                seeds, popxl.uint32, "random", replica_grouping=each_its_own
+            )
+        if micro_batches > 1:
+            tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
+            for number, result in enumerate(self._returned):
+                spec, slots = spec_of(result.value), self._batching.returned(result.mode, result.period)
+                shape = spec.shape if result.mode in _SINGLE else (slots, *spec.shape)
+                tensors[f"/output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
+        return tensors
+
+    def _all_iterations(self, tensors: Tensors) -> list[popxl.Tensor]:
+        """The loop over device iterations. Returns the results."""
+        if self._batching.micro_batches == 1:
+            return self._device_iteration(tensors)
+        self._loop(self._batching.device_iterations, "device_iteration", self._device_iteration, tensors)
+        return [tensors[f"/output{number}"] for number in range(len(self._returned))]
+
+    def _loop(self, count: int, name: str, turn: Callable[[Tensors], Any], tensors: Tensors) -> None:
+        """Run something several times on these tensors, all of them by reference."""
+        if count == 1:
+            turn(tensors)
+            return
+        graph = self.ir.create_empty_graph(name)
+        with graph, popxl.in_sequence():
+            own = {k: popxl.graph_input(t.shape, t.dtype, k.lstrip("/"), by_ref=True) for k, t in tensors.items()}
+            turn(own)
+        ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()})
+
+    def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor]:
+        accumulation = self._batching.gradient_accumulation
+        if self._gradient is None or self._update is None:
+            if accumulation > 1:
+                self._loop(accumulation, "micro_batch", self._micro_batch, tensors)
+                return []
+            return self._micro_batch(tensors)[0]
+        results: list[popxl.Tensor] = []
+        if accumulation > 1:
+            sums = {
+                f"/sum/{name}": ops.init(t.shape, self._update.accumulation_dtype, f"Accum___{name}", "zero")
+                for name, t in self._trained().items()
+            }
+            self._loop(accumulation, "micro_batch", self._accumulate, tensors | sums)
+            gradients = {name: sums[f"/sum/{name}"] for name in self._trained()}
+        else:
+            results, gradients = self._micro_batch(tensors)
+        reduced = {name: self._reduced(name, gradient) for name, gradient in gradients.items()}
+        state = {name: tensors[f"/{name}"] for name in self.state}
+        self._update(tensors, reduced, tensors.get(VALUES), state)
+        return results
+
+    def _trained(self) -> dict[str, popxl.Tensor]:
+        """The parameters that have a gradient, as inputs of the model."""
+        assert self._gradient is not None and self._update is not None
+        wanted = set(self._gradient.outputs)
+        return {name: t for name in self._update.names if (t := self._model.inputs.get(name)) in wanted}
+
+    # One micro-batch ------------------------------------------------------------------------------------------------
+
+    def _micro_batch(self, tensors: Tensors) -> tuple[list[popxl.Tensor], Tensors]:
+        """Take rows, run the model, keep its results and what it writes. Returns results and gradients."""
+        site = ops.call_with_info(self._model.graph, *(self._argument(key, tensors) for key in self._model.inputs))
+        found = {id(value): site.graph_to_parent(self._model.emission.tensor(value)) for value in self._outputs()}
+        gradients: Tensors = {}
+        if self._gradient is not None and self.loss is not None:
+            start = self._loss_gradient(found[id(self.loss)], tensors)
+            outputs = ops.call(self._gradient.graph, start, inputs_dict=self._gradient.inputs_dict(site))
+            by_parameter = dict(zip(self._gradient.outputs, outputs, strict=True))
+            gradients = {name: by_parameter[t] for name, t in self._trained().items()}
+        for name, value in self.written.items():
+            ops.var_updates.copy_var_update_(tensors[name], found[id(value)])
+        results = [found[id(result.value)] for result in self._returned]
+        if TURN in tensors:
+            for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
+                self._keep(result, t, tensors[f"/output{number}"], tensors[TURN])
+            ops.add_(tensors[TURN], popxl.constant(1, popxl.int32))
+        return results, gradients
+
+    def _outputs(self) -> list[Value]:
+        """The values that the graph of the model returns."""
+        loss = [] if self.loss is None else [self.loss]
+        return [*(r.value for r in self._returned), *self.written.values(), *loss]
+
+    def _argument(self, key: str, tensors: Tensors) -> popxl.Tensor:
+        """What the model is given for one of its inputs."""
+        if key == RANDOM:
+            following, seed = ops.split_random_seed(tensors[RANDOM])
+            ops.var_updates.copy_var_update_(tensors[RANDOM], following)
+            return seed
+        t = tensors[key]
+        if TURN in tensors and key.startswith("/"):
+            rows = ops.dynamic_slice(t, tensors[TURN], axes=[0], sizes=[1], no_overlap=True)
+            return ops.reshape(rows, t.shape[1:])
+        return t
+
+    def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, turn: popxl.Tensor) -> None:
+        """Have the result of a micro-batch among those that are returned."""
+        if result.mode is OutputMode.Sum:
+            ops.add_(kept, t)
+        elif result.mode is OutputMode.Final:
+            ops.var_updates.copy_var_update_(kept, t)
+        else:
+            slot = turn
+            if result.mode is OutputMode.EveryN:
+                slot = _slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
+            ops.dynamic_update_(kept, slot, ops.reshape(t, (1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def _loss_gradient(self, loss: popxl.Tensor, tensors: Tensors) -> popxl.Tensor:
+        """What the gradient of the loss begins with: the loss scale, for each of its elements."""
+        assert self._update is not None
+        scale = self._update.loss_scale(tensors.get(VALUES), {name: tensors[f"/{name}"] for name in self.state})
+        if self._strategy is MeanReductionStrategy.PostAndLoss:
+            scale = scale * (1 / self._replicas)
+        if not isinstance(scale, popxl.Tensor):
+            return popxl.constant(np.full(loss.shape, scale), loss.dtype, "loss_gradient")
+        return together(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
+
+    @property
+    def _strategy(self) -> MeanReductionStrategy | None:
+        """When the mean is taken; `None` for a sum."""
+        training = self._options.Training
+        if training.accumulation_and_replication_reduction_type is ReductionType.Sum:
+            return None
+        return training.mean_accumulation_and_replication_reduction_strategy
+
+    def _accumulate(self, tensors: Tensors) -> None:
+        """A micro-batch whose gradients are added to those before."""
+        turn = tensors[TURN]
+        number = None
+        if self._strategy is MeanReductionStrategy.Running:
+            number = _step(turn, micro_batches=self._batching.gradient_accumulation)
+        _, gradients = self._micro_batch(tensors)
+        for name, gradient in gradients.items():
+            total = tensors[f"/sum/{name}"]
+            gradient = together(gradient, total.dtype)
+            if number is None:
+                ops.var_updates.accumulate_(total, gradient)
+            else:
+                ops.var_updates.accumulate_mean_(total, gradient, number)
+
+    def _reduced(self, name: str, gradient: popxl.Tensor) -> popxl.Tensor:
+        """The gradient of a parameter over all replicas that share it."""
+        strategy, accumulation, replicas = self._strategy, self._batching.gradient_accumulation, self._replicas
+        divisor = {
+            None: 1,
+            MeanReductionStrategy.Running: replicas,
+            MeanReductionStrategy.Post: accumulation * replicas,
+            MeanReductionStrategy.PostAndLoss: accumulation,
+        }[strategy]
+        if replicas > 1:
+            group = self._groupings.get(name)
+            gradient = ops.collectives.replicated_all_reduce(gradient, "add", group=group)
+        return gradient if divisor == 1 else gradient * (1 / divisor)
+
+
+_SINGLE = (OutputMode.Final, OutputMode.Sum)
+"""Modes in which a single result is returned of all micro-batches of a replica."""
+
+_slot = popxl.OpKind(
+    "ResultSlot",
+    lambda turn, *, micro_batches, period: turn // (micro_batches * period) * micro_batches + turn % micro_batches,
+    gradient=None,
+    key="poptorch.ResultSlot",
+)
+"""Where the result of a micro-batch goes, if those of every `period`-th device iteration are kept: over those before."""
+
+_step = popxl.OpKind(
+    "MicroBatch",
+    lambda turn, *, micro_batches: (turn[0] % micro_batches).astype("float32"),
+    gradient=None,
+    key="poptorch.MicroBatch",
+)
+"""Number of a micro-batch within its device iteration."""

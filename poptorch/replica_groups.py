@@ -1,0 +1,211 @@
+"""Which replicas share a value: groups of replicas, for inputs as for parameters that differ between replicas."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from poptorch.enums import CommGroupType, VariableRetrievalMode
+from poptorch.errors import createPoptorchError
+
+__all__ = ["GroupedParameter", "ParameterProxy", "ReplicaGroups"]
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """All replicas, in groups of equal size that each have one value.
+
+    Neighbours within a group are always `stride` replicas apart; `popxl.Ir.replica_grouping(stride, size)` means the
+    same groups in the same order.
+
+    Attributes:
+        replicas: number of replicas.
+        size: number of replicas in each group. 1: every replica has a value of its own; `replicas`: one for all.
+        stride: how many replicas apart neighbours within a group are; 1 for groups of one.
+
+    Example:
+        >>> ReplicaGroups.of(CommGroupType.Consecutive, 2, replicas=6).assignment
+        (0, 0, 1, 1, 2, 2)
+        >>> ReplicaGroups.of(CommGroupType.Orthogonal, 2, replicas=6).assignment
+        (0, 1, 2, 0, 1, 2)
+    """
+
+    replicas: int
+    size: int = 1
+    stride: int = 1
+
+    @classmethod
+    def of(cls, group_type: CommGroupType, size: int, replicas: int) -> ReplicaGroups:
+        """The groups that a type stands for.
+
+        Args:
+            group_type: `All`: one group; `NoGrouping`: one for each replica; `Consecutive`: neighbours form a group;
+                `Orthogonal`: with `m` groups, replicas `m` apart do.
+            size: number of replicas in each group; without effect for `All` and `NoGrouping`.
+            replicas: number of replicas.
+
+        Raises:
+            ValueError: if groups of this size do not make up all replicas, or there is no such type.
+        """
+        group_type = CommGroupType(group_type)
+        if group_type == CommGroupType.All:
+            return cls(replicas, replicas)
+        if group_type == CommGroupType.NoGrouping:
+            return cls(replicas)
+        if size < 1 or replicas % size:
+            raise ValueError(
+                f"Groups of {size} replicas do not make up {replicas}, the replication factor. Choose one of its "
+                "divisors, or set `options.replicationFactor` first."
+            )
+        orthogonal = group_type == CommGroupType.Orthogonal and size > 1
+        return cls(replicas, size, replicas // size if orthogonal else 1)
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return self.replicas // self.size
+
+    @property
+    def assignment(self) -> tuple[int, ...]:
+        """The group of each replica."""
+        block = self.stride * self.size
+        return tuple(r % self.stride + self.stride * (r // block) for r in range(self.replicas))
+
+
+@dataclass(frozen=True)
+class GroupedParameter:
+    """A parameter with a value for each group of replicas: on the host they are the rows of its first dimension.
+
+    Attributes:
+        groups: the groups. `forward` sees, on each replica, the row of its group.
+        retrieval: what comes back to the host: one row for each group, or one for each replica. In the latter case the
+            host's parameter has more rows from then on; those of the first replicas of the groups are used again.
+
+    Example:
+        >>> grouped = GroupedParameter(ReplicaGroups(4, 2), VariableRetrievalMode.AllReplicas)
+        >>> grouped.to_host(np.array([5, 7]))
+        array([5, 5, 7, 7])
+        >>> grouped.to_device(np.array([5, 5, 7, 7]))
+        array([5, 7])
+    """
+
+    groups: ReplicaGroups
+    retrieval: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup
+
+    def to_device(self, array: np.ndarray) -> np.ndarray:
+        """The data of the `popxl.variable`: a row for each group, or if there is one group, its value.
+
+        Args:
+            array: the host's value, with a row for each group; or for each replica, if that is what comes back.
+        """
+        assignment = self.groups.assignment
+        if len(array) == len(assignment):
+            array = array[[assignment.index(group) for group in range(self.groups.count)]]
+        return array if self.groups.count > 1 else array[0]
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        """The host's value, of the data of the variable; the inverse of `to_device`."""
+        rows = array if self.groups.count > 1 else array[None]
+        return rows[list(self.groups.assignment)] if self.retrieval == VariableRetrievalMode.AllReplicas else rows
+
+
+class ParameterProxy:
+    """A parameter as an attribute of a wrapped model: the parameter itself, and how replicas share it.
+
+    Args:
+        parameter: the parameter, which does all that tensors do.
+        name: of the parameter, for messages.
+        replicas: the replication factor.
+        group: is told what `replicaGrouping` has been given; `None` for one value for all replicas.
+
+    Example:
+        >>> module = torch.nn.Linear(3, 2)
+        >>> model = poptorch.inferenceModel(module, poptorch.Options().replicationFactor(4))
+        >>> model.weight.replicaGrouping(
+        ...     poptorch.CommGroupType.Orthogonal, 2, poptorch.VariableRetrievalMode.OnePerGroup
+        ... )
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        replicas: int,
+        group: Callable[[GroupedParameter | None], None],
+    ) -> None:
+        vars(self).update(_parameter=parameter, _name=name, _replicas=replicas, _group=group)
+
+    def replicaGrouping(
+        self, comm_group_type: CommGroupType, shards: int, variable_retrieval_mode: VariableRetrievalMode
+    ) -> None:
+        """Give groups of replicas values of their own. To be called before the model is compiled.
+
+        The parameter has a leading dimension, with a row for each group; `forward` sees the row of its group.
+
+        Args:
+            comm_group_type: which replicas form a group; `All` means one value for all of them, without that dimension.
+            shards: number of replicas in each group.
+            variable_retrieval_mode: whether one value for each group or one for each replica comes back.
+
+        Raises:
+            Error: for a parameter without dimensions, or if its first one is not the number of groups.
+            ValueError: if groups of this size do not make up all replicas.
+        """
+        groups = ReplicaGroups.of(comm_group_type, shards, self._replicas)
+        retrieval = VariableRetrievalMode(variable_retrieval_mode)
+        if comm_group_type == CommGroupType.All:
+            self._group(None)
+            return
+        shape = tuple(self._parameter.shape)
+        if not shape:
+            raise createPoptorchError(
+                f"replicaGrouping: the parameter {self._name} is a scalar and cannot have a value for each group of "
+                f"replicas. Give it a leading dimension of {groups.count}, the number of groups."
+            )
+        if shape[0] != groups.count:
+            raise createPoptorchError(
+                f"replicaGrouping: the parameter {self._name} has the shape {list(shape)}; its first dimension should "
+                f"be {groups.count}, the number of groups: {groups.replicas} replicas in groups of {groups.size}."
+            )
+        self._group(GroupedParameter(groups, retrieval))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what isinstance asks
+        return type(self._parameter)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_unwrapped, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._parameter, name, value)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value._parameter if type(value) is ParameterProxy else value
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: ParameterProxy, *args: Any) -> Any:
+        return operator.methodcaller(name, *map(_unwrapped, args))(self._parameter)
+
+    return method
+
+
+# Python looks for operators in classes only.
+for _name in (set(dir(torch.Tensor)) - set(dir(ParameterProxy)) - {"__weakref__"}) | {
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__", "__str__", "__format__",
+    "__dir__", "__reduce_ex__",
+}:  # fmt: skip
+    if _name.startswith("__") and callable(getattr(torch.Tensor, _name)):
+        setattr(ParameterProxy, _name, _forwarded(_name))

@@ -1,0 +1,92 @@
+"""Which elements of a data set a loader takes: the share of one process, and batches that the user has put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+__all__ = ["JoinedBatches", "Share"]
+
+
+class Share(Sampler[int]):
+    """The elements that one of several processes takes, all of which make this sampler with the same arguments.
+
+    Each takes a contiguous block, the first process the first. With a seed, the blocks are of a shuffled order, which
+    is the same in all processes and another one in each epoch.
+
+    Args:
+        size: number of elements in the data set.
+        process: number of this process, from 0.
+        processes: number of processes.
+        multiple: each process takes the same multiple of so many elements. What is left over is at the end of the data
+            set in one epoch, at its beginning in the next. If None, all elements are taken, and the first processes may
+            have one more than the others.
+        seed: of the shuffling; None keeps the order.
+
+    Example:
+        >>> share = Share(11, process=1, processes=2, multiple=2, seed=None)
+        >>> list(share), list(share)
+        ([4, 5, 6, 7], [7, 8, 9, 10])
+        >>> list(Share(11, process=1, processes=2, multiple=None, seed=None))
+        [6, 7, 8, 9, 10]
+    """
+
+    def __init__(self, size: int, process: int, processes: int, multiple: int | None, seed: int | None) -> None:
+        self._size = size
+        self._seed = seed
+        self._epoch = 0
+        if multiple is None:
+            each, more = divmod(size, processes)
+            self._start = process * each + min(process, more)
+            self._length = each + (process < more)
+            self._left_over = 0
+        else:
+            self._length = size // (multiple * processes) * multiple
+            self._start = process * self._length
+            self._left_over = size - processes * self._length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        start = self._start + self._left_over * (self._epoch % 2)
+        order: Sequence[int] = range(self._size)
+        if self._seed is not None:
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._size, generator=generator).tolist()
+        self._epoch += 1
+        return iter(order[start : start + self._length])
+
+
+class JoinedBatches(Sampler[list[Any]]):
+    """Batches of indices, of which several make one.
+
+    Args:
+        batches: a batch sampler.
+        count: how many of its batches make one.
+        drop_last: leave out what is less at the end.
+
+    Example:
+        >>> list(JoinedBatches([[0, 1], [5], [2, 3]], count=2, drop_last=False))
+        [[0, 1, 5], [2, 3]]
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]], count: int, drop_last: bool) -> None:
+        self._batches = batches
+        self._count = count
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        parts = len(self._batches)  # type: ignore[arg-type]
+        return parts // self._count if self._drop_last else math.ceil(parts / self._count)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = iter(self._batches)
+        while parts := list(islice(batches, self._count)):
+            if len(parts) == self._count or not self._drop_last:
+                yield list(chain.from_iterable(parts))

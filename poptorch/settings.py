@@ -1,0 +1,209 @@
+"""What groups of options are made of: settings, each declared once with its default, what it accepts and its effect.
+
+`poptorch.options` declares them; its methods only store. From the declarations come the checks, `repr`, freezing,
+copies, and the page of all options.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import textwrap
+from collections.abc import Callable
+from typing import Any, Self
+
+__all__ = ["NO_EFFECT", "Group", "OptionsDict", "Setting", "group", "setting", "table"]
+
+NO_EFFECT = "no effect here"
+"""What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
+
+
+class Setting:
+    """One setting of a group, declared in the body of its class: `device_iterations: int = setting(1, ...)`.
+
+    Values lie in the `__dict__` of each group, where they stand before this declaration.
+
+    Args:
+        default: the first value; each group has a copy of its own.
+        here: the effect, in a sentence, or `NO_EFFECT`, with a reason if there is one to tell.
+        by: the method that sets it.
+        kind: the types that it accepts; that of the default if not given.
+        valid: which values of these types it accepts.
+        expects: these values, in words.
+        error: what is raised for others.
+        make: gives the first value instead of `default`, for what the environment says.
+        shown: the default in words, for the page of all options.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        default: Any,
+        here: str,
+        by: str,
+        kind: Any = None,
+        valid: Callable[[Any], bool] | None = None,
+        expects: str = "",
+        error: type[Exception] = AssertionError,
+        make: Callable[[], Any] | None = None,
+        shown: str = "",
+    ) -> None:
+        self.here = here
+        self.by = by
+        self.kind = kind or type(default)
+        self.valid = valid
+        self.expects = expects or f"a value of {_in_words(self.kind)}"
+        self.error = error
+        self.make = make or (lambda: copy.deepcopy(default))
+        self.shown = shown or (repr(default) if make is None else "")
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def check(self, value: Any, owner: str) -> None:
+        """Raise if the setting of the group `owner` does not accept this value."""
+        if isinstance(value, self.kind) and (self.valid is None or self.valid(value)):
+            return
+        raise self.error(f"{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
+
+
+setting: Any = Setting  # of any type, so that a class can say which type its values have
+
+
+class Group:
+    """A group within options, declared in the body of their class; each object has one of its own.
+
+    Args:
+        kind: the class of the group.
+        says: what it is about, in a sentence.
+    """
+
+    def __init__(self, kind: type[OptionsDict], says: str) -> None:
+        self.kind = kind
+        self.__doc__ = says
+
+
+group: Any = Group
+
+
+class OptionsDict:
+    """Settings with names and defaults, which can be frozen.
+
+    Settings are read as attributes. What has the same settings is equal. To set one of another name raises
+    `AttributeError`, to set one to a value of another type than it has raises `AssertionError`.
+
+    Args:
+        default_values: settings, where they differ from their defaults.
+    """
+
+    _frozen: bool
+
+    def __init__(self, **default_values: Any) -> None:
+        vars(self)["_frozen"] = False
+        for name, declared in self._declared().items():
+            vars(self)[name] = declared.make() if isinstance(declared, Setting) else declared.kind()
+        self._set(**default_values)
+
+    @classmethod
+    def _declared(cls) -> dict[str, Setting | Group]:
+        """The settings and groups that this class and those above it declare, in this order."""
+        return {
+            name: declared
+            for above in reversed(cls.__mro__)
+            for name, declared in vars(above).items()
+            if isinstance(declared, (Setting, Group))
+        }
+
+    def _values(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in self._declared()}
+
+    def _set(self, **values: Any) -> Self:
+        """Check all of these settings, then set them."""
+        self._check(**values)
+        vars(self).update({name: _own(value) for name, value in values.items()})
+        return self
+
+    def _check(self, **values: Any) -> None:
+        if self._frozen:
+            raise AttributeError(
+                "Can't modify frozen Options: a model or a data loader uses them. Change a copy, `options.clone()`, "
+                "and wrap the model again."
+            )
+        declared = self._declared()
+        for name, value in values.items():
+            known = declared.get(name)
+            if not isinstance(known, Setting):
+                near = difflib.get_close_matches(name, declared)
+                hint = f"; did you mean {' or '.join(near)}?" if near else "."
+                raise AttributeError(f"{type(self).__name__} has no setting {name!r}{hint}")
+            known.check(value, type(self).__name__)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set(**{name: value})
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}: the setting {name!r} can't be deleted.")
+
+    def _mark(self, frozen: bool) -> None:
+        vars(self)["_frozen"] = frozen
+        for value in self._values().values():
+            if isinstance(value, OptionsDict):
+                value._mark(frozen)
+
+    def freeze(self) -> None:
+        """Refuse all changes from now on. What uses options freezes them, so that they say what was used."""
+        self._mark(True)
+
+    def clone(self) -> Self:
+        """A deep copy of these settings that is not frozen."""
+        cloned = copy.deepcopy(self)
+        cloned._mark(False)
+        return cloned
+
+    def _adopt(self, other: OptionsDict) -> None:
+        """Take over the settings of `other`, of the same class; groups stay the same objects."""
+        for name, value in other._values().items():
+            if isinstance(self._declared()[name], Group):
+                vars(self)[name]._adopt(value)
+            else:
+                vars(self)[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and repr(self) == repr(other)
+
+    __hash__ = None  # type: ignore[assignment]  # they change
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
+
+
+def _own(value: Any) -> Any:
+    """A value that changes with nothing outside: what is set may be frozen, while its user's lists go on."""
+    if isinstance(value, OptionsDict):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+
+def table(group: type[OptionsDict], title: str, path: str) -> str:
+    """The settings of one group as a table in Markdown: its name, what sets it, its default, and its effect here."""
+    settings = [declared for declared in group._declared().values() if isinstance(declared, Setting)]
+    rows = [
+        f"| `{each.name}` | `{path}{each.by}` | {_cell(each.shown)} | {_sentence(each.here)} |" for each in settings
+    ]
+    heading = [f"## {title}", "", "| setting | set by | default | effect here |", "|---|---|---|---|"]
+    return "\n".join(heading + rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    text = _cell(textwrap.dedent(text))
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def _in_words(kind: Any) -> str:
+    kinds = getattr(kind, "__args__", None) or (kind if isinstance(kind, tuple) else (kind,))
+    return " or ".join("None" if each is type(None) else each.__name__ for each in kinds)

@@ -1,0 +1,396 @@
+"""Which blocks of a model run where and when: stages, phases, and the four strategies made of them.
+
+No strategy changes a number. What is here is plain data and its rules; where an operation is put while a model is
+captured is found in `poptorch.ambient`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from poptorch.enums import AutoStage, Liveness
+
+__all__ = [
+    "BlockId",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+]
+
+BlockId = str
+"""What names a block: the `user_id` of `Block`, `BeginBlock` and `BlockFunction`."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the operations of a block run: on which unit, in which stage of which phase (if there are phases)."""
+
+    unit: int
+    stage: int
+    phase: int | None = None
+
+
+class Stage:
+    """Blocks that run on one unit.
+
+    Args:
+        block_ids: the `user_id`s of the blocks.
+
+    Raises:
+        AssertionError: if one is not a string.
+
+    Example:
+        >>> Stage("embedding", "encoder").ipu(1).blocks
+        ['embedding', 'encoder']
+    """
+
+    def __init__(self, *block_ids: BlockId) -> None:
+        for block_id in block_ids:
+            if not isinstance(block_id, str):
+                raise AssertionError(f"Stage: a block id is {block_id!r}; expected a string, the `user_id` of a block.")
+        self._blocks = list(block_ids)
+        self.unit: int | None = None
+
+    @property
+    def blocks(self) -> list[BlockId]:
+        """The ids of the blocks of this stage."""
+        return list(self._blocks)
+
+    def ipu(self, ipu: int) -> Stage:
+        """Run on unit `ipu`, whatever the blocks say; returns the stage itself."""
+        if not isinstance(ipu, int) or ipu < 0:
+            raise AssertionError(f"Stage.ipu: `ipu` is {ipu!r}; expected the number of a unit, from 0.")
+        self.unit = ipu
+        return self
+
+    def __repr__(self) -> str:
+        unit = "" if self.unit is None else f".ipu({self.unit})"
+        return f"Stage({', '.join(map(repr, self._blocks))}){unit}"
+
+
+class Phase:
+    """Stages that run at the same time, in phased execution.
+
+    Args:
+        arg: stages; or ids of blocks, which then are one stage.
+
+    Example:
+        >>> Phase("A", "B")
+        Phase(Stage('A', 'B'))
+        >>> Phase(Stage("A"), Stage("B")).ipus(0, 2)
+        Phase(Stage('A').ipu(0), Stage('B').ipu(2))
+    """
+
+    def __init__(self, *arg: BlockId | Stage) -> None:
+        self.stages: list[Stage] = _stages_of_phase(arg)
+
+    def stage(self, idx: int) -> Stage:
+        """The stage with the index `idx`."""
+        return self.stages[idx]
+
+    def ipus(self, *ipus: int) -> Phase:
+        """Run the stages on these units, in this order; returns the phase itself.
+
+        Raises:
+            AssertionError: if there are not as many units as stages.
+        """
+        if len(ipus) != len(self.stages):
+            raise AssertionError(f"Phase.ipus: {len(ipus)} units for {len(self.stages)} stages; expected one for each.")
+        for stage, ipu in zip(self.stages, ipus, strict=True):
+            stage.ipu(ipu)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Phase({', '.join(map(repr, self.stages))})"
+
+
+def _stages_of_phase(given: Sequence[Any]) -> list[Stage]:
+    if given and all(isinstance(each, str) for each in given):
+        return [Stage(*given)]
+    if given and all(isinstance(each, Stage) for each in given):
+        return list(given)
+    raise AssertionError(f"Phase: it is made of {list(given)!r}; expected stages, or ids of blocks that are one stage.")
+
+
+class _IExecutionStrategy(ABC):
+    """What all strategies can be asked."""
+
+    @abstractmethod
+    def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
+        """For every block that is listed: its id, its stage, the number of this, and that of its phase."""
+
+    @property
+    def first_phase(self) -> int | None:
+        """The phase of operations before any block; None without phases."""
+        return None
+
+    def stage(self, block_id: BlockId) -> Stage:
+        """The stage that a block belongs to.
+
+        Raises:
+            AssertionError: if the strategy does not list the block.
+        """
+        for listed, stage, _, _ in self.places():
+            if listed == block_id:
+                return stage
+        raise AssertionError(self._unknown(block_id))
+
+    def place(self, block_id: BlockId, ipu_id: int | None, begun: int) -> Place:
+        """Where a block runs.
+
+        Args:
+            block_id: the id of the block.
+            ipu_id: the unit that it asks for. The unit of its stage goes before; the number of its stage comes after.
+            begun: how many other blocks have begun before it.
+
+        Raises:
+            AssertionError: if the strategy does not list the block, or needs a unit.
+        """
+        for listed, stage, number, phase in self.places():
+            if listed == block_id:
+                asked = ipu_id if stage.unit is None else stage.unit
+                return Place(self._default_unit(number, phase) if asked is None else asked, number, phase)
+        raise AssertionError(self._unknown(block_id))
+
+    def _default_unit(self, stage: int, phase: int | None) -> int:
+        return stage
+
+    def _unknown(self, block_id: BlockId) -> str:
+        known = ", ".join(repr(listed) for listed, *_ in self.places()) or "none"
+        return (
+            f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {known}. Add the block to "
+            "one of its stages."
+        )
+
+    def _check_listed_once(self) -> None:
+        seen: dict[BlockId, Stage] = {}
+        for block_id, stage, _, _ in self.places():
+            if block_id in seen:
+                raise AssertionError(
+                    f"{type(self).__name__}: block {block_id!r} is in {seen[block_id]} and in {stage}; expected it in "
+                    "one stage."
+                )
+            seen[block_id] = stage
+
+    @abstractmethod
+    def backendOptions(self) -> dict[str, Any]:
+        """The facts about this strategy that `Options.toDict` lists."""
+
+
+class PipelinedExecution(_IExecutionStrategy):
+    """Stages work at the same time, each at another micro-batch. The strategy of models whose options name no other.
+
+    Args:
+        args: nothing, or one `AutoStage`, which says how blocks become stages (`SameAsIpu` if nothing); or the stages
+            in their order, `Stage`s, ids of blocks, or lists of ids; or one list of `Stage`s.
+
+    Raises:
+        AssertionError: for other arguments, and if a block is in two stages.
+
+    Example:
+        >>> strategy = PipelinedExecution(Stage("A", "B"), "C")
+        >>> strategy.stage("B")
+        Stage('A', 'B')
+    """
+
+    def __init__(self, *args: AutoStage | BlockId | Stage | Sequence[BlockId] | Sequence[Stage]) -> None:
+        self.auto_stage: AutoStage | None = None
+        self.stages: list[Stage] = []
+        if not args:
+            self.auto_stage = AutoStage.SameAsIpu
+        elif len(args) == 1 and isinstance(args[0], AutoStage):
+            self.auto_stage = args[0]
+        else:
+            stages = args[0] if len(args) == 1 and _is_list_of_stages(args[0]) else args
+            self.stages = [self._as_stage(each) for each in stages]  # type: ignore[union-attr]
+        self._check_listed_once()
+
+    def _as_stage(self, given: object) -> Stage:
+        if isinstance(given, Stage):
+            return given
+        if isinstance(given, str):
+            return Stage(given)
+        if isinstance(given, (list, tuple)):
+            return Stage(*given)
+        raise AssertionError(
+            f"{type(self).__name__}: {given!r} is no stage; expected one `AutoStage`, or stages: `Stage`s, ids of "
+            "blocks, or lists of ids."
+        )
+
+    def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
+        for number, stage in enumerate(self.stages):
+            for block_id in stage.blocks:
+                yield block_id, stage, number, None
+
+    def place(self, block_id: BlockId, ipu_id: int | None, begun: int) -> Place:
+        if self.auto_stage is None:
+            return super().place(block_id, ipu_id, begun)
+        if self.auto_stage is AutoStage.AutoIncrement:
+            stage = begun + 1  # what comes before any block is stage 0
+            return Place(stage if ipu_id is None else ipu_id, stage)
+        if ipu_id is None:
+            raise AssertionError(
+                f"Block {block_id!r} has no `ipu_id`, and poptorch.AutoStage.SameAsIpu needs one for every block. Give "
+                "it one, or list the blocks: `options.setExecutionStrategy(poptorch.PipelinedExecution(...))`."
+            )
+        return Place(ipu_id, ipu_id)
+
+    def backendOptions(self) -> dict[str, Any]:
+        return {"execution_mode": "pipelined"}
+
+    def __repr__(self) -> str:
+        shown = self.stages if self.auto_stage is None else [f"AutoStage.{self.auto_stage.name}"]
+        return f"{type(self).__name__}({', '.join(map(str, shown))})"
+
+
+def _is_list_of_stages(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and not all(isinstance(each, str) for each in given)
+
+
+class ShardedExecution(PipelinedExecution):
+    """Stages work one after the other, each on its unit; the arguments are those of `PipelinedExecution`.
+
+    Example:
+        >>> ShardedExecution(AutoStage.AutoIncrement)
+        ShardedExecution(AutoStage.AutoIncrement)
+    """
+
+    def backendOptions(self) -> dict[str, Any]:
+        return {"execution_mode": "sharded"}
+
+
+class _IPhasedExecution(_IExecutionStrategy):
+    """Phases run one after the other; between them tensors may leave the device.
+
+    Args:
+        phases: `Phase`s; or for each phase a list of `Stage`s, or of ids of blocks, which then are one stage. They may
+            also be given as one list.
+
+    Raises:
+        AssertionError: if there are none, for other arguments, and if a block is in two stages.
+    """
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[BlockId]) -> None:
+        given: Sequence[Any] = phases
+        if len(phases) == 1 and isinstance(phases[0], (list, tuple)) and _is_list_of_phases(phases[0]):
+            given = phases[0]
+        if not given:
+            raise AssertionError(f"{type(self).__name__}: there are no phases; expected at least one.")
+        self.phases = [self._as_phase(each) for each in given]
+        self.liveness = Liveness.AlwaysLive
+        self.separate_backward_phase = False
+        self._check_listed_once()
+
+    def _as_phase(self, given: object) -> Phase:
+        if isinstance(given, Phase):
+            return given
+        if isinstance(given, (list, tuple)):
+            return Phase(*given)
+        raise AssertionError(
+            f"{type(self).__name__}: {given!r} is no phase; expected a `Phase`, a list of `Stage`s or a list of ids of "
+            "blocks."
+        )
+
+    def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
+        for phase_number, phase in enumerate(self.phases):
+            for number, stage in enumerate(phase.stages):
+                for block_id in stage.blocks:
+                    yield block_id, stage, number, phase_number
+
+    @property
+    def first_phase(self) -> int | None:
+        return 0
+
+    def phase(self, phase: int) -> Phase:
+        """The phase with the index `phase`."""
+        return self.phases[phase]
+
+    def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
+        """Let the backward pass begin in a phase of its own, rather than in the last of the forward pass.
+
+        Args:
+            use: whether to do so; at first it is not done.
+
+        Returns:
+            The strategy itself.
+        """
+        self.separate_backward_phase = use
+        return self
+
+    def backendOptions(self) -> dict[str, Any]:
+        return {
+            "execution_mode": "phased",
+            "serial_phases_execution": isinstance(self, SerialPhasedExecution),
+            "separate_backward_phase": self.separate_backward_phase,
+            "tensors_liveness": self.liveness,
+        }
+
+    def __repr__(self) -> str:
+        separate = ", separate_backward_phase=True" if self.separate_backward_phase else ""
+        phases = ", ".join(map(repr, self.phases))
+        return f"{type(self).__name__}({phases}, liveness={self.liveness.name}{separate})"
+
+
+def _is_list_of_phases(given: Sequence[object]) -> bool:
+    return not given or not all(isinstance(each, (str, Stage)) for each in given)
+
+
+class ParallelPhasedExecution(_IPhasedExecution):
+    """Phases alternate between two groups of units: even phases run on even units, odd ones on odd units.
+
+    A stage that asks for no unit runs on the next one of its group.
+
+    Args:
+        phases: `Phase`s; or for each phase a list of `Stage`s, or of ids of blocks, which then are one stage.
+
+    Raises:
+        AssertionError: if there are no phases, or a block is in two stages.
+
+    Example:
+        >>> strategy = ParallelPhasedExecution(Phase(Stage("A"), Stage("B")), Phase(Stage("C"), Stage("D")))
+        >>> strategy.phase(1).ipus(1, 3)
+        Phase(Stage('C').ipu(1), Stage('D').ipu(3))
+    """
+
+    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
+        """Send tensors off the device at the end of the forward pass; returns the strategy itself."""
+        self.liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
+        return self
+
+    def _default_unit(self, stage: int, phase: int | None) -> int:
+        return 2 * stage + (phase or 0) % 2
+
+
+class SerialPhasedExecution(_IPhasedExecution):
+    """Phases run one after the other on one group of units.
+
+    Args:
+        phases: `Phase`s; or for each phase a list of `Stage`s, or of ids of blocks, which then are one stage.
+
+    Raises:
+        AssertionError: if there are no phases, or a block is in two stages.
+
+    Example:
+        >>> strategy = SerialPhasedExecution(["A"], ["B", "C"])
+        >>> strategy.phase(1)
+        Phase(Stage('B', 'C'))
+        >>> strategy.setTensorsLiveness(Liveness.OffChipAfterFwd)
+        SerialPhasedExecution(Phase(Stage('A')), Phase(Stage('B', 'C')), liveness=OffChipAfterFwd)
+    """
+
+    def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
+        """How long tensors stay on the device; returns the strategy itself.
+
+        Raises:
+            AssertionError: if it is not a `Liveness`.
+        """
+        if not isinstance(liveness, Liveness):
+            raise AssertionError(f"setTensorsLiveness: `liveness` is {liveness!r}; expected a `poptorch.Liveness`.")
+        self.liveness = liveness
+        return self

@@ -1,0 +1,722 @@
+"""An optimiser as popxl ops: what a training program needs of it.
+
+Python code of an optimiser is never run in a program. An `Update` reads what an optimiser says (poptorch's or torch's),
+and gives
+
+* `names`: the parameters that it trains;
+* `values(optimizer)`: all its variable numbers in one float32 vector, an input of the program, at any time; constant
+  numbers are part of the program, and changing one is an `Error`;
+* `state`: the tensors it keeps, by name, with their first values; `create_state()` makes variables of them;
+* `accumulation_dtype`: the type in which gradients are summed over micro-batches;
+* `loss_scale(values, state)`: what the gradient of the loss starts at;
+* and, called on parameters, reduced gradients, vector and state, the ops of one step.
+
+The program reduces the gradients (sum or mean, over micro-batches and replicas) and does not unscale them. All tensors
+are given by name, so a step may be in any graph that has its parameters and its state by reference:
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> optimizer = optim.SGD([weight], lr=0.1, momentum=0.9, loss_scaling=8.0)
+    >>> update = Update(optimizer, {"weight": weight})
+    >>> [(kept.name, kept.value.shape) for kept in update.state], update.values(optimizer)
+    ([('Accl1___weight', (2,))], array([8. , 0.1, 0.9], dtype=float32))
+
+    >>> ir = popxl.Ir()
+    >>> with ir.main_graph, popxl.in_sequence():
+    ...     w, state = popxl.variable(weight.detach(), name="weight"), update.create_state()
+    ...     numbers = popxl.h2d_stream(update.values(optimizer).shape, popxl.float32, "numbers")
+    ...     values = ops.host_load(numbers)
+    ...     forward = ir.create_graph(lambda w: ops.sum(w * w), w)
+    ...     backward = popxl.transforms.autodiff(forward)
+    ...     given = backward.inputs_dict(ops.call_with_info(forward, w))
+    ...     (gradient,) = ops.call(backward.graph, update.loss_scale(values, state), inputs_dict=given)
+    ...     update({"weight": w}, {"weight": gradient}, values, state)
+    >>> with popxl.Session(ir) as session:
+    ...     _ = session.run({numbers: update.values(optimizer)})
+    ...     optimizer.param_groups[0]["lr"] = 0.05
+    ...     _ = session.run({numbers: update.values(optimizer)})
+    >>> w.data.round(4), state["Accl1___weight"].data.round(4)
+    (array([0.63, 1.26], dtype=float32), array([3.4, 6.8], dtype=float32))
+
+(A stream, because writing one variable of a session uploads the host's values of all.)
+
+Below, an optimiser is a formula: a function of the parameter, its gradient and the state, which returns their new
+contents. What it takes besides are the numbers of a parameter group, under torch's names and with torch's defaults;
+those after the star shape the formula and cannot be variable. In a program everything is computed in float32 and
+rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import popxl
+from poptorch import optim
+from poptorch.dtypes import device_dtype
+from poptorch.errors import Error, createPoptorchError
+from poptorch.logging_ import logger
+from popxl import ops
+from popxl.errors import PopxlError
+
+__all__ = ["State", "Update"]
+
+Array = Any
+Number = Any  # of a formula: a plain number, or an array of one element
+Key = tuple[int | None, str]  # a number of a parameter group, or (`None`) of the whole optimiser, and its name
+Tensors = Mapping[str, popxl.Tensor]
+
+
+# Formulas -----------------------------------------------------------------------------------------------------------
+
+
+def _plus(x: Array, factor: Number, y: Array) -> Array:
+    """x + factor y, where nothing is added for the plain number 0."""
+    return x if isinstance(factor, float) and factor == 0 else x + factor * y
+
+
+def _moving(average: Array, value: Array, beta: Number) -> Array:
+    return beta * average + (1 - beta) * value
+
+
+def _direction(m: Array, v: Array, t: Array | None, beta1: Number, beta2: Number, eps: Number) -> Array:
+    """What Adam steps along, per learning rate: the moments are corrected if the number `t` of the step is given."""
+    if t is not None:
+        m, v = m / _correction(beta1, t), v / _correction(beta2, t)
+    return m / (jnp.sqrt(v) + eps)
+
+
+def _correction(beta: Number, t: Array) -> Array:
+    """1 - beta ** t, in a form that keeps its digits where beta is close to 1."""
+    exact = isinstance(beta, float)
+    return -jnp.expm1(t * (jnp.log(beta) if not exact else math.log(beta) if beta else -math.inf))
+
+
+def sgd(
+    w: Array,
+    g: Array,
+    v: Array | None = None,
+    lr: Number = 1e-3,
+    momentum: Number = 0.0,
+    dampening: Number = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: Number = False,
+    velocity_scaling: Number = 1.0,
+) -> tuple[Array, ...]:
+    d = _plus(g, weight_decay, w)
+    if v is None:  # the momentum always is 0
+        return (w - lr * (1 - dampening) * d,)
+    v = momentum * v + (1 - dampening) * velocity_scaling * d
+    step = jnp.where(nesterov, velocity_scaling * d + momentum * v, v)
+    return w - lr / velocity_scaling * step, v
+
+
+def adam(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    t: Array,
+    lr: Number = 1e-3,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+) -> tuple[Array, ...]:
+    d = _plus(g, weight_decay, w)
+    m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
+    return w - lr * _direction(m, v, t, beta1, beta2, eps), m, v
+
+
+def adamw(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    t: Array,
+    lr: Number = 1e-3,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 1e-2,
+) -> tuple[Array, ...]:
+    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
+    return w - lr * _plus(_direction(m, v, t, beta1, beta2, eps), weight_decay, w), m, v
+
+
+def lamb(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    t: Array,
+    lr: Number = 1e-3,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 1e-2,
+    max_weight_norm: Number = 65500.0,
+    *,
+    bias_correction: bool = True,
+) -> tuple[Array, ...]:
+    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
+    x = _plus(_direction(m, v, t if bias_correction else None, beta1, beta2, eps), weight_decay, w)
+    length, step = jnp.minimum(jnp.linalg.norm(w.ravel()), max_weight_norm), jnp.linalg.norm(x.ravel())
+    ratio = jnp.where((length == 0) | (step == 0), 1, length / step)
+    return w - lr * ratio * x, m, v
+
+
+def rmsprop(
+    w: Array,
+    g: Array,
+    s: Array,
+    a: Array | None = None,
+    b: Array | None = None,
+    lr: Number = 1e-2,
+    alpha: Number = 0.99,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    momentum: Number = 0.0,
+    *,
+    centered: bool = False,
+    use_tf_variant: bool = False,
+) -> tuple[Array | None, ...]:
+    d = _plus(g, weight_decay, w)
+    s, variance = (_moving(s, d * d, alpha),) * 2
+    if a is not None:  # centred
+        a = _moving(a, d, alpha)
+        variance = jnp.maximum(s - a * a, 0)  # rounding may leave less than nothing
+    q = d / (jnp.sqrt(variance + eps) if use_tf_variant else jnp.sqrt(variance) + eps)
+    q = lr * q if use_tf_variant else q
+    b = None if b is None else momentum * b + q
+    step = q if b is None else b
+    return w - (step if use_tf_variant else lr * step), s, a, b
+
+
+# Declarations -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that an optimiser keeps for each parameter.
+
+    Attributes:
+        operand: what the formula calls it.
+        name: what dictionaries of state call it.
+        type_from: the attribute of the optimiser that gives its type.
+        needs: a number without which it is not kept: one that is constant and 0, or false.
+        ones: a flag with which it starts at 1, not 0.
+    """
+
+    operand: str
+    name: str
+    type_from: str
+    needs: str = ""
+    ones: str = ""
+
+
+class _Rule:
+    """An optimiser: its name, its formula as an op that works in place, what it keeps, and the numbers it takes.
+
+    Attributes:
+        numbers: numbers of a parameter group, with their defaults.
+        counts: the formula takes the number of the step.
+    """
+
+    def __init__(self, name: str, formula: Callable[..., tuple[Array | None, ...]], *kept: _Kept) -> None:
+        self.name = name
+        self.kept = kept
+        tensors = ("w", *(k.operand for k in kept))
+        parameters = inspect.signature(formula).parameters
+        self.counts = "t" in parameters
+        self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
+        changed = tuple(p for p in parameters if p in tensors)
+        self.step = _op(
+            name,
+            _in_float32(formula, changed),
+            shape=_no_result,
+            modifies=changed,
+            aliased=False,
+            colocated=(*changed, "g"),
+        )
+
+
+def _op(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.OpKind:
+    """Declare an op without a gradient, by default one that makes a float32 number of tensors anywhere."""
+    common: dict[str, Any] = {
+        "shape": lambda *operands, **attributes: popxl.TensorSpec((), popxl.float32),
+        "colocated": False,
+    }
+    return popxl.OpKind(name, lowering, gradient=None, key=f"poptorch.{name}", **common | settings)
+
+
+def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple[str, ...]) -> Callable[..., Any]:
+    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept."""
+    own = list(inspect.signature(formula).parameters.values())
+    scale = inspect.Parameter("scale", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0)
+    last = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in own)
+    signature = inspect.Signature([*own[:last], scale, *own[last:]])
+
+    def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
+        given = signature.bind(*operands, **named).arguments
+        wide = {name: x.astype(jnp.float32) if hasattr(x, "astype") else x for name, x in given.items()}
+        wide["g"] = wide["g"] * wide.pop("scale", 1.0)
+        return tuple(x for name, x in zip(changed, formula(**wide), strict=False) if given.get(name) is not None)
+
+    lowering.__signature__ = signature  # type: ignore[attr-defined]
+    return lowering
+
+
+def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.TensorSpec, ...]:
+    if g.shape != w.shape or any(isinstance(t, popxl.Tensor) and t.shape not in (w.shape, ()) for t in others):
+        raise PopxlError(f"the gradient and the state have to have the shape of the parameter, {w.shape}.")
+    return ()
+
+
+_FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
+_MOMENTS = (_Kept("m", "Accl1", _FIRST), _Kept("v", "Accl2", _SECOND))
+
+_SGD = _Rule("SGD", sgd, _Kept("v", "Accl1", "velocity_accum_type", needs="momentum"))
+_ADAM = _Rule("Adam", adam, *_MOMENTS)
+_ADAMW = _Rule("AdamW", adamw, *_MOMENTS)
+_LAMB = _Rule("LAMB", lamb, *_MOMENTS)
+_RMSPROP = _Rule(
+    "RMSprop",
+    rmsprop,
+    _Kept("a", "Accl1", _FIRST, needs="centered"),
+    _Kept("s", "Accl2", _SECOND, ones="use_tf_variant"),
+    _Kept("b", "Accl3", _FIRST, needs="momentum"),
+)
+_RULES: dict[type, _Rule] = {  # torch's AdamW is an Adam, so it comes first
+    torch.optim.SGD: _SGD,
+    torch.optim.AdamW: _ADAMW,
+    torch.optim.Adam: _ADAM,
+    torch.optim.RMSprop: _RMSPROP,
+    optim.LAMB: _LAMB,
+}
+_WHOLE: dict[str, Any] = {  # what is the same for all groups
+    "loss_scaling": 1.0,
+    "max_grad_norm": math.inf,
+    "bias_correction": True,
+    "use_tf_variant": False,
+    "use_combined_accum": False,
+    **dict.fromkeys(("accum_type", "velocity_accum_type", _FIRST, _SECOND), torch.float32),
+}
+_FIXED = {"bias_correction", "use_tf_variant", "use_combined_accum", "centered"}  # flags that shape a program
+_BETAS = ("beta1", "beta2")
+_ANEW = "To compile it anew, make a new wrapper or call `destroy()`."
+_NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
+
+STEP = "Step"
+"""Name of the state that counts the steps."""
+
+LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
+"""Name of the state that automatic loss scaling multiplies the loss scale by."""
+
+
+def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[Array]], Array]) -> popxl.OpKind:
+    """Declare an op that makes one number of any number of tensors."""
+    return _op(name, lambda *ts: combine([each(t.astype(jnp.float32)) for t in ts]))
+
+
+_sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
+_largest = _summary("LargestMagnitude", lambda t: jnp.max(jnp.abs(t), initial=0), lambda ms: jnp.max(jnp.stack(ms)))
+_number = _op("Number", lambda values, *, index: values[index])
+
+
+def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limit: Number = math.inf) -> Array:
+    """What a gradient is multiplied by: it is unscaled, and clipped where the norm of all is greater than `limit`."""
+    if squares is None:
+        return 1 / loss_scale
+    return jnp.minimum(1, limit / (jnp.sqrt(squares) / loss_scale + 1e-6)) / loss_scale  # as torch's clip_grad_norm_
+
+
+_gradient_scale = _op("GradientScale", _for_true_units)
+
+_TOO_LARGE = 65504 / 8  # an eighth of float16's range
+_LOSS_SCALES = 2.0**-15, 2.0**15
+
+
+def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tuple[Array]:
+    """Double the loss scale while gradients are well within float16's range, halve it where they are not, or NaN."""
+    scale = factor * loss_scaling
+    scale = jnp.clip(jnp.where(largest <= _TOO_LARGE, scale * 2, scale / 2), *_LOSS_SCALES)
+    return (scale / loss_scaling,)
+
+
+_adjust = _op("LossScaleUpdate", _adjusted, shape=lambda *operands: (), modifies=("factor",), aliased=False)
+
+
+# What a program needs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that an optimiser keeps.
+
+    Attributes:
+        name: its key in `ipu_state`, and the name of its variable: `"Accl1___fc.weight"`.
+        value: what it holds at first; of the parameter's shape on the host, so with a row for each replica group of a
+            grouped parameter.
+        parameter: the parameter it belongs to; `None` for what there is one of.
+    """
+
+    name: str
+    value: np.ndarray
+    parameter: str | None = None
+
+
+class Update:
+    """An optimiser, as the program that was made with it has it.
+
+    Args:
+        optimizer: one of `poptorch.optim`, or torch's SGD, Adam, AdamW or RMSprop.
+        parameters: parameters of the model by name, as they are on the host. Those that need no gradient, and those
+            that the optimiser does not have, are not trained.
+        replica_groupings: those of parameters that are not the same on all replicas, by name. Their rows are parts of
+            one parameter for clipping, and parameters of their own for LAMB.
+        automatic_loss_scaling: the loss scale is state. It is doubled after each step, up to 2¹⁵, but halved if a
+            gradient of a float16 parameter was greater than an eighth of float16's range, or no number (the step is
+            made all the same).
+        relaxed_checks: tell of unknown attributes in debug messages, not warnings.
+
+    Attributes:
+        names: the parameters that are trained.
+        state: what the optimiser keeps.
+        accumulation_dtype: the type in which gradients are to be summed over micro-batches.
+
+    Raises:
+        AssertionError: for another optimiser, and if groups differ in `centered`.
+        ValueError: for `amsgrad`, or if `use_tf_variant` is set on an optimiser that has no such variant.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 3))
+        >>> update = Update(optim.Adam([weight], lr=0.1), {"weight": weight})
+        >>> [variable.name for variable in update.state]
+        ['Accl1___weight', 'Accl2___weight', 'Step']
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        replica_groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
+        automatic_loss_scaling: bool = False,
+        relaxed_checks: bool = False,
+    ) -> None:
+        self._rule = _rule_of(optimizer)
+        self._groups = len(optimizer.param_groups)
+        if type(optimizer) not in (*_RULES, getattr(optim, self._rule.name)):
+            logger.warning(
+                "%s is a subclass of an optimiser: a wrapped model reads the numbers of %s from it, and what its own "
+                "code does has no effect.",
+                type(optimizer).__name__,
+                self._rule.name,
+            )
+        self._numbers = _numbers(optimizer, self._rule)
+        self._automatic = automatic_loss_scaling
+        self._slots = [key for key in self._numbers if self._varies(optimizer, key)]
+        self._groupings = dict(replica_groupings or {})
+        self._relaxed = relaxed_checks
+        self._known = {kind: names | _usual(kind, self._rule) for kind, names in _attributes(optimizer).items()}
+        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
+        self._group_of = {name: groups[id(p)] for name, p in trained.items()}
+        self.names = tuple(trained)
+        self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
+
+    @property
+    def accumulation_dtype(self) -> popxl.dtype:
+        """The type in which gradients are to be summed over micro-batches: `accum_type`."""
+        half = self._numbers[None, "accum_type"] == torch.float16 and not self._numbers[None, "use_combined_accum"]
+        return popxl.float16 if half else popxl.float32
+
+    # On the host ----------------------------------------------------------------------------------------------------
+
+    def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:
+        """The variable numbers as an optimiser has them now: an array of float32, in the order the program knows.
+
+        Args:
+            optimizer: the one the program was made with, or another of the same class with as many groups.
+
+        Raises:
+            Error: if it is of another class, or differs in what is a part of the program.
+        """
+        rule = _rule_of(optimizer)
+        if rule is not self._rule:
+            raise createPoptorchError(
+                f"The model was compiled with {self._rule.name}, and this optimizer is {rule.name}. {_ANEW}"
+            )
+        self._tell_unknown(optimizer)
+        numbers = _numbers(optimizer, rule)
+        if len(optimizer.param_groups) != self._groups:
+            raise createPoptorchError(
+                f"The model was compiled with an optimizer of {self._groups} parameter groups, and this one has "
+                f"{len(optimizer.param_groups)}. {_ANEW}"
+            )
+        for key, value in numbers.items():
+            if key not in self._slots and value != self._numbers[key]:
+                raise _constant_changed(key, self._numbers[key], value, isinstance(optimizer, optim.Optimizer))
+        return np.array([numbers[key] for key in self._slots], np.float32)
+
+    def named_values(self, values: np.ndarray) -> dict[str, float]:
+        """The numbers of each parameter, as dictionaries of state have them (`ipu_param`).
+
+        Args:
+            values: what `values` returned.
+
+        Returns:
+            Variable and constant ones by name, for example `"learningRate___specific___fc.weight"`.
+        """
+        numbers = {**self._numbers, **dict(zip(self._slots, values.tolist(), strict=True))}
+        scale = numbers[None, "loss_scaling"]
+        named = {"lossScaling_FLOAT": scale}
+        for name in self.names:
+            own = {number: numbers[self._key(name, number)] for number in self._rule.numbers}
+            shown = {_shown(number): value for number, value in own.items()}
+            if self._rule is _SGD:
+                rate = own["lr"] * (1 - own["dampening"])
+                shown |= {
+                    "scaledLearningRate0": rate / scale,
+                    "weightDecayScaleFactor0": 1 - rate * own["weight_decay"],
+                }
+            named |= {f"{number}___specific___{name}": float(value) for number, value in shown.items()}
+        return named
+
+    # In a program ---------------------------------------------------------------------------------------------------
+
+    def create_state(self) -> dict[str, popxl.Tensor]:
+        """Variables of the main graph, the current one, for all that the optimiser keeps, by name."""
+        return {
+            s.name: popxl.variable(s.value, name=s.name, replica_grouping=self._groupings.get(s.parameter or ""))
+            for s in self.state
+        }
+
+    def loss_scale(self, values: popxl.Tensor, state: Tensors) -> float | popxl.Tensor:
+        """What the gradient of the loss starts at: a number, or a float32 tensor of one element where it can change.
+
+        Args:
+            values: the vector of numbers, in the current graph.
+            state: what the optimiser keeps by name, in the current graph.
+        """
+        scale = self._number((None, "loss_scaling"), values)
+        return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
+
+    def __call__(self, parameters: Tensors, gradients: Tensors, values: popxl.Tensor, state: Tensors) -> None:
+        """Add the ops of one step to the current graph. They overwrite the parameters and the state.
+
+        Args:
+            parameters: by name, those in `names` at least; in a subgraph, inputs by reference.
+            gradients: by name, of the parameters' shapes and of any float type: reduced over micro-batches and
+                replicas, and as many times too large as `loss_scale` says. A parameter without one stays as it is, as
+                does its state.
+            values: the vector of numbers, in the current graph.
+            state: what the optimiser keeps, by name; in a subgraph, inputs by reference.
+        """
+        gradients = {name: gradients[name] for name in self.names if name in gradients}
+        if not gradients:
+            return
+        with popxl.in_sequence():
+            read = functools.cache(lambda key: self._number(key, values))
+            scale = self._gradient_scale(gradients, read, self.loss_scale(values, state))
+            if self._rule.counts:
+                ops.var_updates.accumulate_(state[STEP], popxl.constant(1.0, popxl.float32))
+            for name, gradient in gradients.items():
+                with _beside(parameters[name]):
+                    self._step(name, parameters[name], gradient, scale, read, state)
+            half = {name: g for name, g in gradients.items() if parameters[name].dtype == popxl.float16}
+            if self._automatic and half:
+                largest = self._combined(_largest, half, "max")
+                _adjust(state[LOSS_SCALE_FACTOR], largest, read((None, "loss_scaling")))
+
+    def _step(
+        self,
+        name: str,
+        parameter: popxl.Tensor,
+        gradient: popxl.Tensor,
+        scale: float | popxl.Tensor,
+        read: Callable[[Key], Any],
+        state: Tensors,
+    ) -> None:
+        """The op that updates one parameter."""
+        others: dict[str, Any] = {k.operand: state.get(f"{k.name}___{name}") for k in self._rule.kept}
+        others |= {number: read(self._key(name, number)) for number in self._rule.numbers}
+        if self._rule.counts:
+            others["t"] = state[STEP]
+        self._rule.step(parameter, gradient, **others, scale=scale)
+
+    def _gradient_scale(
+        self, gradients: Tensors, read: Callable[[Key], Any], loss_scale: float | popxl.Tensor
+    ) -> float | popxl.Tensor:
+        """What brings the gradients to their true units, and clips them."""
+        limit = read((None, "max_grad_norm"))
+        clips = isinstance(limit, popxl.Tensor) or limit < math.inf
+        if not clips and isinstance(loss_scale, float):
+            return 1 / loss_scale
+        squares = self._combined(_sum_of_squares, gradients, "add") if clips else None
+        return _gradient_scale(loss_scale, squares, limit)
+
+    def _combined(self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any) -> popxl.Tensor:
+        """One number of many tensors, the same on all replicas, where some tensors differ between groups of them."""
+        sizes = {name: self._groupings[name].group_size if name in self._groupings else None for name in tensors}
+        parts = []
+        for size in dict.fromkeys(sizes.values()):
+            part = kind(*(t for name, t in tensors.items() if sizes[name] == size))
+            if size is not None:
+                part = ops.collectives.replicated_all_reduce(part, over_groups)
+                part = part / float(size) if over_groups == "add" else part
+            parts.append(part)
+        return functools.reduce(ops.add if over_groups == "add" else ops.maximum, parts)
+
+    def _number(self, key: Key, values: popxl.Tensor) -> Any:
+        """A number: an element of the vector, or a constant."""
+        if key not in self._slots:
+            return self._numbers[key]
+        group, name = key
+        shown = _shown(name) if group is None else f"{_shown(name)}___group{group}"
+        return _number(values, index=self._slots.index(key), results=[shown])
+
+    def _key(self, parameter: str, number: str) -> Key:
+        return (None if number in _WHOLE else self._group_of[parameter], number)
+
+    # What is kept, and what varies ------------------------------------------------------------------------------------
+
+    def _kept(self, name: str, parameter: torch.Tensor) -> Iterator[State]:
+        """What belongs to one parameter."""
+        combined = self._numbers[None, "use_combined_accum"]
+        for kept in self._rule.kept:
+            needs = self._key(name, kept.needs)
+            if kept.needs and needs not in self._slots and not self._numbers[needs]:
+                continue
+            dtype = device_dtype(parameter.dtype) if combined else self._numbers[None, kept.type_from]
+            fill = np.ones if kept.ones and self._numbers[None, kept.ones] else np.zeros
+            yield State(f"{kept.name}___{name}", fill(tuple(parameter.shape), _NUMPY[dtype]), name)
+
+    def _common(self) -> Iterator[State]:
+        """What there is one of."""
+        if self._rule.counts:
+            yield State(STEP, np.zeros((), np.float32))
+        if self._automatic:
+            yield State(LOSS_SCALE_FACTOR, np.ones((), np.float32))
+
+    def _varies(self, optimizer: torch.optim.Optimizer, key: Key) -> bool:
+        """Whether a number is variable: by what a poptorch optimiser says, else where it is not torch's default."""
+        group, name = key
+        if self._automatic and name == "loss_scaling":
+            return True
+        if isinstance(self._numbers[key], torch.dtype) or name in _FIXED:
+            return False
+        if name == "velocity_scaling" and not self._numbers[None, "use_combined_accum"]:
+            return False
+        if isinstance(optimizer, optim.Optimizer):
+            attribute = _attribute(name)
+            return attribute in optimizer.variable_attrs and not optimizer.variable_attrs.isConstant(attribute)
+        default = _WHOLE[name] if group is None else self._rule.numbers[name]
+        return name == "lr" or (name not in ("alpha", "nesterov", *_BETAS) and self._numbers[key] != default)
+
+    def _tell_unknown(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell, once, of attributes that nothing was known of at first: they have no effect."""
+        tell = logger.debug if self._relaxed else logger.warning
+        for kind, names in _attributes(optimizer).items():
+            known = self._known.setdefault(kind, _usual(kind, self._rule))
+            if unknown := sorted(names - known):
+                tell("Ignoring unexpected %s in %s optimizer: %s", kind, self._rule.name, unknown)
+                known |= names
+
+
+def _beside(t: popxl.Tensor) -> AbstractContextManager[Any]:
+    """Where a tensor is, if that is known."""
+    return nullcontext() if t.location[0] is None else popxl.ipu(t.location[0])
+
+
+# What an optimiser says ---------------------------------------------------------------------------------------------
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> _Rule:
+    """The rule of an optimiser's class, after a look at what none supports."""
+    rule = next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
+    if rule is None:
+        raise AssertionError(
+            f"Unsupported optimizer type {type(optimizer).__name__}. Expected one of `poptorch.optim` (SGD, Adam, "
+            "AdamW, RMSprop, LAMB), or torch's SGD, Adam, AdamW or RMSprop."
+        )
+    if rule is _ADAM and optimizer.defaults.get("decoupled_weight_decay"):
+        rule = _ADAMW
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError(f"{rule.name}: `amsgrad` is not supported; leave it out.")
+    if getattr(optimizer, "use_tf_variant", False) and rule is not _RMSPROP:
+        raise ValueError(f"{rule.name}: there is no `use_tf_variant` of it; only RMSprop has one.")
+    if len({bool(group.get("centered")) for group in optimizer.param_groups}) > 1:
+        raise AssertionError("RMSprop: all parameter groups must have the same `centered`.")
+    return rule
+
+
+def _numbers(optimizer: torch.optim.Optimizer, rule: _Rule) -> dict[Key, Any]:
+    """All that an optimiser says, by group (`None` for the whole) and name."""
+    found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in _WHOLE.items()}
+    combined = found[None, "use_combined_accum"]
+    for i, group in enumerate(optimizer.param_groups):
+        for name, default in rule.numbers.items():
+            if name in _BETAS:
+                found[i, name] = _plain(group["betas"][_BETAS.index(name)], default)
+            elif name == "velocity_scaling" and not combined:
+                found[i, name] = default
+            elif name not in _WHOLE:
+                found[i, name] = _plain(group.get(name), default)
+    return found
+
+
+def _plain(value: Any, default: Any) -> Any:
+    """A number (tensors, too, may say it), flag or type; the default for `None`."""
+    if value is None:
+        return default
+    return value if isinstance(value, bool | torch.dtype) else float(value)
+
+
+def _attribute(number: str) -> str:
+    """The attribute of an optimiser that a number of a formula is from."""
+    return "betas" if number in _BETAS else number
+
+
+def _shown(number: str) -> str:
+    """`"weight_decay"` → `"weightDecay"`."""
+    first, *others = ("learning_rate" if number == "lr" else number).split("_")
+    return first + "".join(other.capitalize() for other in others)
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
+    """Names of the attributes of an optimiser, by what a message calls them."""
+    return {
+        "optimizer attribute": {name for name in vars(optimizer) if not name.startswith("_")},
+        "default group variable": set(optimizer.defaults),
+        **{f"group {i} attribute": set(group) for i, group in enumerate(optimizer.param_groups)},
+    }
+
+
+def _usual(kind: str, rule: _Rule) -> set[str]:
+    """Names of attributes that optimisers of a rule have, in poptorch or torch."""
+    own = getattr(optim, rule.name)
+    if kind == "optimizer attribute":
+        return {*inspect.signature(own).parameters, "param_groups", "defaults", "state", "variable_attrs", "device"}
+    numbers = {_attribute(name) for name in rule.numbers if name not in _WHOLE}
+    return numbers | {"params", "amsgrad", "decoupled_weight_decay", *optim.TORCH_ONLY}
+
+
+def _constant_changed(key: Key, before: Any, now: Any, ours: bool) -> Error:
+    group, number = key
+    name = _attribute(number)
+    where = f"{name!r}" if group is None else f"{name!r} of group {group}"
+    variable = ours and not isinstance(now, torch.dtype) and number not in _FIXED
+    remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile." * variable
+    return createPoptorchError(
+        f"The optimizer's {where} is {now!r}, and the model was compiled with {before!r} as a constant.{remedy} {_ANEW}"
+    )

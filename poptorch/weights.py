@@ -1,0 +1,423 @@
+"""Parameters and buffers, on the host and on the device: who holds the truth, and how it comes home.
+
+A training run changes the weights on the device and nothing else: the host's copies are *stale* from then on. Whoever
+reads them first, wherever that is, brings them home, once. For that the classes of the module that is trained and of
+its parameters and buffers are replaced by subclasses that look first whether they are stale; `Instrumented` does so,
+and undoes it. Values are written in place, so that views and optimisers keep what they have.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from poptorch.dtypes import to_numpy
+from poptorch.errors import createPoptorchError
+from poptorch.replica_groups import GroupedParameter
+
+__all__ = ["Attributes", "Instrumented", "Trainings", "not_rebound", "read", "tensors_of", "write"]
+
+Groupings = Mapping[str, GroupedParameter]
+
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """The parameters and then the buffers of a module by their names; tied ones once, by their first name.
+
+    Args:
+        module: the module; `None` has none.
+
+    Raises:
+        Error: if a buffer is no tensor.
+    """
+    if module is None:
+        return {}
+    found: dict[str, Any] = dict(torch.nn.Module.named_parameters(module))
+    found |= torch.nn.Module.named_buffers(module)
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise createPoptorchError(
+                f"All buffers must be an instance of torch.Tensor; {name} is {value!r} ({type(value).__name__})."
+            )
+    return found
+
+
+def read(
+    module: torch.nn.Module | None, groupings: Groupings | None = None, names: Iterable[str] | None = None
+) -> dict[str, np.ndarray]:
+    """The host's values, as a device takes them: the data for `popxl.variable`s. They may share memory with tensors.
+
+    Args:
+        module: whose parameters and buffers to read.
+        groupings: the parameters with a value for each group of replicas.
+        names: read these only.
+
+    Raises:
+        Error: for a name that the module does not have, or a dtype that the device does not have.
+    """
+    tensors = tensors_of(module)
+    names = tensors if names is None else list(names)
+    _check_names(names, tensors)
+    arrays = {name: to_numpy(tensors[name]) for name in names}
+    return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
+
+
+def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], groupings: Groupings | None = None) -> None:
+    """Overwrite parameters and buffers, in place, with what comes from a device. All are checked before any is written.
+
+    Args:
+        module: whose parameters and buffers to write.
+        arrays: values by name, in the shapes that `read` gives.
+        groupings: the parameters with a value for each group of replicas.
+
+    Raises:
+        Error: for a name that the module does not have, or a value of another shape.
+    """
+    tensors = tensors_of(module)
+    _check_names(arrays, tensors)
+    groupings = groupings or {}
+    values = {name: g.to_host(a) if (g := groupings.get(name)) else a for name, a in arrays.items()}
+    for name, value in values.items():
+        shape = tuple(tensors[name].shape)
+        if value.shape != shape and (name not in groupings or value.shape[1:] != shape[1:]):
+            raise createPoptorchError(
+                f"{name} has the shape {list(shape)} on the host and {list(value.shape)} on the device. It must keep "
+                "its shape while the model is compiled; call `destroy()` before it changes."
+            )
+    for name, value in values.items():
+        new = torch.from_numpy(np.require(value, requirements="W"))  # torch warns of memory that it must not write
+        tensor = tensors[name]
+        if new.shape != tensor.shape:  # one row for each replica, from now on
+            tensor.data = new.to(tensor.dtype, copy=True)
+        else:
+            tensor.data.copy_(new)
+
+
+def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    if unknown := [name for name in names if name not in tensors]:
+        raise createPoptorchError(
+            f"The model has no parameters or buffers named {', '.join(unknown)}. It has {', '.join(tensors) or 'none'}."
+        )
+
+
+# Staleness ------------------------------------------------------------------------------------------------------------
+
+
+class Instrumented:
+    """A module that is being trained on a device: it brings its weights home when somebody reads them.
+
+    It holds until `destroy`, or until nobody has a reference to this object, which the module has not.
+
+    Args:
+        module: the module. It, its parameters and its buffers get other classes, of the same types as before for
+            `isinstance`; copies of them, and what is pickled, are of the classes that they had. `None` is a model
+            without weights.
+        fetch: gives the device's values by name, in the shapes that `write` takes. A bound method does not keep its
+            object alive.
+        groupings: the parameters with a value for each group of replicas; looked at when values are transferred.
+
+    Raises:
+        RuntimeError: if the module is instrumented already.
+        Error: if a buffer is no tensor.
+
+    Attributes:
+        is_stale: whether the device is ahead of the host; set it when the device has changed weights.
+        version: how often values have come home.
+
+    Example:
+        >>> module = torch.nn.Linear(2, 3, bias=False)
+        >>> training = Instrumented(module, lambda: {"weight": np.ones((3, 2), np.float32)})
+        >>> training.is_stale = True
+        >>> module.weight.sum().item(), training.is_stale, training.version
+        (6.0, False, 1)
+        >>> training.destroy()
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None,
+        fetch: Callable[[], Mapping[str, np.ndarray]],
+        groupings: Groupings | None = None,
+    ) -> None:
+        if isinstance(module, _Watched) and _owners(type(module)):
+            raise RuntimeError(
+                f"{module._original.__name__} is already wrapped for training: its weights can come from one training "
+                "model only. Call `destroy()` on that one first."
+            )
+        tensors = list(tensors_of(module).values())
+        self._module = module
+        self._fetch: Callable[[], Any] = weakref.WeakMethod(fetch) if hasattr(fetch, "__self__") else lambda: fetch
+        self._groupings = {} if groupings is None else groupings
+        self.is_stale = False
+        self.version = 0
+        self._tensor_ids = frozenset(map(id, tensors))
+        self._undo = weakref.finalize(self, _unwatch, [module, *tensors], me := weakref.ref(self))
+        self._undo.atexit = False
+        for tensor in tensors:
+            _watch(tensor, me, _WatchedTensor)
+        if module is not None:
+            _watch(module, me, _WatchedModule)
+        _trainings.add(self)
+
+    def to_host(self) -> None:
+        """Bring the device's values home, whether or not the host is stale."""
+        was_stale, self.is_stale = self.is_stale, False  # writing looks at tensors, which must not ask again
+        try:
+            fetch = self._fetch()
+            write(self._module, fetch(), self._groupings)
+        except BaseException:
+            self.is_stale = was_stale
+            raise
+        self.version += 1
+
+    def to_host_if_stale(self) -> bool:
+        """Bring the device's values home if the host is stale. Returns whether it was."""
+        was_stale = self.is_stale
+        if was_stale:
+            self.to_host()
+        return was_stale
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """The host's values as they are, stale or not; see the function `read`."""
+        was_stale, self.is_stale = self.is_stale, False
+        try:
+            return read(self._module, self._groupings, names)
+        finally:
+            self.is_stale = was_stale
+
+    def destroy(self) -> None:
+        """Give the module, its parameters and buffers their classes back. Values that have not come home are lost."""
+        self._undo()
+        _trainings.discard(self)
+
+
+_trainings: weakref.WeakSet[Instrumented] = weakref.WeakSet()
+
+
+class Trainings:
+    """The trainings that change the weights of a module, as an inference wrapper sees them.
+
+    Args:
+        module: the module that the wrapper runs. A training concerns it if they have a parameter or buffer in common.
+
+    Example:
+        >>> module = torch.nn.Linear(2, 3, bias=False)
+        >>> training = Instrumented(module, lambda: {"weight": np.ones((3, 2), np.float32)})
+        >>> trainings = Trainings(module)
+        >>> training.is_stale = True
+        >>> trainings.have_news(), trainings.have_news()
+        (True, False)
+    """
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._tensor_ids = frozenset(map(id, tensors_of(module).values()))
+        self._seen: weakref.WeakKeyDictionary[Instrumented, int] = weakref.WeakKeyDictionary()
+
+    def have_news(self) -> bool:
+        """Bring home what is stale. Returns whether anything has come home since the last call of this."""
+        news = False
+        for training in list(_trainings):
+            if not self._tensor_ids.isdisjoint(training._tensor_ids):
+                training.to_host_if_stale()
+                news |= training.version > self._seen.get(training, 0)
+                self._seen[training] = training.version
+        return news
+
+
+# What stands in for classes -------------------------------------------------------------------------------------------
+
+
+class _Watched:
+    """Something that looks whether it is stale before it is read."""
+
+    _original: type
+    _refs: tuple[weakref.ref[Instrumented], ...]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refresh(type(self))
+        with _as_before(self):
+            make, arguments, *state = self.__reduce_ex__(protocol)
+        if getattr(make, "__name__", "") == "__newobj__":  # pickle would insist that the class has not changed
+            make = arguments[0].__new__
+        return make, arguments, *state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _refresh(type(self))
+        with _as_before(self):
+            return copy.deepcopy(self, memo)
+
+    def __repr__(self) -> str:
+        _refresh(type(self))
+        return super().__repr__()
+
+
+class _WatchedTensor(_Watched):
+    def __repr__(self, **kwargs: Any) -> str:
+        _refresh(type(self))
+        with _as_before(self):
+            return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(each, torch.Tensor) for each in types):
+            return NotImplemented  # whatever stands for a tensor there has to say what it stands for
+        for each in types:
+            if issubclass(each, _Watched):
+                _refresh(each)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refreshing(name: str) -> Callable[..., Any]:
+    def method(self: _Watched, /, *args: Any, **kwargs: Any) -> Any:
+        _refresh(type(self))
+        return getattr(super(_Watched, self), name)(*args, **kwargs)
+
+    return method
+
+
+_READERS = ("__call__", "__getattr__", "state_dict", "named_parameters", "named_buffers", "named_modules")
+_WatchedModule = type("_WatchedModule", (_Watched,), {name: _refreshing(name) for name in _READERS})
+
+
+def _owners(watched: type[_Watched]) -> list[Instrumented]:
+    return [owner for ref in watched._refs if (owner := ref()) is not None]
+
+
+def _refresh(watched: type[_Watched]) -> None:
+    for ref in watched._refs:
+        owner = ref()
+        if owner is not None and owner.is_stale:
+            owner.to_host()
+
+
+@contextmanager
+def _as_before(each: _Watched) -> Iterator[None]:
+    """Give something the class back that it had, during a block."""
+    watched = type(each)
+    object.__setattr__(each, "__class__", watched._original)
+    try:
+        yield
+    finally:
+        object.__setattr__(each, "__class__", watched)
+
+
+def _watch(each: Any, owner: weakref.ref[Instrumented], kind: Any) -> None:
+    """Let something that is read ask its owner, besides those it asks already: weights may be tied between models."""
+    original, refs = (each._original, each._refs) if isinstance(each, _Watched) else (type(each), ())
+    _become(each, original, (*refs, owner), kind)
+
+
+def _unwatch(everything: list[Any], owner: weakref.ref[Instrumented]) -> None:
+    for each in everything:
+        if isinstance(each, _Watched):
+            kind = _WatchedTensor if isinstance(each, torch.Tensor) else _WatchedModule
+            _become(each, type(each)._original, tuple(ref for ref in type(each)._refs if ref is not owner), kind)
+
+
+def _become(each: Any, original: Any, refs: tuple[weakref.ref[Instrumented], ...], kind: Any) -> None:
+    object.__setattr__(each, "__class__", _watched_class(original, refs, kind) if refs else original)
+
+
+@lru_cache(maxsize=32)  # all parameters of a model share a class
+def _watched_class(original: Any, refs: tuple[weakref.ref[Instrumented], ...], kind: Any) -> type:
+    same = {"__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original)(
+        f"Poptorch{original.__name__}", (kind, original), {"_original": original, "_refs": refs, **same}
+    )
+
+
+# During a capture -----------------------------------------------------------------------------------------------------
+
+
+class Attributes:
+    """The attributes that a module and those in it have now; what is set on them later is not among them.
+
+    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. Containers are not copied.
+
+    Args:
+        module: the module; `None` has none.
+
+    Example:
+        >>> module = torch.nn.Dropout()
+        >>> attributes = Attributes(module)
+        >>> module.eval().training
+        False
+        >>> with attributes.restored():
+        ...     module.training
+        True
+    """
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        modules = [] if module is None else torch.nn.Module.modules(module)
+        self._values = [(vars(each), dict(vars(each))) for each in modules]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the modules these attributes during a block, and afterwards those that they had before it."""
+        before = [(namespace, dict(namespace)) for namespace, _ in self._values]
+        try:
+            _set(self._values)
+            yield
+        finally:
+            _set(before)
+
+
+def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for namespace, wanted in values:
+        namespace.clear()
+        namespace.update(wanted)
+
+
+@contextmanager
+def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
+    """Check that a block leaves every parameter and buffer where it is, and restore them in any case.
+
+    What is new is removed. Batch norms may do what they like.
+
+    Args:
+        module: the module whose `forward` runs in the block.
+
+    Raises:
+        Error: if a parameter or buffer is reassigned or removed, after the block.
+
+    Example:
+        >>> module = torch.nn.Linear(2, 3)
+        >>> with not_rebound(module):
+        ...     y = module(torch.ones(2))
+    """
+    places = []
+    for path, each in [] if module is None else torch.nn.Module.named_modules(module):
+        for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
+            places.append((kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors)))
+    try:
+        yield
+        for kind, prefix, exempt, tensors, before in places:
+            for name, tensor in before.items():
+                if not exempt and tensors.get(name) is not tensor:
+                    raise _rebound(kind, prefix + name, name in tensors)
+    finally:
+        _set((tensors, before) for _, _, _, tensors, before in places)
+
+
+def _rebound(kind: str, name: str, is_there: bool) -> Exception:
+    if is_there:
+        return createPoptorchError(
+            f"{kind} {name} is reassigned within the model when running forward. On the device that has no meaning: "
+            f"change its numbers in place, with `self.{name}.copy_(...)`."
+        )
+    return createPoptorchError(
+        f"{kind} {name} is removed from the model when running forward. A model keeps its parameters and buffers; to "
+        f"change the numbers, use `self.{name}.copy_(...)`."
+    )

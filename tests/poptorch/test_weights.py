@@ -1,0 +1,522 @@
+"""Weights: when they come home, what stands in for classes, groups of replicas, and what `forward` must not do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# ruff: noqa: E402 - poptorch needs torch
+from poptorch.enums import CommGroupType, VariableRetrievalMode
+from poptorch.errors import Error
+from poptorch.replica_groups import GroupedParameter, ParameterProxy, ReplicaGroups
+from poptorch.weights import Attributes, Instrumented, Trainings, not_rebound, read, tensors_of, write
+
+
+class Model(torch.nn.Module):
+    """Tied parameters, a parameter and a buffer of its own, and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("steps", torch.tensor([0, 0]))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale + self.steps.sum()
+
+
+class Device:
+    """A device whose values all are one number; it counts how often it is asked for them."""
+
+    def __init__(self, module: torch.nn.Module | None, number: float = 7.0) -> None:
+        self.number, self.fetched = number, 0
+        self._shapes = {name: a.shape for name, a in read(module).items()}
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        self.fetched += 1
+        return {name: np.full(shape, self.number, np.float32) for name, shape in self._shapes.items()}
+
+
+@pytest.fixture
+def module() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def device(module: Model) -> Device:
+    return Device(module)
+
+
+@pytest.fixture
+def training(module: Model, device: Device) -> Instrumented:
+    return Instrumented(module, device.fetch)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_by_name(module):
+    assert list(tensors_of(module)) == [
+        *("scale", "first.weight", "first.bias", "second.bias", "norm.weight", "norm.bias"),
+        *("steps", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
+    ]
+    assert tensors_of(None) == {}
+
+
+def test_read_gives_types_of_the_device(module):
+    values = read(module)
+    assert values["steps"].dtype == np.int32 and values["first.weight"].dtype == np.float32
+    assert list(read(module, names=["steps"])) == ["steps"]
+    np.testing.assert_array_equal(values["first.weight"], module.first.weight.detach().numpy())
+
+
+def test_write_is_in_place(module):
+    view, half = module.first.weight.detach()[1], module.half().norm.running_mean
+    assert module.first.weight.dtype == torch.float16
+    view = module.first.weight.detach()[1]
+    write(module, {"first.weight": np.full((3, 3), 5, np.float16), "steps": np.array([1, 2], np.int32)})
+    assert view.tolist() == [5, 5, 5] and module.second.weight is module.first.weight
+    assert module.steps.tolist() == [1, 2] and module.steps.dtype == torch.int64
+    assert half.dtype == torch.float16 and module.first.weight.requires_grad
+
+
+def test_write_takes_arrays_that_are_read_only(module):
+    number = np.array(3.0, np.float32)
+    number.flags.writeable = False
+    write(module, {"scale": number})
+    assert module.scale.item() == 3
+
+
+def test_write_checks_everything_first(module):
+    before = module.scale.item()
+    with pytest.raises(Error, match=r"steps has the shape \[2\] on the host and \[1\] on the device"):
+        write(module, {"scale": np.array(9.0), "steps": np.zeros(1)})
+    with pytest.raises(Error, match="no parameters or buffers named a, b. It has scale, first.weight"):
+        write(module, {"scale": np.array(9.0), "a": np.zeros(1), "b": np.zeros(1)})
+    assert module.scale.item() == before
+    with pytest.raises(Error, match="named a"):
+        read(module, names=["a"])
+
+
+def test_buffers_that_are_no_tensors(module):
+    module._buffers["steps"] = 3
+    with pytest.raises(Error, match="All buffers must be an instance of torch.Tensor; steps is 3"):
+        Instrumented(module, dict)
+    assert type(module) is Model and type(module.scale) is torch.nn.Parameter
+
+
+# When they come home --------------------------------------------------------------------------------------------------
+
+READS = {
+    "state_dict": lambda m: m.state_dict(),
+    "parameters": lambda m: list(m.parameters()),
+    "named_parameters": lambda m: list(m.named_parameters()),
+    "buffers": lambda m: list(m.buffers()),
+    "named_buffers": lambda m: list(m.named_buffers()),
+    "a parameter": lambda m: m.scale,
+    "a buffer": lambda m: m.steps,
+    "a module in it": lambda m: m.first,
+    "forward": lambda m: m(torch.zeros(2, 3)),
+    "a deep copy": copy.deepcopy,
+    "a copy": copy.copy,
+    "pickling": pickle.dumps,
+    "saving": lambda m: torch.save(m, io.BytesIO()),
+}
+TENSOR_READS = {
+    "shape": lambda t: t.shape,
+    "data": lambda t: t.data,
+    "numpy": lambda t: t.detach().numpy(),
+    "an array": lambda t: np.asarray(t.detach()),
+    "item": lambda t: t.flatten()[0].item(),
+    "add": lambda t: t + 1,
+    "add on the right": lambda t: 1 + t,
+    "a function": lambda t: torch.sum(t),
+    "a list of tensors": lambda t: torch.stack([torch.ones_like(t.detach()), t]),
+    "iterating": list,
+    "repr": repr,
+    "a deep copy": copy.deepcopy,
+    "pickling": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_reading_a_stale_module_fetches_once(module, device, training, how):
+    training.is_stale = True
+    READS[how](module)
+    assert (device.fetched, training.is_stale, training.version) == (1, False, 1)
+    READS[how](module)
+    assert device.fetched == 1
+    assert all((t == 7).all() for t in tensors_of(module).values())
+
+
+@pytest.mark.parametrize("how", TENSOR_READS)
+@pytest.mark.parametrize("name", ["first.weight", "steps"])
+def test_reading_a_stale_tensor_fetches_once(module, device, training, how, name):
+    t = tensors_of(module)[name]
+    device.fetched, training.is_stale = 0, True
+    TENSOR_READS[how](t)
+    assert device.fetched == 1
+    TENSOR_READS[how](t)
+    assert device.fetched == 1 and t.flatten()[0] == 7
+
+
+def test_an_op_on_two_tensors_in_either_order(module, device, training):
+    bias, other = module.first.bias, torch.full((3,), 7.0)
+    for args in ((bias, other), (other, bias), (bias, bias)):
+        device.fetched, training.is_stale = 0, True
+        assert torch.equal(*args) and device.fetched == 1
+        device.number += 1
+        other += 1
+
+
+def test_runs_without_reads_fetch_nothing(module, device, training):
+    for _ in range(1000):
+        training.is_stale = True
+    assert device.fetched == 0
+    assert module.scale.item() == 7 and module.scale.item() == 7
+    assert device.fetched == 1
+
+
+def test_what_is_not_stale_is_not_fetched(module, device, training):
+    for read_it in READS.values():
+        read_it(module)
+    assert device.fetched == 0 and training.version == 0
+
+
+def test_to_host_always_fetches(device, training):
+    training.to_host()
+    training.to_host()
+    assert (device.fetched, training.version) == (2, 2)
+    assert training.to_host_if_stale() is False
+    training.is_stale = True
+    assert training.to_host_if_stale() is True
+    assert (device.fetched, training.is_stale) == (3, False)
+
+
+def test_reading_for_the_device_fetches_nothing(module, device, training):
+    training.is_stale = True
+    assert training.read(["scale"])["scale"] == 2
+    assert device.fetched == 0 and training.is_stale
+
+
+def test_a_fetch_that_fails_leaves_the_host_stale(module, device, training):
+    device._shapes["scale"] = (4,)
+    training.is_stale = True
+    with pytest.raises(Error, match="scale has the shape"):
+        module.state_dict()
+    assert training.is_stale and training.version == 0
+    device._shapes["scale"] = ()
+    assert module.scale == 7
+
+
+def test_loading_into_a_stale_module_keeps_what_is_loaded(module, device, training):
+    state = {name: torch.full_like(t, 3) for name, t in module.state_dict().items()}
+    training.is_stale = True
+    module.load_state_dict(state)
+    assert device.fetched == 1 and module.scale == 3 and not training.is_stale
+
+
+def test_a_host_optimiser_works_on_watched_parameters(module, device, training):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.5, foreach=True)
+    training.is_stale = True
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert device.fetched == 1
+    torch.testing.assert_close(module.scale.detach(), torch.tensor(6.5))
+
+
+# What stands in for classes -------------------------------------------------------------------------------------------
+
+
+def test_classes_are_subclasses(module, training):
+    assert type(module).__name__ == "PoptorchModel" and isinstance(module, Model)
+    assert isinstance(module.scale, torch.nn.Parameter) and isinstance(module.steps, torch.Tensor)
+    assert not isinstance(module.steps, torch.nn.Parameter)
+    assert module.second.weight is module.first.weight
+    assert "PoptorchModel(" in repr(module) and repr(module.scale).startswith("Parameter containing:\ntensor(2.")
+    assert repr(module.steps) == "tensor([0, 0])"
+
+
+def test_results_of_ops_are_plain_tensors(module, training):
+    assert type(module.scale * 2) is torch.Tensor
+    assert {type(t) for t in module.state_dict().values()} == {torch.Tensor}
+    assert type(module.scale.data) is torch.Tensor
+
+
+def test_copies_are_plain(module, training):
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(copied) is Model and type(copied.scale) is torch.nn.Parameter and copied.scale.requires_grad
+        assert type(copied.steps) is torch.Tensor and copied.second.weight is copied.first.weight
+        assert copied.scale is not module.scale and copied.scale == 2
+    assert type(copy.copy(module)) is Model and copy.copy(module).scale is module.scale
+    assert type(module).__name__ == "PoptorchModel"
+
+
+def test_saving_needs_no_poptorch_to_load(module, training):
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["scale"] == 2
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert b"poptorch.weights" not in file.getvalue()
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_wrapping_twice(module, device, training):
+    with pytest.raises(RuntimeError, match="Model is already wrapped for training.*destroy()"):
+        Instrumented(module, device.fetch)
+    training.destroy()
+    Instrumented(module, device.fetch).destroy()
+
+
+def test_destroy_gives_the_classes_back(module, device, training):
+    training.is_stale = True
+    training.destroy()
+    assert type(module) is Model and type(module.scale) is torch.nn.Parameter and type(module.steps) is torch.Tensor
+    assert module.scale == 2 and device.fetched == 0
+    training.destroy()
+
+
+def test_a_module_outlives_its_training(module):
+    device = Device(module)
+    Instrumented(module, device.fetch)
+    gc.collect()
+    assert type(module) is Model and type(module.scale) is torch.nn.Parameter
+    training = Instrumented(module, device.fetch)
+    alive = weakref.ref(device)
+    del device
+    gc.collect()
+    assert alive() is None  # a bound method does not keep it
+    training.destroy()
+
+
+def test_a_model_without_weights():
+    training = Instrumented(None, dict)
+    training.to_host()
+    assert training.read() == {} and training.version == 1
+
+
+def test_parts_are_trained_apart(module):
+    first, second = Device(module.first, 3.0), Device(module.second, 5.0)
+    trainings = Instrumented(module.first, first.fetch), Instrumented(module.second, second.fetch)
+    trainings[0].is_stale = True
+    assert (module.second.bias != 5).all() and (first.fetched, second.fetched) == (0, 0)
+    assert module.first.bias.tolist() == [3] * 3 and (first.fetched, second.fetched) == (1, 0)
+    trainings[1].is_stale = True
+    assert module.first.weight[0, 0] == 5  # a tied parameter asks both
+    trainings[0].destroy()
+    trainings[1].is_stale = True
+    assert module.first.bias[0] == 3 and second.fetched == 1
+    assert module.second.weight[0, 0] == 5 and second.fetched == 2
+    trainings[1].destroy()
+    assert type(module.first.weight) is torch.nn.Parameter and type(module.second) is torch.nn.Linear
+
+
+def test_watched_tensors_become_fake_tensors(module, training):
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(t) for name, t in tensors_of(module).items()}
+        module.norm.eval()
+        result = torch.func.functional_call(module, fakes, (torch.ones(2, 3),), tie_weights=True)
+    assert result.shape == (2, 3) and result.requires_grad
+
+
+# Trainings, as inference sees them ------------------------------------------------------------------------------------
+
+
+def test_news_of_a_training(module, device, training):
+    trainings = Trainings(module)
+    assert not trainings.have_news()
+    training.is_stale = True
+    assert trainings.have_news() and device.fetched == 1
+    assert not trainings.have_news()
+    training.to_host()
+    assert trainings.have_news()
+    module.state_dict()
+    assert not trainings.have_news()
+
+
+def test_news_reach_every_wrapper(module, device, training):
+    whole, part, other = Trainings(module), Trainings(module.first), Trainings(torch.nn.Linear(2, 2))
+    training.is_stale = True
+    assert not other.have_news() and device.fetched == 0
+    assert whole.have_news() and part.have_news() and device.fetched == 1
+    training.destroy()
+    assert not whole.have_news() and not Trainings(None).have_news()
+
+
+# Groups of replicas ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, size, replicas, assignment",
+    [
+        (CommGroupType.All, 3, 4, (0, 0, 0, 0)),
+        (CommGroupType.NoGrouping, 3, 4, (0, 1, 2, 3)),
+        (CommGroupType.Consecutive, 2, 6, (0, 0, 1, 1, 2, 2)),
+        (CommGroupType.Consecutive, 6, 6, (0,) * 6),
+        (CommGroupType.Orthogonal, 2, 8, (0, 1, 2, 3, 0, 1, 2, 3)),
+        (CommGroupType.Orthogonal, 1, 3, (0, 1, 2)),
+    ],
+)
+def test_groups_are_those_of_popxl(kind, size, replicas, assignment):
+    import popxl
+
+    groups = ReplicaGroups.of(kind, size, replicas)
+    assert groups.assignment == assignment and groups.count == len(set(assignment))
+    theirs = popxl.Ir(replication=replicas).replica_grouping(groups.stride, groups.size)
+    assert tuple(theirs.assignment) == assignment
+
+
+@pytest.mark.parametrize("size", [0, -2, 4, 12])
+def test_groups_that_do_not_make_up_the_replicas(size):
+    with pytest.raises(ValueError, match=f"Groups of {size} replicas do not make up 6"):
+        ReplicaGroups.of(CommGroupType.Consecutive, size, 6)
+
+
+@pytest.mark.parametrize("retrieval", VariableRetrievalMode)
+@pytest.mark.parametrize(
+    "kind, size", [(CommGroupType.Consecutive, 2), (CommGroupType.Orthogonal, 2), (CommGroupType.Consecutive, 4)]
+)
+def test_grouped_values_go_there_and_back(kind, size, retrieval):
+    groups = ReplicaGroups.of(kind, size, 4)
+    module = torch.nn.Linear(3, 4 // size, bias=False)
+    groupings = {"weight": GroupedParameter(groups, retrieval)}
+    host = module.weight.detach().numpy().copy()
+    variable = read(module, groupings)["weight"].copy()
+    assert variable.shape == ((groups.count, 3) if groups.count > 1 else (3,))
+    write(module, {"weight": variable * 2}, groupings)
+    rows = 2 * host
+    if retrieval == VariableRetrievalMode.AllReplicas:
+        rows = rows[list(groups.assignment)]
+    assert module.weight.tolist() == rows.tolist()
+    np.testing.assert_array_equal(read(module, groupings)["weight"], 2 * variable)
+
+
+def proxy_of(parameter, replicas=4):
+    groupings = []
+    return ParameterProxy(parameter, "weight", replicas, groupings.append), groupings
+
+
+def test_replica_grouping_of_a_parameter():
+    proxy, groupings = proxy_of(torch.nn.Parameter(torch.ones(2, 3)))
+    proxy.replicaGrouping(CommGroupType.Orthogonal, 2, VariableRetrievalMode.OnePerGroup)
+    proxy.replicaGrouping(CommGroupType.All, 3, VariableRetrievalMode.OnePerGroup)
+    assert groupings == [GroupedParameter(ReplicaGroups(4, 2, 2), VariableRetrievalMode.OnePerGroup), None]
+
+
+@pytest.mark.parametrize(
+    "shape, kind, error, message",
+    [
+        ((), CommGroupType.Consecutive, Error, "weight is a scalar.*leading dimension of 2"),
+        ((4, 3), CommGroupType.Consecutive, Error, r"weight has the shape \[4, 3\]; its first dimension should be 2"),
+        ((2, 3), CommGroupType.NoGrouping, Error, "should be 4, the number of groups: 4 replicas in groups of 1"),
+        ((2, 3), 9, ValueError, "9 is not a valid CommGroupType"),
+    ],
+)
+def test_a_parameter_that_cannot_be_grouped(shape, kind, error, message):
+    proxy, groupings = proxy_of(torch.nn.Parameter(torch.ones(shape)))
+    with pytest.raises(error, match=message):
+        proxy.replicaGrouping(kind, 2, VariableRetrievalMode.OnePerGroup)
+    assert groupings == []
+
+
+def test_a_proxy_does_what_its_parameter_does(module, training):
+    for parameter in (torch.nn.Parameter(torch.ones(2, 3)), module.first.weight):
+        proxy, _ = proxy_of(parameter)
+        assert isinstance(proxy, torch.nn.Parameter) and proxy.shape == parameter.shape and len(proxy) == len(parameter)
+        assert torch.equal(proxy, parameter) and torch.equal(parameter, proxy) and torch.equal(proxy, proxy)
+        assert (2 * proxy - proxy == parameter).all() and repr(proxy) == repr(parameter)
+        assert torch.equal(proxy[0], parameter[0]) and torch.equal(proxy @ parameter.T, parameter @ proxy.T)
+        torch.testing.assert_close(torch.nn.functional.linear(torch.ones(1, 3), proxy), parameter.sum(1)[None])
+        np.testing.assert_array_equal(np.asarray(proxy.detach()), parameter.detach().numpy())
+        proxy.requires_grad = False
+        assert not parameter.requires_grad
+        assert (
+            type(copy.deepcopy(proxy)) is torch.nn.Parameter
+            and type(pickle.loads(pickle.dumps(proxy))) is torch.nn.Parameter
+        )
+
+
+# During a capture -----------------------------------------------------------------------------------------------------
+
+
+def test_attributes_are_those_of_the_time_of_wrapping(module):
+    module.counter = 1
+    attributes = Attributes(module)
+    module.eval()
+    module.counter, module.new = 2, 3
+    with pytest.raises(ZeroDivisionError), attributes.restored():
+        assert module.training and module.norm.training and module.counter == 1 and not hasattr(module, "new")
+        module.counter = 1 / 0
+    assert not module.training and not module.norm.training and (module.counter, module.new) == (2, 3)
+    with Attributes(None).restored():
+        pass
+
+
+def test_forward_may_change_values_in_place(module):
+    with not_rebound(module):
+        module.steps += 1
+        module.steps.copy_(module.steps * 2)
+        module.norm.num_batches_tracked = module.norm.num_batches_tracked + 1
+        module.register_buffer("made", torch.ones(1))
+    assert module.steps.tolist() == [2, 2] and not hasattr(module, "made")
+
+
+def reassign_buffer(m):
+    m.steps = m.steps + 1
+
+
+def remove_buffer(m):
+    del m.steps
+
+
+def reassign_parameter(m):
+    m.first.bias = torch.nn.Parameter(torch.zeros(3))
+
+
+def remove_parameter(m):
+    del m.first.bias
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (reassign_buffer, "Buffer steps is reassigned within the model.*copy_"),
+        (remove_buffer, "Buffer steps is removed from the model.*copy_"),
+        (reassign_parameter, "Parameter first.bias is reassigned within the model.*copy_"),
+        (remove_parameter, "Parameter first.bias is removed from the model.*copy_"),
+    ],
+)
+def test_forward_must_not_rebind(module, change, message):
+    before, names = tensors_of(module), list(module.state_dict())
+    with pytest.raises(Error, match=message), not_rebound(module):
+        change(module)
+    assert tensors_of(module) is not before and {n: id(t) for n, t in tensors_of(module).items()} == {
+        n: id(t) for n, t in before.items()
+    }
+    assert list(module.state_dict()) == names
+
+
+def test_errors_of_forward_pass_through_and_tensors_are_restored(module):
+    before = module.steps
+    with pytest.raises(ZeroDivisionError), not_rebound(module):
+        module.steps = module.steps + 1
+        1 / 0  # noqa: B018
+    assert module.steps is before

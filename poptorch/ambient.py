@@ -72,9 +72,13 @@ class Ambient:
 
     Args:
         strategy: decides where blocks run.
+
+    Attributes:
+        overlaps: whether the model asks for transfers that overlap with computation.
     """
 
     def __init__(self, strategy: _IExecutionStrategy) -> None:
+        self.overlaps = False
         self._strategy = strategy
         self._places: dict[BlockId, Place] = {}  # of all blocks that have begun
         self._block: BlockId | None = None  # the active block; None before the first

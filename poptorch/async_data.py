@@ -10,6 +10,7 @@ Batches themselves are made in `dataloader.py`.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import multiprocessing
@@ -18,13 +19,15 @@ import random
 import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import util
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -117,6 +120,9 @@ class AsynchronousDataAccessor:
             )
         if buffer_size < 1:
             raise AssertionError(f"AsynchronousDataAccessor: `buffer_size` must be at least 1; got {buffer_size}.")
+        if isinstance(dataset, torch.utils.data.DataLoader):
+            dataset = copy.copy(dataset)
+            dataset._iterator = None  # the worker cannot have the persistent workers of this process
         if rebatched_size is not None:
             if rebatched_size <= 1:
                 raise AssertionError(
@@ -181,30 +187,11 @@ class AsynchronousDataAccessor:
 
     def _start(self, strategy: SharingStrategy, load_indefinitely: bool, early_preload: bool) -> _Filled:
         """Start the worker and wait for its first batch."""
-        context: Any = multiprocessing.get_context(_START_METHODS[strategy])
-        if strategy is SharingStrategy.ForkServer:
-            context.set_forkserver_preload([__name__])  # has an effect before the first start only
-        self._connection, theirs = context.Pipe()
-        util.register_after_fork(self._connection, Connection.close)  # or the worker would not see its end
-        with tempfile.TemporaryDirectory() as folder, theirs:
+        with tempfile.TemporaryDirectory() as folder:
             data = _Parcel(self._dataset, strategy, Path(folder))
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-            process = context.Process(
-                target=_work, args=(theirs, data, len(self._buffers), load_indefinitely, seed), name="poptorch data"
-            )
-            try:
-                with forking(), _interrupts_held():
-                    process.start()
-            except _UNPICKLABLE as error:
-                self._connection.close()
-                raise createPoptorchError(
-                    f"The data set cannot be sent to a worker process: {error}. Define its classes and functions at "
-                    "the top of a module, or use sharing_strategy=SharingStrategy.Fork."
-                ) from error
-            theirs.close()
+            self._process, self._connection = _launch(strategy, data, len(self._buffers), load_indefinitely)
             # The priority makes it run at exit, before Python waits for the process.
-            self._process = process
-            self._terminate = util.Finalize(self, _end, (process, self._connection), exitpriority=10)
+            self._terminate = util.Finalize(self, _end, (self._process, self._connection), exitpriority=10)
             try:
                 for _ in range(len(self._unopened) if early_preload else 1):
                     self._send(_Free(self._unopened.popleft()))
@@ -369,18 +356,20 @@ class _Failure(NamedTuple):
 # The worker process ---------------------------------------------------------------------------------------------------
 
 
-def _work(connection: Connection, data: _Parcel, slots: int, load_indefinitely: bool, seed: int) -> None:
+def _work(connection: Connection, data: _Parcel, seed: int, slots: int, load_indefinitely: bool) -> None:
     """What the worker process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     util.register_after_fork(connection, Connection.close)  # a loader's own workers must not keep it open
+    threading.Thread(target=_leave_with_program, daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        _Worker(connection, slots, load_indefinitely).run(data.open())
+        with forking():
+            _Worker(connection, slots, load_indefinitely).run(data.open())
     except _Unsupported as error:
         failure = _Failure(str(error), unsupported=True)
     except Exception:  # of the data set, whatever it is: the program raises it
@@ -391,6 +380,14 @@ def _work(connection: Connection, data: _Parcel, slots: int, load_indefinitely: 
             connection.recv()
     except (EOFError, OSError):
         pass  # nobody is left who could want to know
+
+
+def _leave_with_program() -> None:
+    """Wait for the end of the program, and end the worker, too, even if the data set keeps it busy."""
+    program = multiprocessing.parent_process()
+    assert program is not None
+    wait([program.sentinel])
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _leave(*signal_and_frame: object) -> None:
@@ -617,18 +614,46 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _launch(strategy: SharingStrategy, data: _Parcel, *how: Any) -> tuple[BaseProcess, Connection]:
+    """Start a worker process; with this side of the pipe to it."""
+    context: Any = multiprocessing.get_context(_START_METHODS[strategy])
+    if strategy is SharingStrategy.ForkServer:
+        context.set_forkserver_preload([__name__])  # has an effect before the first start only
+    connection, theirs = context.Pipe()
+    util.register_after_fork(connection, Connection.close)  # else the worker would not see its end
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    process = context.Process(target=_work, args=(theirs, data, seed, *how), name="poptorch data")
+    with theirs:
+        try:
+            with forking(), _interrupts_held():
+                process.start()
+        except _UNPICKLABLE as error:
+            connection.close()
+            raise createPoptorchError(
+                f"The data set cannot be sent to a worker process: {error}. Define its classes and functions at the top "
+                "of a module, or use sharing_strategy=SharingStrategy.Fork."
+            ) from error
+    return process, connection
+
+
 def _end(process: BaseProcess, connection: Connection) -> None:
     connection.close()
     process.terminate()
-    process.join(_PATIENCE)
-    if process.exitcode is None:
+    if _exit_code(process) is None:
         process.kill()
-        process.join(_PATIENCE)
+        _exit_code(process)
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Wait for the end of a process, but not for those that it has forked, as `join` does; None if that takes long."""
+    deadline = time.monotonic() + _PATIENCE
+    while process.exitcode is None and time.monotonic() < deadline:
+        process.join(0.05)
+    return process.exitcode
 
 
 def _cause_of_death(process: BaseProcess) -> str:
-    process.join(_PATIENCE)
-    code = process.exitcode
+    code = _exit_code(process)
     if code is not None and code < 0:
         how = f"by {signal.Signals(-code).name}"
         hint = {

@@ -6,7 +6,6 @@ transferred, is decided in `poptorch.executor`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 import popxl
 from poptorch import weights
-from poptorch.ambient import capturing, check_placement
+from poptorch.ambient import capturing, check_overlapped_io, check_placement
 from poptorch.arguments import Batching, Feeder, Signature, Structure, structure_of
 from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Value
@@ -26,19 +25,10 @@ from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.options import Options
 from poptorch.program import Program, Returned
-from poptorch.replica_groups import GroupedParameter, ReplicaGroups
+from poptorch.replica_groups import GroupedParameter
 from poptorch.updates import Update
 
-__all__ = ["Compiled", "batching_of"]
-
-
-def batching_of(options: Options, training: bool) -> Batching:
-    """How options have the rows of a call dealt."""
-    groups = ReplicaGroups.of(
-        options.input_group_type, options.input_group_size, options.replication_factor
-    )
-    accumulation = options.Training.gradient_accumulation if training else 1
-    return Batching(options.device_iterations, accumulation, groups)
+__all__ = ["Compiled"]
 
 
 class Compiled:
@@ -77,7 +67,7 @@ class Compiled:
     ) -> None:
         forward = module.forward if module is not None else model
         self.signature = Signature(forward, args, kwargs)
-        self._batching = batching_of(options, update is not None)
+        self._batching = Batching.of(options, update is not None)
         self._feeder = Feeder(self._batching)
         self._names = [leaf.name for leaf in self.signature.leaves]
         captured = self._captured(model, module, options, update is not None, grouped)
@@ -140,6 +130,9 @@ class Compiled:
             )
         if not captured.trace.nodes:
             raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
+        if ambient.overlaps:
+            check_overlapped_io(options, options.output_mode)
+        options._Popart.check()
         check_placement([node.site for node in captured.trace.nodes], options, training)
         return captured
 
@@ -176,8 +169,6 @@ class Compiled:
         leading = array.ndim - len(shape)
         if leading == 2:
             array = array.swapaxes(0, 1)
-        if math.prod(array.shape[:leading]) == 1:
-            array = array.reshape(shape)
         return torch.from_numpy(np.array(self._batching.join(array, shape)))
 
     def _rebuilt(self, results: list[torch.Tensor]) -> Any:

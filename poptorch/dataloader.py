@@ -122,10 +122,11 @@ class DataLoader(torch.utils.data.DataLoader):
             sizes = {"batch_size": combined, "drop_last": drop_last and combined is not None}
         super().__init__(dataset, **sizes, **loading)
         self._warn()
-        if mode == DataLoaderMode.Sync:
+        mode = DataLoaderMode(mode)
+        if mode is DataLoaderMode.Sync:
             return
         source: Iterable[Any]
-        if mode == DataLoaderMode.AsyncRebatched and batch_sampler is None:
+        if mode is DataLoaderMode.AsyncRebatched and batch_sampler is None:
             source = _rebatched(dataset, combined, rebatched_worker_size, drop_last, loading)
         else:
             source = torch.utils.data.DataLoader(dataset, **sizes, **loading)
@@ -148,9 +149,9 @@ class DataLoader(torch.utils.data.DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin an epoch. An asynchronous loader has one iterator: a new one ends the epoch of the one before."""
         if self._accessor is not None:
-            return _Traced(iter(self._accessor))
+            return _Traced(iter(self._accessor), self)
         with forking():
-            return _Traced(super().__iter__())
+            return _Traced(super().__iter__(), self)
 
     def terminate(self) -> None:
         """End the process of an asynchronous loader, after which there are no further batches. No effect on others."""
@@ -183,10 +184,11 @@ class DataLoader(torch.utils.data.DataLoader):
 
 
 class _Traced:
-    """An iterator whose waits for the next batch show in profiles."""
+    """An iterator whose waits for the next batch show in profiles. It keeps its loader, which else would end them."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], loader: DataLoader) -> None:
         self._batches = batches
+        self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
         return self

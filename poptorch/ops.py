@@ -1,26 +1,494 @@
-"""The ops of poptorch that models use. On the host each computes what it does in a program."""
+"""The ops of poptorch that models use.
+
+On the host each is computed by PyTorch. In a model that is being captured it is one op of the program, whose results have
+the shapes and dtypes of what PyTorch would compute. What the ops are in a program is in `poptorch.lowering`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
+from poptorch.ambient import current as ambient
+from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current
+from poptorch.enums import MatMulSerializationMode, OverlapMode
+from poptorch.errors import createPoptorchError
 
-__all__ = ["identity_loss"]
+__all__ = [
+    "CPU",
+    "cond",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "for_loop",
+    "identity_loss",
+    "ipu_print_tensor",
+    "nop",
+    "recomputationCheckpoint",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
+Tensors = list[torch.Tensor]
 
 
+def _op(has_effect: bool = False) -> Callable[[F], F]:
+    """Make a function of tensors an op: its body is what it computes on the host."""
+
+    def declare(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def op(*args: Any, **kwargs: Any) -> Any:
+            tracer = current()
+            if tracer is None:
+                return function(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return tracer.record(f"poptorch.{function.__name__}", function, bound.arguments, has_effect)
+
+        return cast(F, op)
+
+    return declare
+
+
+# Losses and looks -----------------------------------------------------------------------------------------------------
+
+
+@_op()
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Mark a tensor as the loss."""
-    assert reduction in ("sum", "mean", "none"), f"identity_loss: `reduction` is {reduction!r}; expected 'sum', 'mean' or 'none'."
+    """Mark a tensor as the loss of the model, from which gradients flow.
 
-    def compute(x: torch.Tensor, reduction: str) -> torch.Tensor:
-        return {"sum": torch.sum, "mean": torch.mean, "none": torch.clone}[reduction](x)
+    Args:
+        x: what is computed for each sample, or the loss itself.
+        reduction: `"sum"`, `"mean"`, or `"none"`: how its elements become one.
 
+    Example:
+        >>> loss = poptorch.identity_loss((output - target) ** 2, reduction="mean")
+    """
+    reductions = {"sum": torch.sum, "mean": torch.mean, "none": torch.clone}
+    assert reduction in reductions, f"identity_loss: `reduction` is {reduction!r}; expected one of {list(reductions)}."
+    return reductions[reduction](x)
+
+
+@_op()
+def ipu_print_tensor(
+    tensor: torch.Tensor,
+    title: str = "",
+    print_gradient: bool = True,
+    summarise_threshold: int = 1000,
+    edge_items: int = 3,
+    max_line_width: int = 80,
+    digits: int = 4,
+    float_format: str = "auto",
+    separator: str = ", ",
+    open_bracket: str = "(",
+    close_bracket: str = ")",
+) -> torch.Tensor:
+    """Print a tensor, on standard error, whenever the program comes there; and its gradient, when that is computed.
+
+    Use the result in place of the tensor: if nothing uses it, nothing may be printed.
+
+    Args:
+        tensor: what to print.
+        title: printed before it; before its gradient, followed by `_gradient`.
+        print_gradient: whether the gradient is printed.
+        summarise_threshold: how many elements are printed at most, before only those at the edges are; 0: all.
+        edge_items: how many elements are printed at each edge.
+        max_line_width: the length of lines; 0: lines are not split.
+        digits: how many digits numbers have; 0: as many as they need.
+        float_format: `"auto"`, `"fixed"`, `"scientific"` or `"none"`.
+        separator: between elements.
+        open_bracket, close_bracket: around a dimension.
+
+    Example:
+        >>> x = poptorch.ipu_print_tensor(x, "activations")
+    """
+    formats = ("auto", "fixed", "scientific", "none")
+    if float_format not in formats:
+        raise createPoptorchError(f"ipu_print_tensor: `float_format` is {float_format!r}; expected one of {formats}.")
+    return tensor.clone()
+
+
+@_op()
+def nop(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor. The op is never optimised away.
+
+    Example:
+        >>> poptorch.nop(torch.ones(2))
+        tensor([1., 1.])
+    """
+    return tensor.clone()
+
+
+# What changes no number -----------------------------------------------------------------------------------------------
+
+
+@_op()
+def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
+    """The same tensor. How much memory the op that makes it may take has no effect here."""
+    return tensor.clone()
+
+
+def recomputationCheckpoint(*tensors: Any) -> Any:
+    """The same tensors, marked to be kept for the backward pass rather than to be computed again.
+
+    Returns:
+        For one tensor, a tensor; for several, a tuple; for a list or a tuple, the same.
+
+    Example:
+        >>> x = poptorch.recomputationCheckpoint(x)
+    """
+    if len(tensors) > 1:
+        return tuple(_checkpoint(t) for t in tensors)
+    (given,) = tensors
+    return type(given)(map(_checkpoint, given)) if isinstance(given, list | tuple) else _checkpoint(given)
+
+
+def _checkpoint(t: torch.Tensor) -> torch.Tensor:
+    if not isinstance(t, torch.Tensor):
+        raise createPoptorchError(f"recomputationCheckpoint: expected tensors; got {t!r} ({type(t).__name__}).")
+    return t.clone()
+
+
+def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
+    """The same inputs. That their transfer may overlap with computation has no effect here.
+
+    Args:
+        input_tensors: tensors, in tuples, lists and dicts of any depth.
+        mode: with what.
+
+    Raises:
+        poptorch.Error: for something that is no tensor.
+    """
+    return _overlapping("set_overlap_for_input", input_tensors)
+
+
+def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
+    """As `set_overlap_for_input`, for what the model returns."""
+    return _overlapping("set_overlap_for_output", output_tensors)
+
+
+def _overlapping(name: str, given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        if (state := ambient()) is not None:
+            state.overlaps = True
+        return given
+    if isinstance(given, dict):
+        return type(given)((key, _overlapping(name, value)) for key, value in given.items())
+    if isinstance(given, list | tuple):
+        return type(given)(_overlapping(name, value) for value in given)
+    raise createPoptorchError(f"{name}: expected tensors; got {given!r} ({type(given).__name__}).")
+
+
+@_op()
+def serializedMatMul(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    mode: MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> torch.Tensor:
+    """A matrix product. That it is split into `factor` parts, along what `mode` says, has no effect here."""
+    assert isinstance(mode, MatMulSerializationMode), (
+        f"serializedMatMul: `mode` is {mode!r}; expected a poptorch.MatMulSerializationMode."
+    )
+    return torch.matmul(lhs, rhs)
+
+
+# Slices at places that tensors say ------------------------------------------------------------------------------------
+
+
+@_op()
+def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
+    """Cut a part out of a tensor that begins where another tensor says.
+
+    Args:
+        tensor: what to cut from.
+        dim: along which dimension.
+        start: where to begin: a whole number, in a tensor.
+        size: how long the part is.
+        step: how far apart elements are.
+
+    Returns:
+        `ceil(size / step)` elements along `dim`: those at start, start + step, ...
+
+    Raises:
+        poptorch.Error: if `start` is no integer tensor, or the part is longer than the dimension.
+
+    Example:
+        >>> poptorch.dynamic_slice(torch.arange(6), 0, torch.tensor(2), 3, 1)
+        tensor([2, 3, 4])
+    """
+    _check_start("dynamic_slice", start)
+    if not 0 < size <= tensor.shape[dim] or step < 1:
+        raise createPoptorchError(
+            f"dynamic_slice: {size} elements with step {step}, of {tensor.shape[dim]} in dimension {dim}. `size` has to "
+            "be from 1 to that number, and `step` 1 or more."
+        )
+    if current() is not None:
+        return tensor.narrow(dim, 0, size)[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, step),)].clone()
+    places = torch.arange(math.ceil(size / step)) * step + start.reshape(())
+    return tensor.index_select(dim, places)
+
+
+@_op()
+def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
+    """A copy of a tensor in which a part, which begins where another tensor says, is replaced.
+
+    Args:
+        input: the tensor.
+        src: the new part.
+        dim: along which dimension it lies.
+        start: where it begins: a whole number, in a tensor.
+        size: how long it is.
+
+    Raises:
+        poptorch.Error: if `start` is no integer tensor, or `src` differs in dtype or number of dimensions.
+
+    Example:
+        >>> poptorch.dynamic_update(torch.zeros(4), torch.ones(2), 0, torch.tensor(1), 2)
+        tensor([0., 1., 1., 0.])
+    """
+    _check_start("dynamic_update", start)
+    if input.dtype is not src.dtype or input.dim() != src.dim():
+        raise createPoptorchError(
+            f"dynamic_update: `src` is {list(src.shape)} of {src.dtype}; expected {input.dim()} dimensions and the dtype "
+            f"of `input`, {input.dtype}."
+        )
+    result = input.clone()
+    if current() is None:
+        result.narrow(dim, int(start), size).copy_(src)
+    return result
+
+
+def _check_start(name: str, start: Any) -> None:
+    if not isinstance(start, torch.Tensor) or start.dtype.is_floating_point or start.dtype is torch.bool:
+        what = start.dtype if isinstance(start, torch.Tensor) else f"{start!r}"
+        raise createPoptorchError(f"{name}: `start` is {what}; expected a tensor with an integer.")
+
+
+# Control flow ---------------------------------------------------------------------------------------------------------
+
+
+def for_loop(count: int, body: Callable[..., Any], inputs: Tensors) -> Tensors:
+    """Run a function several times; each time it gets what it returned the time before.
+
+    In a wrapped model the function is one graph however often it runs. It gets copies: what it overwrites it returns.
+    Other tensors can be used inside.
+
+    Args:
+        count: how often.
+        body: takes and returns as many tensors as there are inputs.
+        inputs: a list of what it is given first.
+
+    Returns:
+        A list of what it returned last.
+
+    Raises:
+        ValueError: if `inputs` is no list of tensors.
+        poptorch.Error: if `body` does not return tensors like its inputs; in training.
+
+    Example:
+        >>> poptorch.for_loop(3, lambda x: x * 2, [torch.tensor(1)])
+        [tensor(8)]
+    """
+    _check_list(inputs)
     if (tracer := current()) is None:
-        return compute(x, reduction)
-    return cast(torch.Tensor, tracer.record("poptorch.identity_loss", compute, {"x": x, "reduction": reduction}))
+        values = [t.clone() for t in inputs]
+        for _ in range(count):
+            values = _as_list(body(*values))
+        return values
+    trace, results = tracer.function_of(body, inputs)
+    if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in inputs]:
+        raise createPoptorchError(
+            f"for_loop: the body takes {_shapes(inputs)} and returns {_shapes(results)}. It has to return as many tensors "
+            "as it takes, of the same shapes and dtypes."
+        )
+    arguments = {"count": count, "body": trace, "inputs": list(inputs)}
+    return cast(Tensors, tracer.record("poptorch.for_loop", lambda **given: [t.clone() for t in inputs], arguments))
+
+
+def cond(
+    condition: torch.Tensor,
+    then_body: Callable[..., Any],
+    then_inps: Tensors,
+    else_body: Callable[..., Any],
+    else_inps: Tensors,
+) -> Tensors:
+    """Run one of two functions, as a tensor says when the program comes there.
+
+    Args:
+        condition: a tensor with a bool.
+        then_body, else_body: functions that return as many tensors, of the same shapes and dtypes.
+        then_inps, else_inps: lists of what they are given, as copies.
+
+    Returns:
+        A list of what the function returned.
+
+    Raises:
+        ValueError: if the inputs are no lists of tensors.
+        poptorch.Error: if the functions return something different; in training.
+
+    Example:
+        >>> x = torch.tensor(3)
+        >>> poptorch.cond(x > 2, lambda x: x + 1, [x], lambda x: x - 1, [x])
+        [tensor(4)]
+    """
+    _check_list(then_inps)
+    _check_list(else_inps)
+    if (tracer := current()) is None:
+        body, inputs = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
+        return _as_list(body(*(t.clone() for t in inputs)))
+    then_trace, results = tracer.function_of(then_body, then_inps)
+    else_trace, others = tracer.function_of(else_body, else_inps)
+    if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in others]:
+        raise createPoptorchError(
+            f"cond: the bodies return {_shapes(results)} and {_shapes(others)}; expected the same of both."
+        )
+    arguments = {
+        "condition": condition,
+        "then_body": then_trace,
+        "then_inputs": list(then_inps),
+        "else_body": else_trace,
+        "else_inputs": list(else_inps),
+    }
+    return cast(Tensors, tracer.record("poptorch.cond", lambda **given: [torch.empty_like(t) for t in results], arguments))
+
+
+def _check_list(inputs: Any) -> None:
+    if not isinstance(inputs, list):
+        raise ValueError(f"Object is not list: {inputs!r} ({type(inputs).__name__}); pass a list of tensors.")
+    for i, each in enumerate(inputs):
+        if not isinstance(each, torch.Tensor):
+            raise ValueError(f"Object contained in list at index {i} is not torch.tensor: {each!r}.")
+
+
+def _as_list(results: Any) -> Tensors:
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> str:
+    return ", ".join(f"{list(t.shape)} of {t.dtype}" for t in tensors) or "nothing"
+
+
+# Ops that users bring -------------------------------------------------------------------------------------------------
+
+
+def custom_op(
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    domain: str,
+    domain_version: int,
+    example_outputs: Iterable[torch.Tensor],
+    attributes: Mapping[str, Any] | None = None,
+) -> Tensors:
+    """An op that `poptorch.registerCustomOp` has declared: a JAX function.
+
+    Args:
+        inputs: what it is given.
+        name, domain: as it was registered.
+        domain_version: without effect.
+        example_outputs: tensors like those that it makes.
+        attributes: plain values that it is given by name: numbers, strings, or lists of only one kind of these.
+
+    Returns:
+        What it makes, of the shapes and dtypes of the examples.
+
+    Raises:
+        ValueError: for attributes that are something else.
+        poptorch.Error: if there is no such op; for a float beyond float32.
+
+    Example:
+        >>> poptorch.registerCustomOp("Cube", "examples", lambda x: x**3)
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return poptorch.custom_op((x,), "Cube", "examples", 1, example_outputs=(x,))[0]
+        >>> poptorch.inferenceModel(Model())(torch.tensor([2.0]))
+        tensor([8.])
+    """
+    examples = list(example_outputs)
+    given = {key: _attribute(key, value) for key, value in (attributes or {}).items()}
+    if (tracer := current()) is None:
+        return [torch.zeros_like(t) for t in examples]
+    arguments = {"inputs": list(inputs), "name": f"{domain}.{name}", "attributes": tuple(given.items())}
+    return cast(Tensors, tracer.record("poptorch.custom_op", lambda **_: [torch.empty_like(t) for t in examples], arguments))
+
+
+def _attribute(key: Any, value: Any) -> Any:
+    """An attribute of a custom op, as part of a program."""
+    if not isinstance(key, str):
+        raise ValueError(f"custom_op: the attribute {key!r} is named by a {type(key).__name__}; expected a str.")
+    if isinstance(value, list | tuple):
+        if len({type(each) for each in value}) > 1:
+            raise ValueError(f"custom_op: the attribute {key!r} mixes types: {value!r}; expected values of one type.")
+        return tuple(_attribute(key, each) for each in value)
+    if not isinstance(value, float | int | str):
+        raise ValueError(
+            f"custom_op: the attribute {key!r} is {value!r} ({type(value).__name__}); expected a float, an int, a str, or "
+            "a list of these."
+        )
+    if isinstance(value, str) and not (value.isascii() and key.isascii()):
+        raise ValueError(f"custom_op: the attribute {key!r} is {value!r}, which is not ASCII.")
+    if isinstance(value, float) and math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max:
+        raise createPoptorchError(f"custom_op: the attribute {key!r} is {value!r}, which float32 cannot hold.")
+    return value
+
+
+class CPU:
+    """A Python function that runs on the host, in the middle of a model that runs on the device.
+
+    It is called with tensors of the host whenever the program comes there, and may do what it likes. For inference only.
+
+    Args:
+        layer_to_call: the function, or a module, whose parameters are frozen.
+        ID: name of the op.
+
+    Example:
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.cpu = poptorch.CPU(lambda x: x * 2, "Double")
+        ...
+        ...     def forward(self, x):
+        ...         return self.cpu(x) + 1
+        >>> poptorch.inferenceModel(Model())(torch.tensor([2.0]))
+        tensor([5.])
+    """
+
+    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
+        if isinstance(layer_to_call, torch.nn.Module):
+            layer_to_call.requires_grad_(False)
+        self._function = layer_to_call
+        self._name = ID
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        """Run the function: now on the host, in a captured model whenever it comes there."""
+        tracer = current()
+        if tracer is None:
+            return self._function(*input, **kwargs)
+        with without_modes(), torch.no_grad():
+            zeros = [torch.zeros(t.shape, dtype=t.dtype) if isinstance(t, torch.Tensor) else t for t in input]
+            example = self._function(*zeros, **kwargs)
+        single = isinstance(example, torch.Tensor)
+        examples = [example] if single else list(example)
+        arguments = {"inputs": list(input), "function": functools.partial(self._function, **kwargs), "name": self._name}
+        made = tracer.record(
+            "poptorch.cpu", lambda **_: [torch.empty(t.shape, dtype=t.dtype) for t in examples], arguments, True
+        )
+        return made[0] if single else type(example)(made)
+
+    def execute(self) -> None:
+        """Nothing: the function runs when the program comes there."""
+
+    def registerPersistentData(self) -> None:
+        """Nothing: the function keeps what it needs."""

@@ -142,6 +142,7 @@ class Program:
         self.written = {name: value for name, value in captured.written.items() if name in host}
         self._groupings = {name: self.ir.replica_grouping(g.stride, g.size) for name, g in (groups or {}).items()}
         self._check_buffers()
+        self._check_ops()
         with self.ir.main_graph, popxl.in_sequence():
             self._model = self._write_model(name)
             self._gradient = self._differentiated()
@@ -160,6 +161,12 @@ class Program:
                 "and each replica would write another value. With `options.broadcastBuffers(False)` each replica has a "
                 "copy of its own, of which the host gets one."
             )
+
+    def _check_ops(self) -> None:
+        if self._update is not None:
+            for node in self._captured.trace.nodes:
+                if node.op in _INFERENCE_ONLY:
+                    raise createPoptorchError(f"{node} is only supported in inference; the model is to be trained.")
 
     @property
     def _replicas(self) -> int:
@@ -382,6 +389,8 @@ class Program:
             gradient = ops.collectives.replicated_all_reduce(gradient, "add", group=group)
         return gradient if divisor == 1 else gradient * (1 / divisor)
 
+
+_INFERENCE_ONLY = frozenset({"poptorch.for_loop", "poptorch.cond", "poptorch.cpu"})
 
 _SINGLE = (OutputMode.Final, OutputMode.Sum)
 """Modes in which a single result is returned of all micro-batches of a replica."""

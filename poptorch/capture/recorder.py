@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -242,9 +243,9 @@ class Recorder:
             self._tensors.append((value, t))
         return True
 
-    def source(self) -> SourceLocation:
-        """The line of the user's that is running."""
-        frame = sys._getframe(1)
+    def source(self, frame: FrameType | None = None) -> SourceLocation:
+        """The line of the user's that is running, or was in a frame."""
+        frame = frame or sys._getframe(1)
         outermost = None
         while frame is not None:
             name = frame.f_globals.get("__name__", "")
@@ -253,7 +254,7 @@ class Recorder:
                 outermost = SourceLocation.of((frame.f_code, frame.f_lineno))
                 if not any(part in file for part in self._excludes):
                     return outermost
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return outermost or SourceLocation("", 0, "")
 
     # Functions ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -95,6 +96,18 @@ class Tracer:
         node = self.recorder.node(op, "", arguments, has_effect)
         self.recorder.results(node, results)
         return results
+
+    def function_of(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
+        """What a function of tensors does that an op is to run, and tensors like its results. It gets copies."""
+        with self.recorder.inside() as trace:
+            with self.suspended():
+                copies = [t.clone() for t in inputs]
+            for t in copies:
+                self.recorder.new_input(t)
+            results = body(*copies)
+            results = list(results) if isinstance(results, list | tuple) else [results]
+            trace.outputs = [self.recorder.value_of(t) for t in results]
+        return trace, results
 
     def function(self, whole: Whole, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A function of PyTorch that is kept whole."""
@@ -268,7 +281,7 @@ def capture(
         except UNREADABLE as problem:
             raise createPoptorchError(
                 "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever "
-                f"numbers come. Something needs them here ({recorder.source()}): {problem}"
+                f"numbers come. Something needs them here ({recorder.source(_last_frame(problem))}): {problem}"
             ) from problem
         leaves = [recorder.value_of(t) for t in flatten(result)]
         ends = [recorder.value_of(t) for t in inputs]
@@ -282,6 +295,14 @@ def capture(
         written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
         result=result,
     )
+
+
+def _last_frame(problem: BaseException) -> FrameType | None:
+    """Where something was raised."""
+    last = problem.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last and last.tb_frame
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from poptorch.lowering import control, elementwise, losses, nn, shape  # noqa: F401  (they declare lowerings)
+from poptorch.lowering import (  # noqa: F401  (they declare)
+    activations,
+    control,
+    creation,
+    elementwise,
+    losses,
+    nn,
+    poptorch_ops,
+    random,
+    shape,
+)
 from poptorch.lowering.emission import Emission
 from poptorch.lowering.registry import has_lowering, lowerings
 

@@ -1,16 +1,100 @@
-"""Ops that run functions."""
+"""Ops that run functions: captured ones, ones of the host, and ones of users."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
 
 import popxl
+from popxl import OpKind, ops
 from poptorch.capture.outline import CALL
 from poptorch.capture.trace import Trace
+from poptorch.dtypes import to_numpy
+from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
 
+Tensors = Sequence[popxl.Tensor]
+
 
 @lowers(CALL)
-def call(trace: Trace, inputs: Sequence[popxl.Tensor], name: str) -> tuple[popxl.Tensor, ...]:
+def call(trace: Trace, inputs: Tensors, name: str) -> Tensors:
     return emission().call(trace, inputs, name)
+
+
+@lowers("poptorch.for_loop")
+def for_loop(count: int, body: Trace, inputs: Tensors) -> Tensors:
+    return emission().loop(body, count, inputs)
+
+
+@lowers("poptorch.cond")
+def cond(
+    condition: popxl.Tensor, then_body: Trace, then_inputs: Tensors, else_body: Trace, else_inputs: Tensors
+) -> Tensors:
+    return emission().either(ops.reshape(condition, ()), (then_body, then_inputs), (else_body, else_inputs))
+
+
+# On the host ----------------------------------------------------------------------------------------------------------
+
+
+def _on_host(*inputs: Any, function: Callable[..., Any], specs: tuple[popxl.TensorSpec, ...]) -> tuple[Any, ...]:
+    def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        with torch.no_grad():
+            results = function(*(torch.from_numpy(np.array(array)) for array in arrays))
+        results = [results] if isinstance(results, torch.Tensor) else results
+        return tuple(to_numpy(t).astype(s.dtype.as_numpy()) for t, s in zip(results, specs, strict=True))
+
+    made = [jax.ShapeDtypeStruct(s.shape, s.dtype.as_jax()) for s in specs]
+    found: tuple[Any, ...] = tuple(jax.pure_callback(run, made, *inputs, vmap_method="sequential"))
+    return found
+
+
+_host_function = OpKind(
+    "HostFunction",
+    _on_host,
+    shape=lambda *inputs, function, specs: specs,
+    gradient=None,
+    effect=True,
+    key="poptorch.HostFunction",
+)
+
+
+@lowers("poptorch.cpu")
+def cpu(inputs: Tensors, function: Callable[..., Any], name: str) -> Any:
+    with popxl.name_scope(name):
+        return _host_function(*inputs, function=function, specs=emission().wanted)
+
+
+# Of users -------------------------------------------------------------------------------------------------------------
+
+_custom: dict[str, Callable[..., Any]] = {}
+
+
+def registerCustomOp(name: str, domain: str, function: Callable[..., Any], **settings: Any) -> None:
+    """Declare a JAX function as an op that `poptorch.custom_op` finds.
+
+    Args:
+        name, domain: what models call it.
+        function: of arrays, and of attributes, which are keyword-only parameters; it returns one array or a tuple.
+        **settings: how gradients flow, and so on: see `popxl.OpKind`. By default the gradient is JAX's.
+
+    Example:
+        >>> def leaky(x, *, alpha):
+        ...     return jnp.where(x > 0, x, alpha * x)
+        >>> poptorch.registerCustomOp("LeakyRelu", "custom.ops", leaky)
+    """
+    _custom[f"{domain}.{name}"] = OpKind(name, function, key=f"{domain}.{name}", **settings)
+
+
+@lowers("poptorch.custom_op")
+def custom_op(inputs: Tensors, name: str, attributes: tuple[tuple[str, Any], ...]) -> Any:
+    if name not in _custom:
+        raise createPoptorchError(
+            f"There is no custom op {name!r}; registered are {', '.join(_custom) or 'none'}. Declare it with "
+            "`poptorch.registerCustomOp(name, domain, function)`."
+        )
+    return _custom[name](*inputs, **dict(attributes))

@@ -98,11 +98,49 @@ class Emission:
 
     def call(self, trace: Trace, inputs: Sequence[popxl.Tensor], name: str) -> tuple[popxl.Tensor, ...]:
         """Run a trace as a graph of its own, the same one whenever it is run."""
+        function = self._function(trace, name)
+        return ops.call_with_info(function.graph, *inputs, *self._seed_for(function)).outputs
+
+    def loop(self, trace: Trace, count: int, inputs: Sequence[popxl.Tensor]) -> Sequence[popxl.Tensor]:
+        """Run a trace several times: of its results, each turn gets those of the one before."""
+        function = self._function(trace, "for_loop")
+        outer = [self.tensor(value) for value in trace.outer]
+        graph = function.graph
+        carried = list(inputs)
+        if function.is_random:  # a seed that changes is carried along
+            carried = [self.seed(), *inputs]
+            graph = popxl.gir().create_empty_graph("for_loop_turn")
+            with graph:
+                seed, *given = [popxl.graph_input(t.shape, t.dtype, t.name) for t in (*carried, *outer)]
+                following, own = ops.split_random_seed(seed)
+                results = ops.call_with_info(function.graph, *given, own).outputs
+                for t in (following, *results):
+                    popxl.graph_output(t)
+        results = ops.repeat(graph, count, *carried, *outer)
+        return results[1:] if function.is_random else results
+
+    def either(
+        self,
+        condition: popxl.Tensor,
+        then: tuple[Trace, Sequence[popxl.Tensor]],
+        otherwise: tuple[Trace, Sequence[popxl.Tensor]],
+    ) -> Sequence[popxl.Tensor]:
+        """Run one of two traces."""
+        functions, given = [], []
+        for (trace, inputs), name in ((then, "then"), (otherwise, "else")):
+            function = self._function(trace, name)
+            functions.append(function.graph)
+            given.append([*inputs, *map(self.tensor, trace.outer), *self._seed_for(function)])
+        return ops.conditional(condition, *functions, *given)
+
+    def _function(self, trace: Trace, name: str) -> _Function:
+        """A trace as a graph."""
         if trace not in self._functions:
             self._functions[trace] = _Function(trace, name, self._placed)
-        function = self._functions[trace]
-        seed = [self.seed()] if function.is_random else []
-        return ops.call_with_info(function.graph, *inputs, *seed).outputs
+        return self._functions[trace]
+
+    def _seed_for(self, function: _Function) -> list[popxl.Tensor]:
+        return [self.seed()] if function.is_random else []
 
     def write(self, nodes: Sequence[Node]) -> None:
         """Add the ops of some nodes to the current graph.

@@ -1,0 +1,123 @@
+"""Activations: what stands between the layers of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import popxl
+from popxl import OpKind, ops
+from popxl.ops.families import camel
+from popxl.ops.precision import rounded_once
+from popxl.shapes import broadcast, like_first
+from poptorch.lowering.operands import axis_of, promoted
+from poptorch.lowering.random import uniform
+from poptorch.lowering.registry import jax_op, lowers
+
+lowers("aten.relu")(lambda input: ops.relu(input))
+lowers("aten.silu")(lambda input: ops.swish(input))
+
+
+@lowers("aten.gelu")
+def gelu(input: popxl.Tensor, approximate: str = "none") -> popxl.Tensor:
+    return ops.gelu(input) if approximate == "tanh" else ops.geluerf(input)
+
+
+def _activation(function: Callable[..., Any]) -> OpKind:
+    """The op of that name: a function of a tensor, and of numbers that shape it."""
+    name = function.__name__
+    return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(rounded_once(function))
+
+
+# What is computed in a branch that is not taken has to be finite, for the gradient to be right: hence `below`, and so on.
+
+
+@_activation
+def elu(input: Any, *, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    below = jnp.where(input > 0, 0, input)
+    return jnp.where(input > 0, scale * input, scale * alpha * jnp.expm1(below * input_scale))
+
+
+@_activation
+def hardshrink(input: Any, *, lambd: float = 0.5) -> Any:
+    return jnp.where((input >= -lambd) & (input <= lambd), 0, input)
+
+
+@_activation
+def hardsigmoid(input: Any) -> Any:
+    return jnp.where(input <= -3, 0, jnp.where(input >= 3, 1, input / 6 + 0.5))
+
+
+@_activation
+def hardswish(input: Any) -> Any:
+    return jnp.where(input <= -3, 0, jnp.where(input >= 3, input, input * (input + 3) / 6))
+
+
+@_activation
+def hardtanh(input: Any, *, min_val: float = -1, max_val: float = 1) -> Any:
+    return jnp.where(input <= min_val, min_val, jnp.where(input >= max_val, max_val, input))
+
+
+@_activation
+def leaky_relu(input: Any, *, negative_slope: float = 0.01) -> Any:
+    return jnp.where(input > 0, input, input * negative_slope)
+
+
+@_activation
+def log_sigmoid_forward(input: Any) -> Any:
+    return jax.nn.log_sigmoid(input)
+
+
+@_activation
+def mish(input: Any) -> Any:
+    return input * jnp.tanh(jax.nn.softplus(input))
+
+
+@_activation
+def softplus(input: Any, *, beta: float = 1, threshold: float = 20) -> Any:
+    return jnp.where(input * beta > threshold, input, jax.nn.softplus(input * beta) / beta)
+
+
+@_activation
+def softshrink(input: Any, *, lambd: float = 0.5) -> Any:
+    return jnp.where(input > lambd, input - lambd, jnp.where(input < -lambd, input + lambd, input * 0))
+
+
+@_activation
+def threshold(input: Any, *, threshold: float, value: float) -> Any:
+    return jnp.where(input <= threshold, value, input)
+
+
+@lowers("aten._prelu_kernel")
+def prelu(input: popxl.Tensor, weight: popxl.Tensor) -> popxl.Tensor:
+    return _with_slope(*promoted(input, weight))
+
+
+@lowers("aten.rrelu_with_noise")
+def rrelu(
+    input: popxl.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **noise: popxl.Tensor
+) -> popxl.Tensor:
+    """Where it trains, each element has a slope of its own."""
+    if not training:
+        return leaky_relu(input, negative_slope=(lower + upper) / 2)
+    return _with_slope(input, uniform(input.shape, input.dtype, lower, upper))
+
+
+_with_slope = jax_op(title="LeakyReluWithSlopes", shape=broadcast)(
+    rounded_once(lambda input, slope: jnp.where(input > 0, input, slope * input))
+)
+
+
+@lowers("aten.glu")
+def glu(input: popxl.Tensor, dim: int = -1) -> popxl.Tensor:
+    return _glu(input, axis=axis_of(input, dim))
+
+
+@jax_op(title="Glu")
+@rounded_once
+def _glu(input: Any, *, axis: int) -> Any:
+    kept, gate = jnp.split(input, 2, axis)
+    return kept * jax.nn.sigmoid(gate)

@@ -1,0 +1,214 @@
+"""Random numbers. Each op draws from a seed of its own, so the same seed of the program gives the same numbers again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import popxl
+from popxl import ops
+from popxl.op import VJP, OpKind
+from popxl.ops.families import camel
+from popxl.ops.precision import rounded_once
+from poptorch.lowering.emission import emission
+from poptorch.lowering.operands import Number, together
+from poptorch.lowering.registry import jax_op, lowers
+
+Shape = tuple[int, ...]
+
+
+def _draw(function: Callable[..., Any], gradient: Any = None) -> Callable[..., popxl.Tensor]:
+    """The op of a function that draws from a JAX key; called without it, it takes a new seed."""
+
+    @functools.wraps(function)
+    def from_seed(seed: Any, *arrays: Any, **numbers: Any) -> Any:
+        return function(jax.random.wrap_key_data(seed, impl="threefry2x32"), *arrays, **numbers)
+
+    title = camel(function.__name__.strip("_"))
+    kind: OpKind = jax_op(title=f"Random{title}", gradient=gradient)(rounded_once(from_seed))
+    return lambda *parameters, **numbers: kind(emission().seed(), *parameters, **numbers)
+
+
+# Uniform and normal ---------------------------------------------------------------------------------------------------
+
+
+def uniform(shape: Sequence[int], dtype: popxl.dtype, low: float = 0, high: float = 1) -> popxl.Tensor:
+    """Numbers from `low` to `high`."""
+    return ops.random_uniform(emission().seed(), tuple(shape), low, high, dtype)
+
+
+@lowers("aten.rand", "aten.rand_like")
+def rand(**like: Any) -> popxl.Tensor:
+    (wanted,) = emission().wanted
+    return uniform(wanted.shape, wanted.dtype)
+
+
+@lowers("aten.uniform", "aten.uniform_")
+def uniform_(to: float = 1, **given: Any) -> popxl.Tensor:
+    (wanted,) = emission().wanted
+    return uniform(wanted.shape, wanted.dtype, given.get("from", 0), to)
+
+
+@lowers("aten.randn", "aten.randn_like")
+def randn(**like: Any) -> popxl.Tensor:
+    return normal()
+
+
+@lowers("aten.normal", "aten.normal_", "aten.normal_functional")
+def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **like: Any) -> popxl.Tensor:
+    (wanted,) = emission().wanted
+    if isinstance(mean, popxl.Tensor) or isinstance(std, popxl.Tensor):
+        return _normal(*(together(each, wanted.dtype) for each in (mean, std)), shape=wanted.shape)
+    return ops.random_normal(emission().seed(), wanted.shape, mean, std, wanted.dtype)
+
+
+@_draw
+def _normal(key: Any, mean: Any, std: Any, *, shape: Shape) -> Any:
+    return mean + std * jax.random.normal(key, shape, mean.dtype)
+
+
+@lowers("aten.log_normal", "aten.log_normal_")
+def log_normal(mean: float = 1, std: float = 2, **like: Any) -> popxl.Tensor:
+    return ops.exp(ops.random_normal(emission().seed(), emission().wanted[0].shape, mean, std))
+
+
+# Other distributions of one number ------------------------------------------------------------------------------------
+
+
+@lowers("aten.bernoulli")
+def bernoulli(input: popxl.Tensor, p: Number | popxl.Tensor | None = None) -> popxl.Tensor:
+    return bernoulli_(input if p is None else p)
+
+
+@lowers("aten.bernoulli_")
+def bernoulli_(p: Number | popxl.Tensor = 0.5) -> popxl.Tensor:
+    probability = p if isinstance(p, popxl.Tensor) else popxl.constant(p, popxl.float32)
+    return _bernoulli(probability, shape=emission().wanted[0].shape)
+
+
+@_draw
+def _bernoulli(key: Any, p: Any, *, shape: Shape) -> Any:
+    return jax.random.bernoulli(key, p, shape)
+
+
+@lowers("aten.cauchy", "aten.cauchy_")
+def cauchy(median: float = 0, sigma: float = 1, **like: Any) -> popxl.Tensor:
+    return _cauchy(shape=emission().wanted[0].shape) * sigma + median
+
+
+@_draw
+def _cauchy(key: Any, *, shape: Shape) -> Any:
+    return jax.random.cauchy(key, shape, jnp.float32)
+
+
+@lowers("aten.exponential", "aten.exponential_")
+def exponential(lambd: float = 1, **like: Any) -> popxl.Tensor:
+    return _exponential(shape=emission().wanted[0].shape) / lambd
+
+
+@_draw
+def _exponential(key: Any, *, shape: Shape) -> Any:
+    return jax.random.exponential(key, shape, jnp.float32)
+
+
+@lowers("aten.geometric", "aten.geometric_")
+def geometric(p: float, **like: Any) -> popxl.Tensor:
+    return _geometric(p=p, shape=emission().wanted[0].shape)
+
+
+@_draw
+def _geometric(key: Any, *, p: float, shape: Shape) -> Any:
+    return jax.random.geometric(key, p, shape, jnp.int32)
+
+
+@lowers("aten.poisson")
+@_draw
+def _poisson(key: Any, input: Any) -> Any:
+    return jax.random.poisson(key, input)
+
+
+@lowers("aten.binomial")
+@_draw
+def _binomial(key: Any, count: Any, prob: Any) -> Any:
+    return jax.random.binomial(key, count, prob)
+
+
+@lowers("aten._standard_gamma")
+@functools.partial(_draw, gradient=VJP)
+def _gamma(key: Any, input: Any) -> Any:
+    return jax.random.gamma(key, input)
+
+
+@lowers("aten._sample_dirichlet")
+@functools.partial(_draw, gradient=VJP)
+def _dirichlet(key: Any, input: Any) -> Any:
+    return jax.random.dirichlet(key, input)
+
+
+# Integers -------------------------------------------------------------------------------------------------------------
+
+
+def _integers(low: int, high: int) -> popxl.Tensor:
+    """Integers from `low` to below `high`."""
+    if not -(2**31) <= low < high <= 2**31:
+        raise ValueError(f"integers from {low} to {high} are asked for; those of the device have 32 bits.")
+    return _randint(low=low, high=min(high, 2**31 - 1), shape=emission().wanted[0].shape)
+
+
+@_draw
+def _randint(key: Any, *, low: int, high: int, shape: Shape) -> Any:
+    return jax.random.randint(key, shape, low, high, jnp.int32)
+
+
+@lowers("aten.randint", "aten.randint_like")
+def randint(high: int, low: int = 0, **like: Any) -> popxl.Tensor:
+    return _integers(low, high)
+
+
+@lowers("aten.random", "aten.random_")
+def random_(to: int | None = None, **given: Any) -> popxl.Tensor:
+    return _integers(given.get("from", 0), _beyond(emission().wanted[0].dtype) if to is None else to)
+
+
+def _beyond(dtype: popxl.dtype) -> int:
+    """The first integer that is not drawn: all are that a dtype holds; of floats, all up to which it holds all."""
+    if dtype.is_floating_point:
+        return 2 ** (jnp.finfo(dtype.as_jax()).nmant + 1) + 1
+    return 2 if dtype is popxl.bool else int(jnp.iinfo(dtype.as_jax()).max) + 1
+
+
+@lowers("aten.randperm")
+def randperm(n: int, **like: Any) -> popxl.Tensor:
+    return _permutation(n=n)
+
+
+@_draw
+def _permutation(key: Any, *, n: int) -> Any:
+    return jax.random.permutation(key, n)
+
+
+@lowers("aten.multinomial")
+def multinomial(input: popxl.Tensor, num_samples: int, replacement: bool = False) -> popxl.Tensor:
+    return _multinomial(input, count=num_samples, replacement=replacement)
+
+
+@_draw
+def _multinomial(key: Any, input: Any, *, count: int, replacement: bool) -> Any:
+    weights = jnp.log(input)
+    if replacement:
+        return jax.random.categorical(key, weights[..., None, :], shape=(*input.shape[:-1], count))
+    return jax.lax.top_k(weights + jax.random.gumbel(key, input.shape, weights.dtype), count)[1]
+
+
+# Dropout --------------------------------------------------------------------------------------------------------------
+
+
+@lowers("torch.dropout")
+def dropout(input: popxl.Tensor, p: float, training: bool) -> popxl.Tensor:
+    if not training or p == 0:
+        return ops.identity(input)
+    return input * 0 if p == 1 else ops.dropout(input, emission().seed(), p)

@@ -49,6 +49,7 @@ from poptorch.lowering.control import registerCustomOp
 from poptorch.ops import (
     CPU,
     cond,
+    ctc_beam_search_decoder,
     custom_op,
     dynamic_slice,
     dynamic_update,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from poptorch.async_data import AsynchronousDataAccessor, Rebatched, forking
+from poptorch.async_data import AsynchronousDataAccessor, Rebatched
+from poptorch.data_worker import forking
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy
 import torch
 
 from poptorch.ambient import current as ambient
@@ -23,6 +24,7 @@ from poptorch.errors import createPoptorchError
 __all__ = [
     "CPU",
     "cond",
+    "ctc_beam_search_decoder",
     "custom_op",
     "dynamic_slice",
     "dynamic_update",
@@ -275,6 +277,42 @@ def _check_start(name: str, start: Any) -> None:
     if not isinstance(start, torch.Tensor) or start.dtype.is_floating_point or start.dtype is torch.bool:
         what = start.dtype if isinstance(start, torch.Tensor) else f"{start!r}"
         raise createPoptorchError(f"{name}: `start` is {what}; expected a tensor with an integer.")
+
+
+# Searches -------------------------------------------------------------------------------------------------------------
+
+
+@_op()
+def ctc_beam_search_decoder(
+    probs: torch.Tensor, lengths: torch.Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
+) -> Tensors:
+    """The most likely labels of sequences whose classes are known with some probability at each time.
+
+    Args:
+        probs: logarithms of the probabilities, `[time, batch, classes]`.
+        lengths: of the sequences, `[batch]`.
+        blank: the class that is no label.
+        beam_width: how many beginnings the search keeps at a time.
+        top_paths: how many results there are for each sequence.
+
+    Returns:
+        Logarithms of their probabilities `[batch, top_paths]`; how many labels they have `[batch, top_paths]`; the labels
+        `[batch, top_paths, time]`, followed by blanks. The best come first.
+
+    Example:
+        >>> probs = torch.tensor([[[0.1, 0.8, 0.1]], [[0.7, 0.2, 0.1]], [[0.1, 0.2, 0.7]]]).log()
+        >>> poptorch.ctc_beam_search_decoder(probs, torch.tensor([3]))[2]
+        tensor([[[1, 2, 0]]], dtype=torch.int32)
+    """
+    time, batch, _ = probs.shape
+    if current() is not None:
+        paths = torch.empty(batch, top_paths, dtype=torch.int32)
+        return [torch.empty(batch, top_paths), paths, paths[..., None].expand(-1, -1, time).clone()]
+    from poptorch.lowering.ctc import beam_search  # which needs JAX, as little else on the host does
+
+    given = probs.detach().numpy(), lengths.numpy().astype("int32")
+    found = beam_search(*given, blank=blank, beam_width=beam_width, top_paths=top_paths)
+    return [torch.from_numpy(numpy.array(each)) for each in found]
 
 
 # Control flow ---------------------------------------------------------------------------------------------------------

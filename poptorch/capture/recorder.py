@@ -40,23 +40,45 @@ LOOKED_AT = object()
 
 @dataclass(frozen=True)
 class View:
-    """One step of a lens: the op that makes a view of `LOOKED_AT`, and which of its results it is."""
+    """One step of a lens: the op that makes views of `LOOKED_AT`, and which of these it is."""
 
     op: str
     overload: str
     arguments: dict[str, Any]
-    result: int
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    result: int = 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a storage the numbers of a tensor are."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(t: torch.Tensor) -> _Place:
+        return _Place(tuple(t.shape), t.stride(), int(t.storage_offset()))
 
 
 @dataclass(eq=False)
 class _Cell:
-    """A storage: what it holds now, and how often it was overwritten. It keeps the storage alive."""
+    """A storage: what it holds now, as a tensor in which place, and how often it was overwritten. It keeps it alive."""
 
     base: torch.Tensor
+    place: _Place
     value: Value
     version: int = 0
+    unsettled: list[tuple[Value, torch.Tensor]] = field(default_factory=list)
+    """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
+
+    def settle(self) -> None:
+        """Note whether gradients flow through values. PyTorch knows as soon as their op is done, until the next."""
+        for value, t in self.unsettled:
+            value.requires_grad = t.requires_grad
+        self.unsettled.clear()
 
 
 @dataclass(eq=False)
@@ -98,7 +120,8 @@ class Recorder:
         self._frames = [_Frame()]
         self._seen: dict[int, _Seen] = {}
         self._cells: dict[int, _Cell] = {}
-        self._tensors: list[tuple[Value, torch.Tensor]] = []
+        self._all_cells: list[_Cell] = []
+        self._parts = 0
 
     # Tensors and values ---------------------------------------------------------------------------------------------
 
@@ -143,7 +166,12 @@ class Recorder:
         cell.value = content
         cell.version += 1
         seen.value, seen.version = value, cell.version
-        self._tensors.append((value, t))
+        cell.settle()
+        self._await(cell, value, t)
+
+    def moved(self, t: torch.Tensor) -> None:
+        """Note that a tensor now looks at another place of a storage (`transpose_`), or at another storage."""
+        self._seen.pop(id(t), None)
 
     def _new(self, value: Value) -> Value:
         self._frames[-1].own[id(value)] = value
@@ -169,19 +197,24 @@ class Recorder:
         values = [self._here(seen.cell.value)]
         for view in seen.lens:
             node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
-            for _ in range(view.result):  # the results before the one that is looked at
-                self.result(node, (), view.dtype)
-            values.append(self.result(node, view.shape, view.dtype))
+            results = [self.result(node, shape, view.dtype) for shape in view.shapes]
+            values.append(results[view.result])
         return values
 
     def _introduce(self, t: torch.Tensor, value: Value) -> None:
         """Make a tensor known that has a storage of its own."""
-        cell = self._cells[storage_key(t)] = _Cell(t, value)
+        cell = self._cells[storage_key(t)] = _Cell(t, _Place.of(t), value)
+        self._all_cells.append(cell)
         self._seen[id(t)] = _Seen(t, cell, (), value, 0)
-        self._tensors.append((value, t))
+        self._await(cell, value, t)
+
+    def _await(self, cell: _Cell, value: Value, t: torch.Tensor) -> None:
+        """Have it noted later whether gradients flow through a value, if PyTorch is to know that."""
+        if not self._parts:
+            cell.unsettled.append((value, t))
 
     def _unknown(self, t: torch.Tensor) -> _Seen:
-        """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`)."""
+        """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`, strides)."""
         cell = self._cells.get(storage_key(t))
         if cell is None:
             if isinstance(t, torch._subclasses.FakeTensor):
@@ -194,11 +227,7 @@ class Recorder:
             node = self.node("poptorch.constant", "", {"data": data})
             self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
             return self._seen[id(t)]
-        base = cell.base
-        lens: tuple[View, ...] = ()
-        if (t.shape, t.stride(), t.storage_offset()) != (base.shape, base.stride(), base.storage_offset()):
-            place = {"size": tuple(t.shape), "stride": t.stride(), "storage_offset": t.storage_offset()}
-            lens = (View("aten.as_strided", "default", {"input": LOOKED_AT, **place}, 0, tuple(t.shape), t.dtype),)
+        lens = _lens(cell.place, _Place.of(t), t.dtype)
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
 
@@ -209,6 +238,8 @@ class Recorder:
         values = pytree.tree_map_only(torch.Tensor, self.value_of, dict(arguments))
         values = with_values(values, self._here)
         scope = self.scopes[-1] if self.scopes else ""
+        if op == "aten.convolution":
+            self._ambient.count_convolution()
         node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect)
         self.trace.nodes.append(node)
         return node
@@ -236,12 +267,26 @@ class Recorder:
             return False
         base = self._seen[id(looked_at)]
         place = _replaced(dict(arguments), looked_at, LOOKED_AT)
+        shapes = tuple(tuple(t.shape) for t in results)
         for i, t in enumerate(results):
-            value = self.result(node, tuple(t.shape), t.dtype)
-            view = View(node.op, node.overload, place, i, tuple(t.shape), t.dtype)
+            value = self.result(node, shapes[i], t.dtype)
+            view = View(node.op, node.overload, place, shapes, t.dtype, i)
             self._seen[id(t)] = _Seen(t, base.cell, (*base.lens, view), value, base.cell.version)
-            self._tensors.append((value, t))
+            self._await(base.cell, value, t)
         return True
+
+    @contextmanager
+    def parts(self) -> Iterator[list[torch.Tensor]]:
+        """Record what an op is made of. PyTorch tracks no gradients within, only of what it is asked to list: results."""
+        whole: list[torch.Tensor] = []
+        self._parts += 1
+        try:
+            yield whole
+        finally:
+            self._parts -= 1
+        for t in whole:
+            value = self.value_of(t)
+            self._await(self._seen[id(t)].cell, value, t)
 
     def source(self, frame: FrameType | None = None) -> SourceLocation:
         """The line of the user's that is running, or was in a frame."""
@@ -272,10 +317,38 @@ class Recorder:
 
     def finish(self) -> Trace:
         """The whole function. Nothing can be recorded after that."""
-        for value, t in self._tensors:
-            value.requires_grad = t.requires_grad
+        for cell in self._all_cells:
+            cell.settle()
         _stop_gradients(self.trace)
         return self.trace
+
+
+def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:
+    """The views that lead from what a storage holds to what another tensor sees there.
+
+    Raises:
+        poptorch.Error: if that is not written down: the storage has numbers that are not in its value.
+    """
+    if seen == base:
+        return ()
+    order = tuple(sorted(range(len(base.shape)), key=lambda d: (-base.stride[d], d)))
+    dense = torch.empty([base.shape[d] for d in order], device="meta")
+    strides = tuple(base.stride[d] for d in order)
+    last = sum((size - 1) * stride for size, stride in zip(seen.shape, seen.stride, strict=True))
+    begin = seen.offset - base.offset
+    if any(s != d and n > 1 for s, d, n in zip(strides, dense.stride(), dense.shape, strict=True)) or not (
+        0 <= begin and begin + last < dense.numel()
+    ):
+        raise createPoptorchError(
+            f"A tensor of the strides {seen.stride}, from {seen.offset} on, looks at memory that tensor with the shape "
+            f"{base.shape} and the strides {base.stride} has gaps in, or ends before. Make that tensor contiguous, or "
+            "use `view`, `select` and slices."
+        )
+    place = {"size": seen.shape, "stride": seen.stride, "storage_offset": begin}
+    strided = View("aten.as_strided", "default", {"input": LOOKED_AT, **place}, (seen.shape,), dtype)
+    if order == tuple(range(len(order))):
+        return (strided,)
+    return (View("aten.permute", "default", {"input": LOOKED_AT, "dims": order}, (tuple(dense.shape),), dtype), strided)
 
 
 def _replaced(arguments: Any, one: Any, by: Any) -> Any:

@@ -30,7 +30,7 @@ from poptorch.capture.torch_private import (
     written_arguments,
 )
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.whole import WHOLE, Whole
+from poptorch.capture.whole import WHOLE, Whole, as_activation
 from poptorch.errors import createPoptorchError
 from poptorch.weights import not_rebound
 
@@ -118,12 +118,18 @@ class Tracer:
             return given["input"].copy_(self.function(whole, function, (), given))
         written = whole.writes(given)
         with self.suspended():
-            results = function(*args, **kwargs)
+            results = function(*args, **kwargs) if whole.shaped_as is None else whole.shaped_as(**given)
         node = self.recorder.node(whole.op, "", given)
         self.recorder.results(node, results)
         for t in written:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         return results
+
+    def detach_(self, t: torch.Tensor) -> torch.Tensor:
+        """`Tensor.detach_`, which is no op of PyTorch."""
+        node = self.recorder.node("aten.detach", "default", {"input": t})
+        self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+        return t.detach_()
 
     def op(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """An op of PyTorch."""
@@ -135,15 +141,23 @@ class Tracer:
         if written and name not in _OVERWRITING:
             name = name.removesuffix("_")
         if not self._lowered(name, op._overloadname) and (made_of := decomposition(op)) is not None:
-            with self._ops:
+            with self.recorder.parts() as whole, self._ops:
                 results = made_of(*args, **kwargs)
+                whole += [t for t in pytree.tree_leaves([results, *written.values()]) if isinstance(t, torch.Tensor)]
             if results is not NotImplemented:
                 return results
         results = op(*args, **kwargs)
+        moves = torch.Tag.inplace_view in op.tags
+        if moves:
+            self.recorder.moved(args[0])
+        if moves or name == "aten.as_strided":
+            return results  # where it looks shows when it is read
         if written:
             read = {"input"} if name not in _OVERWRITING else set()
             inputs = {key: value for key, value in given.items() if key not in written or key in read}
             node = self.recorder.node(name, op._overloadname, inputs)
+            overwritten = list(map(id, written.values()))
+            self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
             for t in written.values():
                 self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
@@ -179,10 +193,13 @@ class _Functions(TorchFunctionMode):
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.detach_ and not self._tracer._suspended:
+            return self._tracer.detach_(*args)
         whole = None if self._tracer._suspended else _whole(func)
+        args, kwargs = as_activation(func, args, kwargs or {})
         if whole is None:
-            return func(*args, **(kwargs or {}))
-        return self._tracer.function(whole, func, args, kwargs or {})
+            return func(*args, **kwargs)
+        return self._tracer.function(whole, func, args, kwargs)
 
 
 @cache

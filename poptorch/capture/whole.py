@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import comb
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
-__all__ = ["LOSSES", "WHOLE", "Whole"]
+__all__ = ["LOSSES", "WHOLE", "Whole", "as_activation"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Whole:
         like: a function with the same parameters, for those that do not tell.
         writes: which of its arguments it overwrites. They follow the results.
         applies: whether it is to be kept whole, with these arguments.
+        shaped_as: a function that gives results of the right shapes and dtypes for the same arguments, by name, where
+            PyTorch's own would look at numbers in tensors. Left out, it is PyTorch's own.
     """
 
     op: str
@@ -31,6 +35,7 @@ class Whole:
     like: Callable[..., Any] | None = None
     writes: Callable[[Mapping[str, Any]], list[torch.Tensor]] = lambda given: []
     applies: Callable[[Mapping[str, Any]], bool] = lambda given: True
+    shaped_as: Callable[..., Any] | None = None
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
         """The arguments by name, defaults too; `None` if the function is not to be kept whole with them."""
@@ -77,21 +82,134 @@ _LOSSES = (
     F.cosine_embedding_loss,
     F.triplet_margin_loss,
     F.multilabel_soft_margin_loss,
-    F.ctc_loss,
+    F.multilabel_margin_loss,
+    F.multi_margin_loss,
 )
 
-LOSSES = frozenset(f"torch.{function.__name__}" for function in _LOSSES)
+
+def _shaped_as_gaussian_nll(
+    input: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, reduction: str, **others: Any
+) -> torch.Tensor:
+    losses = (input - target) * (var.sum() if isinstance(var, torch.Tensor) else var)
+    return losses if reduction == "none" else losses.sum()
+
+
+def _shaped_as_ctc(log_probs: torch.Tensor, reduction: str, **others: Any) -> torch.Tensor:
+    losses = log_probs.sum((0, -1))
+    return losses if reduction == "none" else losses.sum()
+
+
+def _shaped_as_batch_norm(momentum: float | torch.Tensor, **given: Any) -> torch.Tensor:
+    return F.batch_norm(momentum=0.0, **given)
+
+
+_WHOLE_LOSSES = (
+    *map(_whole, _LOSSES),
+    _whole(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
+    _whole(F.ctc_loss, shaped_as=_shaped_as_ctc),
+)
+
+LOSSES = frozenset(whole.op for whole in _WHOLE_LOSSES)
 """Names of the ops that are losses."""
 
+def _shaped_as_combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    count = comb(len(input) + r - 1 if with_replacement else len(input), r)
+    return input.sum().expand(count, r).clone()  # of the input, so that gradients are known to flow
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+
+
+def _recurrent(
+    input: Any,
+    hx: Any,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+) -> None: ...
+
+
+def _with_rows(given: Mapping[str, Any]) -> bool:
+    """Whether a recurrent layer has been given a tensor, and not a packed sequence."""
+    return isinstance(given["has_biases"], bool)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None: ...
+
+
 WHOLE: tuple[Whole, ...] = (
-    *map(_whole, _LOSSES),
-    _whole(F.batch_norm, writes=_statistics),
+    *_WHOLE_LOSSES,
+    _whole(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
     _whole(F.instance_norm, writes=_statistics),
-    _whole(F.layer_norm),
-    _whole(F.group_norm),
+    _whole(
+        F.layer_norm,
+        torch.layer_norm,
+        like=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True: None,
+    ),
+    _whole(
+        F.group_norm,
+        torch.group_norm,
+        like=lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True: None,
+    ),
+    _whole(F.rms_norm, torch.rms_norm, like=lambda input, normalized_shape, weight=None, eps=None: None),
+    _whole(F.pad),
+    _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
     _whole(F.linear, like=lambda input, weight, bias=None: None),
+    _whole(F.bilinear, like=lambda input1, input2, weight, bias=None: None),
+    _whole(
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.linalg.matmul,
+        like=lambda input, other, *, out=None: None,
+        applies=lambda given: given["out"] is None,
+    ),
+    _whole(
+        torch.einsum, like=lambda equation, *operands: None, applies=lambda given: isinstance(given["equation"], str)
+    ),
     *_along_a_dim(F.softmax, torch.softmax, torch.Tensor.softmax),
     *_along_a_dim(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
+    _whole(F.scaled_dot_product_attention, like=_attention),
+    _whole(F.multi_head_attention_forward),
+    *(Whole(f"torch.{f.__name__}", (f,), like=_recurrent, applies=_with_rows) for f in _RECURRENT),
+    *(_whole(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
     _whole(F.dropout),
     _whole(F.embedding, applies=lambda given: given["max_norm"] is None),
+    _whole(F.embedding_bag, applies=lambda given: given["max_norm"] is None),
 )
+
+# Dtypes ---------------------------------------------------------------------------------------------------------------
+
+_OF_THE_ACTIVATION = (
+    F.linear,
+    F.bilinear,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+)
+"""Functions that compute in the dtype of their first argument. (PyTorch wants all arguments to have the same.)"""
+
+
+def as_activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments of a function; of those that compute in the dtype of their input, with weight and bias cast to it."""
+    if not any(function is each for each in _OF_THE_ACTIVATION):
+        return args, kwargs
+    input = args[0] if args else kwargs.get("input", kwargs.get("input1"))
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(input.dtype), (args, kwargs))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from poptorch.lowering import (  # noqa: F401  (they declare)
-    activations,
-    control,
-    creation,
-    elementwise,
-    losses,
-    nn,
-    poptorch_ops,
-    random,
-    shape,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from poptorch.lowering.emission import Emission
 from poptorch.lowering.registry import has_lowering, lowerings
 
 __all__ = ["Emission", "has_lowering", "lowerings"]
+
+# The families declare their lowerings when they are imported.
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 import popxl
+from popxl import ops
 from poptorch.dtypes import to_numpy
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, broadcast
+from poptorch.lowering.operands import Number, broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
 
 # One number everywhere ------------------------------------------------------------------------------------------------
@@ -50,6 +52,13 @@ def scalar_tensor(s: Number, dtype: popxl.dtype | None = None) -> popxl.Tensor:
 # Sequences ------------------------------------------------------------------------------------------------------------
 
 
+@lowers("aten.arange")
+def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
+    (wanted,) = emission().wanted
+    kind = float if wanted.dtype.is_floating_point else int
+    return popxl.constant(kind(start) + kind(step) * np.arange(*wanted.shape), wanted.dtype)
+
+
 def _sequence(name: str) -> None:
     """A function of numbers alone: PyTorch computes it, once, and it is a constant."""
 
@@ -60,10 +69,39 @@ def _sequence(name: str) -> None:
         return popxl.constant(to_numpy(t), wanted.dtype)
 
 
-for _name in ("arange", "linspace", "logspace", "tril_indices", "triu_indices"):
+for _name in ("linspace", "logspace", "tril_indices", "triu_indices"):
     _sequence(_name)
 for _name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
     _sequence(f"{_name}_window")
+
+
+def _between(start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int) -> popxl.Tensor:
+    """So many numbers from `start` to `end`, one of which is a tensor."""
+    way = popxl.constant(np.linspace(0, 1, steps), popxl.float32)
+    first, last = (together(each, popxl.float32) for each in (start, end))
+    return first * (1 - way) + last * way
+
+
+_OF_TENSORS = ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+
+
+@lowers(*(f"aten.linspace.{overload}" for overload in _OF_TENSORS))
+def linspace(
+    start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int, dtype: popxl.dtype | None = None
+) -> popxl.Tensor:
+    return _between(start, end, steps)
+
+
+@lowers(*(f"aten.logspace.{overload}" for overload in _OF_TENSORS))
+def logspace(
+    start: Number | popxl.Tensor,
+    end: Number | popxl.Tensor,
+    steps: int,
+    base: float = 10,
+    dtype: popxl.dtype | None = None,
+) -> popxl.Tensor:
+    exponents = _between(start, end, steps)
+    return ops.pow(popxl.constant(base, popxl.float32), exponents)
 
 
 @lowers("aten.eye")

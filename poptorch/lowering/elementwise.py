@@ -54,11 +54,6 @@ _unary("clone alias lift_fresh contiguous positive conj_physical", ops.identity,
 _unary("detach", ops.detach, of_floats=False)
 
 
-def _entropy(t: Any) -> Any:
-    inside = t > 0
-    return jnp.where(inside, -t * jnp.log(jnp.where(inside, t, 1)), jnp.where(t < 0, -jnp.inf, t))
-
-
 for _name, _function in {
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
@@ -69,7 +64,6 @@ for _name, _function in {
     "atanh": jnp.arctanh,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "digamma": special.digamma,
     "erf": special.erf,
     "erfc": special.erfc,
     "erfinv": special.erfinv,
@@ -87,7 +81,6 @@ for _name, _function in {
     "sigmoid": jax.nn.sigmoid,
     "sinc": jnp.sinc,
     "sinh": jnp.sinh,
-    "special_entr": _entropy,
     "special_i0e": special.i0e,
     "special_i1": special.i1,
     "special_i1e": special.i1e,
@@ -139,15 +132,50 @@ def _logit(input: Any, *, eps: float | None) -> Any:
     return jnp.log(t / (1 - t))
 
 
+_unary(
+    "special_entr",
+    _kind(
+        "entr",
+        rounded_once(lambda input: jnp.where(input < 0, -jnp.inf, -special.xlogy(input, input))),
+        shape=like_first,
+        gradient={"input": lambda g, input: -g * (ops.log(input) + 1)},
+    ),
+)
+
+
 @lowers("aten.polygamma")
 def polygamma(n: int, input: popxl.Tensor) -> popxl.Tensor:
     return _polygamma(floating(input), n=n)
 
 
-@jax_op(title="Polygamma", shape=like_first)
+@jax_op(
+    title="Polygamma",
+    shape=like_first,
+    gradient={"input": lambda g, input, n: g * _polygamma(input, n=n + 1)},
+)
 @rounded_once
 def _polygamma(input: Any, *, n: int) -> Any:
-    return special.polygamma(n, input) if n else special.digamma(input)
+    """The n-th derivative of the digamma function. See Abramowitz and Stegun, 6.4.10."""
+    if n == 0:
+        return jnp.where(input == 0, -jnp.copysign(jnp.inf, input), special.digamma(input))
+    return (-1) ** (n + 1) * math.factorial(n) * hurwitz(jnp.full_like(input, n + 1), input)
+
+
+def hurwitz(s: Any, q: Any) -> Any:
+    """The sum of (q + k)^-s for k = 0, 1, ...; JAX's series is right above 0 alone, the terms before are added here."""
+    s, q = jnp.broadcast_arrays(s, q)
+    pole = (q <= 0) & (q == jnp.floor(q))
+
+    def add_term(sum_and_q: Any) -> Any:
+        total, q = sum_and_q
+        return jnp.where(q < 0, total + q**-s, total), jnp.where(q < 0, q + 1, q)
+
+    start = jnp.zeros_like(q), jnp.where(pole, 1, q)
+    total, rest = jax.lax.while_loop(lambda sum_and_q: jnp.any(sum_and_q[1] < 0), add_term, start)
+    return jnp.where(pole & (s > 1), jnp.inf, total + special.zeta(s, rest))
+
+
+_unary("digamma", lambda t: _polygamma(t, n=0))
 
 
 @lowers("aten.nan_to_num")
@@ -164,7 +192,10 @@ def _nan_to_num(input: Any, *, nan: float, posinf: float | None, neginf: float |
     return jnp.nan_to_num(input, nan=nan, posinf=posinf, neginf=neginf)
 
 
-@jax_op("aten.frexp", gradient={"input": lambda g, outs: g * ops.pow(popxl.constant(2, g.dtype), -outs[1])})
+_frexp_grad = jax_op(title="FrexpGrad", shape=like_first)(lambda g, exponent: jnp.ldexp(g, -exponent))
+
+
+@jax_op("aten.frexp", gradient={"input": lambda gs, outs: _frexp_grad(gs[0], outs[1])})
 def frexp(input: Any) -> Any:
     return jnp.frexp(input)
 
@@ -227,14 +258,24 @@ for _name, _function in {
     "hypot": jnp.hypot,
     "igamma": special.gammainc,
     "igammac": special.gammaincc,
+    "ldexp": lambda input, other: input * 2.0**other,
     "logaddexp": jnp.logaddexp,
     "logaddexp2": jnp.logaddexp2,
-    "special_zeta": special.zeta,
 }.items():
-    op = _kind(_name, rounded_once(_function), shape=broadcast, operands=("input", "other"))
-    _binary(_name, op, of_floats=True)
+    _op = _kind(_name, rounded_once(_function), shape=broadcast, operands=("input", "other"))
+    _binary(_name, _op, of_floats=True)
 
-_binary("nextafter", _kind("nextafter", jnp.nextafter, shape=broadcast, operands=("input", "other"), gradient=None))
+_zeta = jax_op(
+    title="Zeta",
+    shape=broadcast,
+    gradient={"q": lambda g, s, q: -g * s * _zeta(s + 1, q)},
+)(rounded_once(hurwitz))
+_binary("special_zeta", _zeta, of_floats=True)
+
+_nextafter = jax_op(title="Nextafter", shape=broadcast, gradient={"lhs": lambda g: g})(
+    lambda lhs, rhs: jnp.nextafter(lhs, rhs)
+)
+_binary("nextafter", _nextafter)
 
 
 def _scaled(other: Operand, alpha: float) -> Operand:

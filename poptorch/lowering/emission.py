@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from math import prod
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,7 @@ from popxl.source import DebugRecord
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.dtypes import device_dtype
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.operands import broadcast
+from poptorch.lowering.operands import broadcast, reshaped
 from poptorch.lowering.registry import lowering_of
 
 __all__ = ["Emission", "emission", "popxl_dtype", "spec_of"]
@@ -236,7 +237,9 @@ def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
     wanted = spec_of(value)
     if t.dtype != wanted.dtype:
         t = ops.cast(t, wanted.dtype)
-    return t if t.shape == wanted.shape else broadcast(t, shape=wanted.shape)
+    if t.shape == wanted.shape:
+        return t
+    return reshaped(t, wanted.shape) if t.nelms == prod(wanted.shape) else broadcast(t, shape=wanted.shape)
 
 
 def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:

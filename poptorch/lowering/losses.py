@@ -1,29 +1,336 @@
-"""Losses."""
+"""Losses: a loss for each element, or each row of a batch, and then the mean or the sum of them.
+
+What is written here for arrays is differentiated by JAX. Where it says `where`, and not `maximum`, it is for the slope
+at the corner: that is PyTorch's.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.special import xlogy
 
 import popxl
-from popxl import ops
-from poptorch.lowering.operands import promoted
+from popxl import OpKind, ops
+from popxl.ops.precision import rounded_once, widened
+from poptorch.lowering.linalg import norm
+from poptorch.lowering.nn import log_softmax
+from poptorch.lowering.operands import together
 from poptorch.lowering.registry import jax_op, lowers
 
-
-def reduced(losses: popxl.Tensor, reduction: str) -> popxl.Tensor:
-    """The losses of all elements, as one."""
-    return {"mean": ops.mean, "sum": ops.sum, "none": lambda t: t}[reduction](losses)
+# Reductions -----------------------------------------------------------------------------------------------------------
 
 
-@lowers("torch.mse_loss")
-def mse_loss(input: popxl.Tensor, target: popxl.Tensor, reduction: str = "mean", **deprecated: Any) -> popxl.Tensor:
-    difference = ops.sub(*promoted(input, target))
-    return reduced(difference * difference, reduction)
+def reduced(losses: popxl.Tensor, reduction: str, shares: popxl.Tensor | None = None) -> popxl.Tensor:
+    """The losses of all elements, as one.
+
+    Args:
+        losses: of all elements.
+        reduction: `"mean"`, `"sum"`, `"none"`, `"batchmean"`.
+        shares: what each counts in the mean: their sum divides it, in place of the number of losses.
+    """
+    if reduction == "mean":
+        return ops.mean(losses) if shares is None else ops.sum(losses) / ops.sum(shares)
+    if reduction == "batchmean":
+        return ops.sum(losses) / losses.shape[0]
+    return ops.sum(losses) if reduction == "sum" else ops.identity(losses)
+
+
+def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that is meant, by two arguments of old, too."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
+def _loss(losses: Callable[..., Any]) -> OpKind:
+    """Declare a loss of the name of a function, which gives arrays of losses for arrays. Halves come as float32."""
+    kind = jax_op()(rounded_once(losses))
+
+    @lowers(f"torch.{losses.__name__}")
+    def lowering(
+        reduction: str = "mean", size_average: bool | None = None, reduce: bool | None = None, **arguments: Any
+    ) -> popxl.Tensor:
+        return reduced(kind(**arguments), _reduction(reduction, size_average, reduce))
+
+    return kind
 
 
 @lowers("poptorch.identity_loss")
 def identity_loss(x: popxl.Tensor, reduction: str) -> popxl.Tensor:
-    return ops.identity(x) if reduction == "none" else reduced(x, reduction)
+    return reduced(x, reduction)
+
+
+# Distances to a target ------------------------------------------------------------------------------------------------
+
+
+def _of_differences(name: str, error: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
+    """A loss whose mean is divided by the weights, if there are any."""
+
+    def lowering(
+        input: popxl.Tensor,
+        target: popxl.Tensor,
+        reduction: str,
+        size_average: bool | None,
+        reduce: bool | None,
+        weight: popxl.Tensor | None = None,
+    ) -> popxl.Tensor:
+        input, target = (together(t, popxl.float32) for t in (input, target))
+        losses = error(input - target)
+        reduction = _reduction(reduction, size_average, reduce)
+        if weight is None:
+            return reduced(losses, reduction)
+        weight = together(weight, popxl.float32)
+        return reduced(losses * weight, reduction, weight)
+
+    lowers(f"torch.{name}")(lowering)
+
+
+_of_differences("mse_loss", lambda difference: difference * difference)
+_of_differences("l1_loss", ops.abs)
+
+
+@_loss
+def smooth_l1_loss(input: Any, target: Any, *, beta: float) -> Any:
+    distance = jnp.abs(input - target)
+    if beta == 0:
+        return distance
+    return jnp.where(distance < beta, distance * distance / (2 * beta), distance - beta / 2)
+
+
+@_loss
+def huber_loss(input: Any, target: Any, weight: Any = None, *, delta: float) -> Any:
+    distance = jnp.abs(input - target)
+    losses = jnp.where(distance <= delta, distance * distance / 2, delta * (distance - delta / 2))
+    return losses if weight is None else losses * weight
+
+
+@_loss
+def poisson_nll_loss(input: Any, target: Any, *, log_input: bool, full: bool, eps: float) -> Any:
+    losses = jnp.exp(input) - target * input if log_input else input - target * jnp.log(input + eps)
+    if not full:
+        return losses
+    large = jnp.where(target > 1, target, 2)  # Stirling's formula is for these
+    stirling = large * jnp.log(large) - large + jnp.log(2 * math.pi * large) / 2
+    return losses + jnp.where(target > 1, stirling, 0)
+
+
+@_loss
+def kl_div(input: Any, target: Any, *, log_target: bool) -> Any:
+    return jnp.exp(target) * (target - input) if log_target else xlogy(target, target) - target * input
+
+
+@lowers("torch.gaussian_nll_loss")
+def gaussian_nll_loss(
+    input: popxl.Tensor, target: popxl.Tensor, var: popxl.Tensor | float, full: bool, eps: float, reduction: str
+) -> popxl.Tensor:
+    var = together(var, popxl.float32)
+    if var.shape and var.shape == input.shape[:-1]:
+        var = ops.reshape(var, (*var.shape, 1))
+    return reduced(_gaussian(input, target, var, full=full, eps=eps), reduction)
+
+
+@jax_op(title="GaussianNllLoss")
+def _gaussian(input: Any, target: Any, var: Any, *, full: bool, eps: float) -> Any:
+    difference = widened(input) - widened(target)
+    var = var + jax.lax.stop_gradient(jnp.maximum(var, eps) - var)  # a slope below `eps`, too
+    losses = (jnp.log(var) + difference * difference / var) / 2
+    return losses + math.log(2 * math.pi) / 2 if full else losses
+
+
+# Of two classes -------------------------------------------------------------------------------------------------------
+
+
+def _above(x: Any) -> Any:
+    return jnp.where(x >= 0, x, 0)
+
+
+@_loss
+def soft_margin_loss(input: Any, target: Any) -> Any:
+    return jax.nn.softplus(-target * input)
+
+
+@_loss
+def hinge_embedding_loss(input: Any, target: Any, *, margin: float) -> Any:
+    return jnp.where(target != 1, _above(margin - input), 0) + jnp.where(target != -1, input, 0)
+
+
+@_loss
+def margin_ranking_loss(input1: Any, input2: Any, target: Any, *, margin: float) -> Any:
+    return _above(margin - target * (input1 - input2))
+
+
+@_loss
+def binary_cross_entropy(input: Any, target: Any, weight: Any = None) -> Any:
+    losses = _cross_entropy_of_two(input, target)
+    return losses if weight is None else losses * weight
+
+
+def _logarithms(input: Any) -> tuple[Any, Any]:
+    """Those of a probability and of the opposite one; never less than -100."""
+    return jnp.maximum(jnp.log(input), -100), jnp.maximum(jnp.log1p(-input), -100)
+
+
+@jax.custom_jvp
+def _cross_entropy_of_two(input: Any, target: Any) -> Any:
+    log, opposite = _logarithms(input)
+    return -(target * log + (1 - target) * opposite)
+
+
+@_cross_entropy_of_two.defjvp
+def _slope(operands: Any, changes: Any) -> Any:
+    input, target = operands
+    log, opposite = _logarithms(input)
+    of_input = (input - target) / jnp.maximum(input * (1 - input), 1e-12)
+    return _cross_entropy_of_two(input, target), of_input * changes[0] + (opposite - log) * changes[1]
+
+
+@_loss
+def binary_cross_entropy_with_logits(input: Any, target: Any, weight: Any = None, pos_weight: Any = None) -> Any:
+    positive = 1 if pos_weight is None else (pos_weight - 1) * target + 1
+    losses = (1 - target) * input + positive * jax.nn.softplus(-input)
+    return losses if weight is None else losses * weight
+
+
+# Of vectors -----------------------------------------------------------------------------------------------------------
+
+
+@_loss
+def cosine_embedding_loss(input1: Any, input2: Any, target: Any, *, margin: float) -> Any:
+    squares = ((each * each).sum(-1) + 1e-12 for each in (input1, input2))
+    cosine = (input1 * input2).sum(-1) / jnp.sqrt(math.prod(squares))
+    return jnp.where(target == 1, 1 - cosine, 0) + jnp.where(target == -1, _above(cosine - margin), 0)
+
+
+@_loss
+def triplet_margin_loss(
+    anchor: Any, positive: Any, negative: Any, *, margin: float, p: float, eps: float, swap: bool
+) -> Any:
+    near, far = norm(anchor - positive + eps, p), norm(anchor - negative + eps, p)
+    if swap:
+        far = jnp.minimum(far, norm(positive - negative + eps, p))
+    return _above(margin + near - far)
+
+
+# Of several classes ---------------------------------------------------------------------------------------------------
+
+
+@_loss
+def multilabel_soft_margin_loss(input: Any, target: Any, weight: Any = None) -> Any:
+    losses = -(target * jax.nn.log_sigmoid(input) + (1 - target) * jax.nn.log_sigmoid(-input))
+    return (losses if weight is None else losses * weight).mean(-1)
+
+
+@_loss
+def multilabel_margin_loss(input: Any, target: Any) -> Any:
+    classes = input.shape[-1]
+    named = jnp.cumsum(target < 0, -1) == 0  # up to the first -1
+    hits = (target[..., None] == jnp.arange(classes)) & named[..., None]
+    distances = _above(1 - jnp.take_along_axis(input, jnp.where(named, target, 0), -1)[..., None] + input[..., None, :])
+    counts = named[..., None] & ~hits.any(-2, keepdims=True)
+    return jnp.where(counts, distances, 0).sum((-2, -1)) / classes
+
+
+@_loss
+def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, margin: float) -> Any:
+    hit = target[..., None] == jnp.arange(input.shape[-1])
+    distances = _above(margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input) ** p
+    distances = distances if weight is None else distances * weight[target][..., None]
+    return jnp.where(hit, 0, distances).mean(-1)
+
+
+@lowers("torch.nll_loss")
+def nll_loss(
+    input: popxl.Tensor,
+    target: popxl.Tensor,
+    weight: popxl.Tensor | None,
+    size_average: bool | None,
+    ignore_index: int,
+    reduce: bool | None,
+    reduction: str,
+    label_smoothing: float = 0,
+) -> popxl.Tensor:
+    target = together(target, popxl.int32)
+    losses, shares = _nll(input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return reduced(losses, _reduction(reduction, size_average, reduce), shares)
+
+
+@lowers("torch.cross_entropy")
+def cross_entropy(
+    input: popxl.Tensor,
+    target: popxl.Tensor,
+    weight: popxl.Tensor | None,
+    size_average: bool | None,
+    ignore_index: int,
+    reduce: bool | None,
+    reduction: str,
+    label_smoothing: float,
+) -> popxl.Tensor:
+    axis = _class_axis(input)
+    logs = log_softmax(input, axis)
+    if not target.dtype.is_floating_point:
+        return nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    losses = _of_probabilities(logs, target, weight, axis=axis, label_smoothing=label_smoothing)
+    return reduced(losses, _reduction(reduction, size_average, reduce))
+
+
+def _class_axis(input: Any) -> int:
+    return 0 if len(input.shape) == 1 else 1
+
+
+def _column(vector: Any, logs: Any) -> Any:
+    """What there is for each class, beside the logarithms."""
+    return vector.reshape(-1, *(1,) * (logs.ndim - 1 - _class_axis(logs)))
+
+
+@jax_op(title="SoftCrossEntropy")
+def _of_probabilities(logs: Any, target: Any, weight: Any = None, *, axis: int, label_smoothing: float) -> Any:
+    smooth = widened(target) * (1 - label_smoothing) + label_smoothing / logs.shape[axis]
+    smooth = smooth if weight is None else smooth * _column(widened(weight), logs)
+    return -(smooth * widened(logs)).sum(axis)
+
+
+def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float) -> tuple[Any, Any]:
+    """What each logarithm counts in the loss of its element; what each element counts in the mean."""
+    axis, classes = _class_axis(logs), logs.shape[_class_axis(logs)]
+    by_class = jnp.ones(classes, jnp.float32) if weight is None else widened(weight)
+    counts = target != ignore_index
+    shares = jnp.where(counts, by_class[jnp.where(counts, target, 0)], 0)
+    column = _column(jnp.arange(classes), logs)
+    of_logs = jnp.where(column == jnp.expand_dims(target, axis), jnp.expand_dims(shares, axis), 0)
+    if label_smoothing:
+        everywhere = jnp.where(jnp.expand_dims(counts, axis), _column(by_class, logs) / classes, 0)
+        of_logs = of_logs * (1 - label_smoothing) + everywhere * label_smoothing
+    return of_logs, shares
+
+
+@jax_op(title="NllGrad")
+def _nll_grad(
+    g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float
+) -> Any:
+    of_logs, _ = _shares(logs, target, weight, ignore_index, label_smoothing)
+    return -of_logs * jnp.expand_dims(g, _class_axis(logs))
+
+
+@jax_op(
+    title="Nll",
+    gradient={
+        "logs": lambda g, logs, target, weight, ignore_index, label_smoothing: _nll_grad(
+            g, logs, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing
+        )
+    },
+    result=("losses", "shares"),
+)
+def _nll(
+    logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float
+) -> tuple[Any, Any]:
+    """The loss of each element; what it counts in the mean. An element without a class costs nothing."""
+    of_logs, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
+    # Not a product: what is ignored may be infinite.
+    return -jnp.where(of_logs == 0, 0, widened(logs) * of_logs).sum(_class_axis(logs)), shares

@@ -1,27 +1,33 @@
-"""Layers: what modules of `torch.nn` are made of, and is not a loss."""
+"""Layers that are neither products, convolutions, pools nor norms: softmax and its logarithm, embeddings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 import popxl
-from popxl import ops
-from popxl.ops.precision import rounded_once
+from popxl import OpKind, ops
+from popxl.ops.precision import rounded_once, widened
 from poptorch.lowering.operands import axis_of, together
 from poptorch.lowering.registry import jax_op, lowers
 
-
-@lowers("torch.linear")
-def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None) -> popxl.Tensor:
-    out = input @ ops.transpose(together(weight, input.dtype))
-    return out if bias is None else out + together(bias, input.dtype)
+# Softmax --------------------------------------------------------------------------------------------------------------
 
 
-@lowers("torch.softmax")
-def softmax(
-    input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None, _stacklevel: int = 3
-) -> popxl.Tensor:
-    return _softmax(input if dtype is None else together(input, dtype), axis=axis_of(input, dim))
+def _along_a_dim(name: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
+    def lowering(
+        input: popxl.Tensor,
+        dim: int,
+        dtype: popxl.dtype | None = None,
+        half_to_float: bool = False,
+        _stacklevel: int = 3,
+    ) -> popxl.Tensor:
+        return kind(input if dtype is None else together(input, dtype), axis=axis_of(input, dim))
+
+    return lowers(f"torch.{name}", f"aten.{name}", f"aten._{name}")(lowering)
 
 
 def _softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popxl.Tensor:
@@ -29,6 +35,126 @@ def _softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popxl.Te
     return weighted - out * ops.sum(weighted, axis, keepdims=True)
 
 
-_softmax = jax_op(title="Softmax", gradient={"input": _softmax_gradient})(
-    rounded_once(lambda input, *, axis: jax.nn.softmax(input, axis))
+def _log_softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popxl.Tensor:
+    return g - ops.exp(out) * ops.sum(g, axis, keepdims=True)
+
+
+softmax = _along_a_dim(
+    "softmax",
+    jax_op(title="Softmax", gradient={"input": _softmax_gradient})(
+        rounded_once(lambda input, *, axis: jax.nn.softmax(input, axis))
+    ),
 )
+log_softmax = _along_a_dim(
+    "log_softmax",
+    jax_op(title="LogSoftmax", gradient={"input": _log_softmax_gradient})(
+        rounded_once(lambda input, *, axis: jax.nn.log_softmax(input, axis))
+    ),
+)
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
+
+_paced = OpKind(
+    "Pace",
+    lambda rows, pace: rows,
+    gradient={"rows": lambda g, pace: g * pace},
+    key="poptorch.Pace",
+)
+"""Rows as they are, whose gradients are multiplied."""
+
+
+@jax_op(title="EmbeddingPace")
+def _pace(indices: Any, *, rows: int, padding_idx: int | None, by_frequency: bool) -> Any:
+    """What the gradient of each row that was looked up is multiplied by: nothing for padding, less for frequent ones."""
+    pace = jnp.ones(indices.shape, jnp.float32)
+    if by_frequency:
+        pace = pace / jnp.bincount(indices.reshape(-1), length=rows)[indices]
+    return pace if padding_idx is None else jnp.where(indices == padding_idx, 0, pace)
+
+
+def _looked_up(
+    weight: popxl.Tensor, indices: popxl.Tensor, padding_idx: int | None, by_frequency: bool
+) -> popxl.Tensor:
+    """Rows of the weight. A negative `padding_idx` counts from the back."""
+    rows = weight.shape[0]
+    out = ops.gather(weight, indices)
+    if padding_idx is None and not by_frequency:
+        return out
+    padding_idx = None if padding_idx is None else padding_idx % rows
+    pace = _pace(indices, rows=rows, padding_idx=padding_idx, by_frequency=by_frequency)
+    return _paced(out, together(ops.reshape(pace, (*indices.shape, 1)), weight.dtype))
+
+
+@lowers("torch.embedding")
+def embedding(
+    input: popxl.Tensor,
+    weight: popxl.Tensor,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    **others: Any,
+) -> popxl.Tensor:
+    return _looked_up(weight, input, padding_idx, scale_grad_by_freq)
+
+
+@lowers("aten.embedding")
+def aten_embedding(
+    weight: popxl.Tensor,
+    indices: popxl.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> popxl.Tensor:
+    return _looked_up(weight, indices, None if padding_idx < 0 else padding_idx, scale_grad_by_freq)
+
+
+@jax_op("aten.embedding_renorm")
+def renormed(input: Any, indices: Any, *, max_norm: float, norm_type: float) -> Any:
+    """The table, with the rows that are looked up scaled down to a norm."""
+    wide = widened(input)
+    norms = jnp.linalg.norm(wide, norm_type, axis=1, keepdims=True)
+    used = jnp.zeros((len(input), 1), bool).at[indices.reshape(-1)].set(True)
+    return jnp.where(used & (norms > max_norm), wide * (max_norm / (norms + 1e-7)), wide)
+
+
+@lowers("torch.embedding_bag")
+def embedding_bag(
+    input: popxl.Tensor,
+    weight: popxl.Tensor,
+    offsets: popxl.Tensor | None = None,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    per_sample_weights: popxl.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    **others: Any,
+) -> popxl.Tensor:
+    if offsets is None:
+        bags, length = input.shape
+        bag_of = popxl.constant([bag for bag in range(bags) for _ in range(length)], popxl.int32)
+    else:
+        bags = offsets.shape[0] - include_last_offset
+        bag_of = _bag_of(offsets, count=input.nelms, bags=bags)
+    flat = ops.reshape(input, (-1,))
+    rows = _looked_up(weight, flat, padding_idx, scale_grad_by_freq)
+    if per_sample_weights is not None:
+        rows = rows * ops.reshape(per_sample_weights, (-1, 1))
+    padding_idx = None if padding_idx is None else padding_idx % weight.shape[0]
+    return _bagged(rows, bag_of, flat, bags=bags, mode=mode, padding_idx=padding_idx)
+
+
+@jax_op(title="BagOf")
+def _bag_of(offsets: Any, *, count: int, bags: int) -> Any:
+    """The number of the bag of each row. Bags begin where offsets say."""
+    return jnp.searchsorted(offsets[:bags], jnp.arange(count), side="right").astype(jnp.int32) - 1
+
+
+@jax_op(title="Bag")
+def _bagged(rows: Any, bag_of: Any, indices: Any, *, bags: int, mode: str, padding_idx: int | None) -> Any:
+    """The sum, mean or maximum of the rows in each bag, but for padding; 0 for an empty one."""
+    rows = widened(rows)
+    bag_of = bag_of if padding_idx is None else jnp.where(indices == padding_idx, bags, bag_of)
+    counts = jax.ops.segment_sum(jnp.ones(bag_of.shape, rows.dtype), bag_of, bags)[:, None]
+    if mode == "max":
+        return jnp.where(counts > 0, jax.ops.segment_max(rows, bag_of, bags), 0)
+    total = jax.ops.segment_sum(rows, bag_of, bags)
+    return total / jnp.maximum(counts, 1) if mode == "mean" else total

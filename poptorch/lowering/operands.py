@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 import popxl
 from popxl import OpKind, ops
 
-__all__ = ["axes_of", "axis_of", "broadcast", "promoted", "together"]
+__all__ = ["axes_of", "axis_of", "broadcast", "lined", "promoted", "reshaped", "together"]
 
 Number = bool | int | float
 
-broadcast = OpKind("Expand", lambda t, *, shape: jnp.broadcast_to(t, shape), key="poptorch.Expand")
+broadcast = OpKind(
+    "Expand",
+    lambda t, *, shape: jnp.broadcast_to(t, shape),
+    key="poptorch.Expand",
+    gradient={"t": lambda g: g},  # autodiff sums it, with float16 in float32
+)
 """A tensor in a larger shape, by the rules of broadcasting."""
 
 
@@ -60,10 +65,15 @@ def axis_of(t: popxl.Tensor, dim: int) -> int:
 def axes_of(t: popxl.Tensor, dim: int | Iterable[int] | None) -> tuple[int, ...]:
     """Axes, counted from the front; all, if none are named."""
     named = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    return tuple(axis_of(t, d) for d in named) or tuple(range(len(t.shape)))
+    axes = tuple(range(len(t.shape)))
+    return tuple(axis_of(t, d) for d in named if axes) or axes
 
 
-def full_shape(t: popxl.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape in which -1 stands for what is left."""
-    known = math.prod(d for d in shape if d != -1)
-    return tuple(math.prod(t.shape) // known if d == -1 else d for d in shape)
+def reshaped(t: popxl.Tensor, shape: Sequence[int]) -> popxl.Tensor:
+    """A tensor in another shape, which has as many numbers: none, perhaps, unlike in popxl."""
+    return ops.reshape(t, shape) if 0 not in shape else popxl.constant(np.zeros(shape), t.dtype)
+
+
+def lined(t: popxl.Tensor) -> popxl.Tensor:
+    """A tensor that has axes: one of one number, if it has none."""
+    return t if t.shape else ops.reshape(t, (1,))

@@ -1,18 +1,25 @@
-"""Ops that arrange the numbers of tensors in another way, and constants."""
+"""Ops that arrange the numbers of tensors in another way, views, and writing through them; constants."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, combinations, combinations_with_replacement
+from math import prod
 from typing import Any
 
-
+import jax.numpy as jnp
+import numpy as np
 import torch
+from jax import lax
+from torch.utils import _pytree as pytree
 
 import popxl
 from popxl import ops
-from poptorch.capture.recorder import Data, View
+from popxl.ops.precision import rounded_once, widened
+from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.dtypes import to_numpy
-from poptorch.lowering.operands import axis_of, broadcast, full_shape
+from poptorch.lowering.emission import emission
+from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, reshaped, together
 from poptorch.lowering.registry import jax_op, lowers
 
 # Constants ------------------------------------------------------------------------------------------------------------
@@ -23,70 +30,126 @@ def constant(data: Data) -> popxl.Tensor:
     return popxl.constant(to_numpy(data.tensor))
 
 
-# Shapes ---------------------------------------------------------------------------------------------------------------
+# Views ----------------------------------------------------------------------------------------------------------------
 
 
-@lowers("aten.view", "aten._unsafe_view", "aten.reshape")
-def view(input: popxl.Tensor, size: Sequence[int]) -> popxl.Tensor:
-    return ops.reshape(input, full_shape(input, size))
+def _view(*names: str) -> tuple[str, ...]:
+    """The names of ops that give views, and of those that give copies of the same."""
+    return tuple(f"aten.{name}{end}" for name in names for end in ("", "_copy"))
 
 
-@lowers("aten.unsqueeze")
-def unsqueeze(input: popxl.Tensor, dim: int) -> popxl.Tensor:
-    axis = dim % (len(input.shape) + 1)
-    return ops.reshape(input, (*input.shape[:axis], 1, *input.shape[axis:]))
+@lowers(*_view("view", "unsqueeze", "squeeze"), "aten._unsafe_view", "aten.reshape")
+def reshape(input: popxl.Tensor, **how: Any) -> popxl.Tensor:
+    return reshaped(input, emission().wanted[0].shape)
 
 
-@lowers("aten.t")
+@lowers("aten.view.dtype")
+def view_as(input: popxl.Tensor, dtype: popxl.dtype) -> popxl.Tensor:
+    if input.dtype.itemsize != dtype.itemsize:
+        raise ValueError(f"view: the numbers of {input!r} have another size than {dtype}; expected the same size.")
+    return bits(input, dtype=dtype)
+
+
+@jax_op(title="Bitcast", gradient=None)
+def bits(input: Any, *, dtype: popxl.dtype) -> Any:
+    return lax.bitcast_convert_type(input, dtype.as_jax())
+
+
+@lowers(*_view("t"))
 def t(input: popxl.Tensor) -> popxl.Tensor:
     return ops.transpose(input)
 
 
-@lowers("aten.permute")
+@lowers(*_view("transpose"))
+def transpose(input: popxl.Tensor, dim0: int, dim1: int) -> popxl.Tensor:
+    order = list(range(len(input.shape)))
+    if order:
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+    return ops.transpose(input, order)
+
+
+@lowers(*_view("permute"))
 def permute(input: popxl.Tensor, dims: Sequence[int]) -> popxl.Tensor:
     return ops.transpose(input, tuple(axis_of(input, dim) for dim in dims))
 
 
-@lowers("aten.expand")
+@lowers(*_view("expand"))
 def expand(input: popxl.Tensor, size: Sequence[int], implicit: bool = False) -> popxl.Tensor:
-    missing = len(size) - len(input.shape)
-    kept = (1,) * missing + input.shape
-    return broadcast(input, shape=tuple(k if d == -1 else d for k, d in zip(kept, size, strict=True)))
+    return broadcast(input, shape=emission().wanted[0].shape)
 
 
-@lowers("aten.select")
+def _cut(t: popxl.Tensor, axis: int, *bounds: int | None) -> popxl.Tensor:
+    return t[(slice(None),) * axis + (slice(*bounds),)]
+
+
+@lowers(*_view("select"))
 def select(input: popxl.Tensor, dim: int, index: int) -> popxl.Tensor:
     axis = axis_of(input, dim)
     return input[(slice(None),) * axis + (index % input.shape[axis],)]
 
 
-@lowers("aten.slice")
+@lowers(*_view("slice"))
 def slice_(
     input: popxl.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> popxl.Tensor:
-    return input[(slice(None),) * axis_of(input, dim) + (slice(start, end, step),)]
+    return _cut(input, axis_of(input, dim), start, end, step)
 
 
-@lowers("aten.cat")
-def cat(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
-    return ops.concat(tensors, axis_of(tensors[0], dim))
+@lowers(*_view("split", "split_with_sizes", "unbind"), "aten.unsafe_split", "aten.unsafe_split_with_sizes")
+def split(input: popxl.Tensor, dim: int = 0, **sizes: Any) -> list[popxl.Tensor]:
+    axis = axis_of(input, dim)
+    wanted = [spec.shape[axis] if len(spec.shape) == len(input.shape) else 1 for spec in emission().wanted]
+    return [_cut(input, axis, end - size, end) for size, end in zip(wanted, accumulate(wanted), strict=True)]
 
 
-@lowers("aten.as_strided")
+@jax_op(*_view("diagonal"))
+def diagonal(input: Any, *, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    return jnp.diagonal(input, offset, dim1, dim2)
+
+
+@jax_op(*_view("unfold"))
+def unfold(input: Any, *, dimension: int, size: int, step: int) -> Any:
+    """Windows along a dimension, which are laid along a new one, the last."""
+    lines = jnp.atleast_1d(widened(input))
+    axis = dimension % lines.ndim
+    count = (lines.shape[axis] - size) // step + 1
+    if size == step:  # windows side by side: nothing needs to be looked up
+        side_by_side = lax.slice_in_dim(lines, 0, count * size, axis=axis)
+        windows = side_by_side.reshape(*lines.shape[:axis], count, size, *lines.shape[axis + 1 :])
+    else:
+        windows = jnp.take(lines, jnp.arange(count)[:, None] * step + jnp.arange(size), axis=axis)
+    return jnp.moveaxis(windows, axis + 1, -1).astype(input.dtype)
+
+
+@lowers(*_view("as_strided"))
 def as_strided(
-    input: popxl.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
+    input: popxl.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> popxl.Tensor:
-    places = torch.arange(input.nelms).as_strided(tuple(size), tuple(stride), storage_offset)
-    return taken(input, _indices(places))
+    """What a tensor with these strides sees; the recorder has put `input` in the order in which it is in memory."""
+    order = _order(size, stride, input.nelms)
+    if order is None:
+        return strided(input, size=tuple(size), stride=tuple(stride), offset=storage_offset or 0)
+    return ops.transpose(reshaped(input, [size[d] for d in order]), np.argsort(order).tolist())
 
 
-@jax_op(title="Take")
-def taken(base: Any, places: Any) -> Any:
-    return base.reshape(-1)[places]
+def _order(size: Sequence[int], stride: Sequence[int], count: int) -> list[int] | None:
+    """The dimensions of a view of `count` numbers, the outermost first; `None` if it does not see each of them once."""
+    long = sorted((d for d in range(len(size)) if size[d] != 1), key=lambda d: -stride[d])
+    dense = [prod(size[d] for d in long[i + 1 :]) for i in range(len(long))]
+    if [stride[d] for d in long] != dense or prod(size) != count:
+        return None
+    return long + [d for d in range(len(size)) if size[d] == 1]
 
 
-def _indices(places: torch.Tensor) -> popxl.Tensor:
-    return popxl.constant(places.numpy(), popxl.int32)
+def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
+    """Where in memory the numbers of a view are."""
+    steps = zip(jnp.indices(size, sparse=True), stride, strict=True)
+    return sum((index * step for index, step in steps), start=jnp.asarray(offset))
+
+
+@jax_op(title="AsStrided")
+def strided(base: Any, *, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
+    return widened(base).reshape(-1)[_places(size, stride, offset)].astype(base.dtype)
 
 
 # Writing through a view -----------------------------------------------------------------------------------------------
@@ -95,29 +158,139 @@ def _indices(places: torch.Tensor) -> popxl.Tensor:
 @lowers("poptorch.put")
 def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
     """A tensor in which what a view sees has been replaced."""
-    op, arguments = view.op, view.arguments
-    if op == "aten.slice":
-        axis = axis_of(base, arguments.get("dim", 0))
-        bounds = slice(arguments.get("start"), arguments.get("end"), arguments.get("step", 1))
-        return written(base, content, axis=axis, bounds=bounds.indices(base.shape[axis]))
-    if op == "aten.select":
-        axis = axis_of(base, arguments["dim"])
-        index = arguments["index"] % base.shape[axis]
-        row = ops.reshape(content, (*base.shape[:axis], 1, *base.shape[axis + 1 :]))
-        return written(base, row, axis=axis, bounds=(index, index + 1, 1))
-    if op in ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.alias"):
-        return ops.reshape(content, base.shape)
-    numbered = torch.arange(base.nelms).reshape(base.shape)
+    if view.op == "aten.view" and view.overload == "dtype":
+        return bits(content, dtype=base.dtype)
+    return _put(base, content, view.op, view.overload, view.arguments, view.result)
+
+
+_PARTS = ("aten.select", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.unbind")
+"""Views of a part of a dimension."""
+
+
+def _put(
+    base: popxl.Tensor, content: popxl.Tensor, op: str, overload: str, arguments: Mapping[str, Any], result: int = 0
+) -> popxl.Tensor:
+    if content.nelms == 0:
+        return ops.identity(base)
     given = {"self" if name == "input" else name: value for name, value in arguments.items()}
-    seen = getattr(getattr(torch.ops.aten, op.removeprefix("aten.")), view.overload)(**given | {"self": numbered})
-    return scattered(base, content, _indices(seen[view.result] if isinstance(seen, tuple | list) else seen))
+    function = getattr(getattr(torch.ops.aten, op.removeprefix("aten.")), overload)
+    seen = pytree.tree_leaves(function(**given | {"self": torch.empty(base.shape, device="meta")}))[result]
+    order = _order(seen.shape, seen.stride(), base.nelms)
+    if order is not None:
+        return reshaped(ops.transpose(content, order) if order != sorted(order) else content, base.shape)
+    if op not in _PARTS:
+        return strided_update(base, content, stride=seen.stride(), offset=seen.storage_offset())
+    axis = axis_of(base, arguments.get("dim", 0))
+    row = prod(base.shape[axis + 1 :])
+    is_whole = len(seen.shape) == len(base.shape)
+    block = content if is_whole else reshaped(content, (*base.shape[:axis], 1, *base.shape[axis + 1 :]))
+    step = seen.stride(axis) // row if is_whole else 1
+    return slice_update(base, block, axis=axis, start=seen.storage_offset() // row, step=step)
 
 
 @jax_op(title="SliceUpdate")
-def written(base: Any, content: Any, *, axis: int, bounds: tuple[int, int, int]) -> Any:
-    return base.at[(slice(None),) * axis + (slice(*bounds),)].set(content)
+def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -> Any:
+    if step == 1:
+        return lax.dynamic_update_slice_in_dim(base, content, start, axis)
+    size, count = base.shape[axis], content.shape[axis]
+    padding = [(0, 0, 0)] * base.ndim
+    padding[axis] = (start, size - start - (count - 1) * step - 1, step - 1)
+    place = jnp.arange(size) - start
+    is_written = jnp.expand_dims((place >= 0) & (place % step == 0), range(1, base.ndim - axis))
+    return jnp.where(is_written, lax.pad(content, jnp.zeros((), base.dtype), padding), base)
 
 
-@jax_op(title="Put")
-def scattered(base: Any, content: Any, places: Any) -> Any:
-    return base.reshape(-1).at[places].set(content).reshape(base.shape)
+@jax_op(title="StridedUpdate")
+def strided_update(base: Any, content: Any, *, stride: tuple[int, ...], offset: int) -> Any:
+    memory = base.reshape(-1).at[_places(content.shape, stride, offset)]
+    return memory.set(content, unique_indices=True).reshape(base.shape)
+
+
+def _updates(op: str, overload: str) -> None:
+    @lowers(f"aten.{op}_scatter")
+    def lowering(input: popxl.Tensor, src: popxl.Tensor, **where: Any) -> popxl.Tensor:
+        arguments = {"input": LOOKED_AT, **where}
+        return _put(input, together(src, input.dtype), f"aten.{op}", overload, arguments)
+
+
+for _op, _overload in {"slice": "Tensor", "select": "int", "diagonal": "default", "as_strided": "default"}.items():
+    _updates(_op, _overload)
+
+
+# Joining and repeating ------------------------------------------------------------------------------------------------
+
+
+@lowers("aten.cat")
+def cat(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
+    filled = [t for t in tensors if t.shape != (0,)] or tensors  # PyTorch lets these stand beside any shape
+    return ops.concat(promoted(*filled), axis_of(filled[0], dim))
+
+
+@lowers("aten.stack")
+def stack(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
+    return stacked(*promoted(*tensors), axis=dim)
+
+
+@jax_op(title="Stack")
+def stacked(*tensors: Any, axis: int) -> Any:
+    return jnp.stack(tensors, axis)
+
+
+repeat = jax_op("aten.repeat", title="Tile")(rounded_once(lambda input, *, repeats: jnp.tile(input, repeats)))
+
+
+@lowers("torch.combinations")
+def combinations_(input: popxl.Tensor, r: int = 2, with_replacement: bool = False) -> popxl.Tensor:
+    which = (combinations_with_replacement if with_replacement else combinations)(range(input.shape[0]), r)
+    return ops.gather(input, popxl.constant(np.array(list(which), np.int32)))
+
+
+# Order ----------------------------------------------------------------------------------------------------------------
+
+
+@jax_op("aten.flip")
+def flip(input: Any, *, dims: tuple[int, ...]) -> Any:
+    return jnp.flip(input, dims)
+
+
+@jax_op("aten.roll")
+def roll(input: Any, *, shifts: tuple[int, ...], dims: tuple[int, ...] = ()) -> Any:
+    return jnp.roll(input, shifts, dims) if dims else jnp.roll(input, shifts[0])
+
+
+# Triangles and diagonals ----------------------------------------------------------------------------------------------
+
+
+@jax_op("aten.tril")
+def tril(input: Any, *, diagonal: int = 0) -> Any:
+    return jnp.tril(input, diagonal)
+
+
+@jax_op("aten.triu")
+def triu(input: Any, *, diagonal: int = 0) -> Any:
+    return jnp.triu(input, diagonal)
+
+
+@jax_op("aten.diag_embed")
+def diag_embed(input: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    rows = jnp.pad(input, [(0, 0)] * (input.ndim - 1) + [(max(-offset, 0), max(offset, 0))])
+    square = jnp.where(jnp.eye(rows.shape[-1], k=offset, dtype=bool), rows[..., None], jnp.zeros((), input.dtype))
+    return jnp.moveaxis(square, (-2, -1), (dim1, dim2))
+
+
+# Padding --------------------------------------------------------------------------------------------------------------
+
+
+@jax_op("torch.pad", "aten.constant_pad_nd")
+def pad(input: Any, *, pad: tuple[int, ...], mode: str = "constant", value: Number | None = None) -> Any:
+    """Padded at the ends of the last dimensions: `pad` has two sizes for the last one, two for that before it, ..."""
+    sizes = [*zip(pad[::2], pad[1::2], strict=True)]
+    ends = [(0, 0)] * (input.ndim - len(sizes)) + sizes[::-1]
+    if mode == "constant":
+        return lax.pad(input, jnp.asarray(value or 0, input.dtype), [(*each, 0) for each in ends])
+    by_name = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+    longer = jnp.pad(widened(input), [(max(low, 0), max(high, 0)) for low, high in ends], by_name[mode])
+    kept = tuple(
+        slice(max(-low, 0), size - max(-high, 0)) for (low, high), size in zip(ends, longer.shape, strict=True)
+    )
+    return longer[kept].astype(input.dtype)

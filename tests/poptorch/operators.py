@@ -25,6 +25,7 @@ from poptorch.lowering.emission import spec_of
 from poptorch.lowering.registry import lowering_name
 from poptorch.strategies import PipelinedExecution
 from popxl import ops
+from popxl.transforms.autodiff import leading_to
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,10 @@ def _ours(
         found: list[int] = []
         if with_gradient:
             tracked = [i for i, value in enumerate(trace.outputs) if value.requires_grad]
-            required = [emission.tensor(values[i]) for i in wanted if _reaches(nodes, values[i], trace.outputs)]
-            found = [i for i in wanted if _reaches(nodes, values[i], trace.outputs)]
+            leading = leading_to(graph, [results[i] for i in tracked])
+            found = [i for i in wanted if emission.tensor(values[i]) in leading]
+        if found:
+            required = [emission.tensor(values[i]) for i in found]
             info = popxl.transforms.autodiff(graph, [results[i] for i in tracked], required)
             weights = [popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked]
             stored += ops.call_with_info(info.graph, *weights, inputs_dict=info.inputs_dict(site)).outputs
@@ -187,15 +190,6 @@ def _ours(
         gradients[i] = array
     used = {lowering_name(node.op, node.overload) for node in nodes}
     return arrays[: len(results)], gradients, used
-
-
-def _reaches(nodes: Sequence[Any], value: Any, outputs: Sequence[Any]) -> bool:
-    """Whether a gradient comes from the outputs to a value."""
-    reached = {id(v) for v in outputs if v.requires_grad}
-    for node in reversed(nodes):
-        if any(id(r) in reached and i not in node.stops for i, r in enumerate(node.results)):
-            reached.update(id(v) for v in node.inputs if v.is_differentiable)
-    return id(value) in reached
 
 
 class _Holding(torch.nn.Module):

@@ -689,7 +689,7 @@ def test_worker_process_starts_without_jax():
         package = types.ModuleType("poptorch")
         package.__path__ = [{str(ROOT / "poptorch")!r}]
         sys.modules["poptorch"] = package
-        import poptorch.async_data, poptorch.samplers
+        import poptorch.async_data, poptorch.data_worker, poptorch.samplers
         assert "jax" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

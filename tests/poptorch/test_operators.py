@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 
 from tests.poptorch.operators import Row, check  # noqa: E402  (they need torch)
 
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # by PyTorch, which computes them otherwise
+
 FAMILIES = sorted(path.stem for path in (Path(__file__).parent / "rows").glob("*.py"))
 ROWS = [(family, row) for family in FAMILIES for row in import_module(f"tests.poptorch.rows.{family}").ROWS]
 

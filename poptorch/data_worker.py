@@ -1,0 +1,440 @@
+"""The process that loads batches for an `AsynchronousDataAccessor`: how it starts and ends, what it does, what it says.
+
+It must not take long to start: nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import multiprocessing
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.multiprocessing  # teaches `ForkingPickler` to share tensors
+
+from poptorch import arguments
+from poptorch.arguments import Structure, structure_of
+from poptorch.enums import SharingStrategy
+from poptorch.errors import createPoptorchError
+
+__all__ = [
+    "Begin",
+    "Failure",
+    "Filled",
+    "Free",
+    "Over",
+    "Parcel",
+    "Unpickler",
+    "cause_of_death",
+    "elements",
+    "forking",
+    "launch",
+    "stop",
+    "supported_structure",
+    "views",
+]
+
+_START_METHODS = {
+    SharingStrategy.SharedMemory: "spawn",
+    SharingStrategy.FileSystem: "spawn",
+    SharingStrategy.Fork: "fork",
+    SharingStrategy.ForkServer: "forkserver",
+}
+
+_ALIGNMENT = 64
+"""Bytes. Tensors in a slot begin at multiples of it: a cache line, and a multiple of the size of any number."""
+
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What is raised for something that cannot be pickled."""
+
+_PATIENCE = 5
+"""Seconds that a worker has to end after it was asked to."""
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+class Begin(NamedTuple):
+    """To the worker: the program has begun this epoch, and wants nothing from earlier ones."""
+
+    epoch: int
+
+
+class Free(NamedTuple):
+    """To the worker: this slot may be filled."""
+
+    slot: int
+
+
+class _Place(NamedTuple):
+    """Where in its slot a tensor lies; `start` in bytes."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Filled(NamedTuple):
+    """From the worker: a batch. `buffer` is the memory of the slot from now on, or None if that has not changed."""
+
+    epoch: int
+    slot: int
+    buffer: torch.Tensor | None
+    layout: list[_Place]
+    structure: bytes
+
+
+class Over(NamedTuple):
+    """From the worker: this epoch has no further batches."""
+
+    epoch: int
+
+
+class Failure(NamedTuple):
+    """From the worker, as its last words; or in its place, if it had none."""
+
+    text: str
+    unsupported: bool = False
+
+
+# The worker process ---------------------------------------------------------------------------------------------------
+
+
+def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_indefinitely: bool) -> None:
+    """What the worker process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what an interrupt means
+    signal.signal(signal.SIGTERM, _leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    util.register_after_fork(connection, Connection.close)  # a loader's own workers must not keep it open
+    threading.Thread(target=_leave_with_program, daemon=True).start()
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with forking():
+            _Worker(connection, slots, load_indefinitely).run(data.open())
+    except _Unsupported as error:
+        failure = Failure(str(error), unsupported=True)
+    except Exception:  # of the data set, whatever it is: the program raises it
+        failure = Failure(f"The data set failed in the worker process:\n{traceback.format_exc()}")
+    try:
+        connection.send(failure)
+        while True:  # stay until the program has read this: what it has not opened yet of the ring would go with us
+            connection.recv()
+    except (EOFError, OSError):
+        pass  # nobody is left who could want to know
+
+
+def _leave_with_program() -> None:
+    """Wait for the end of the program, and end the worker, too, even if the data set keeps it busy."""
+    program = multiprocessing.parent_process()
+    assert program is not None
+    wait([program.sentinel])
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _leave(*signal_and_frame: object) -> None:
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.exit()
+
+
+class _Worker:
+    """Fills slots with the batches of one epoch after the other.
+
+    It is at most one epoch ahead of the program, so that an epoch without batches does not keep it busy.
+    """
+
+    def __init__(self, connection: Connection, slots: int, load_indefinitely: bool) -> None:
+        self._connection = connection
+        self._load_indefinitely = load_indefinitely
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * slots
+        self._free: deque[int] = deque()
+        self._wanted = 0  # the epoch that the program is in
+
+    def run(self, dataset: Any) -> None:
+        epoch = 0
+        while True:
+            self._run_epoch(epoch, dataset)
+            epoch = max(epoch + 1, self._wanted)
+            while self._wanted < epoch - self._load_indefinitely:
+                self._receive()
+
+    def _run_epoch(self, epoch: int, dataset: Any) -> None:
+        batches = iter(elements(dataset))
+        while (slot := self._next_slot(epoch)) is not None:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._free.appendleft(slot)
+                self._send(Over(epoch))
+                return
+            self._send(self._fill(slot, epoch, batch))
+
+    def _next_slot(self, epoch: int) -> int | None:
+        """A free slot, as soon as there is one; None if the program has gone on to a later epoch."""
+        while self._connection.poll() or (not self._free and self._wanted <= epoch):
+            self._receive()
+        return self._free.popleft() if self._wanted <= epoch else None
+
+    def _fill(self, slot: int, epoch: int, batch: Any) -> Filled:
+        structure = supported_structure(batch)
+        tensors = structure.tensors(batch)
+        layout, size = _layout(tensors)
+        grows = size > len(self._buffers[slot])
+        if grows:
+            self._buffers[slot] = torch.empty(size, dtype=torch.uint8).share_memory_()
+        buffer = self._buffers[slot]
+        for view, tensor in zip(views(buffer, layout), tensors, strict=True):
+            view.copy_(tensor.detach())
+        return Filled(epoch, slot, buffer if grows else None, layout, _pickled(structure, tensors))
+
+    def _receive(self) -> None:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            sys.exit()  # the program has ended
+        if isinstance(message, Begin):
+            self._wanted = message.epoch
+        else:
+            self._free.append(message.slot)
+
+    def _send(self, message: Filled | Over) -> None:
+        try:
+            self._connection.send(message)
+        except ConnectionError:
+            sys.exit()
+
+
+def elements(dataset: Any) -> Iterable[Any]:
+    """What a data set holds; a map-style one need not end by itself when iterated over."""
+    return dataset if hasattr(type(dataset), "__iter__") else (dataset[i] for i in range(len(dataset)))
+
+
+class _Unsupported(Exception):
+    """The batches are of a type that cannot be sent."""
+
+
+def supported_structure(batch: Any) -> Structure:
+    """The structure of a batch, if it is of a supported type."""
+    if arguments.parser_of(batch) is None:
+        if isinstance(batch, dict):
+            tensors = list(batch.values()) if all(isinstance(key, str) for key in batch) else [None]
+        else:
+            tensors = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise _Unsupported(
+                "An asynchronous loader needs batches that are a tensor, a tuple or list of tensors, a dictionary from "
+                f"strings to tensors, or of a type registered with registerCustomArgParser; got {_described(batch)}."
+            )
+    return structure_of(batch, "batch")
+
+
+def _described(batch: Any) -> str:
+    name = type(batch).__name__
+    if isinstance(batch, dict):
+        return f"{name} of " + ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
+    if isinstance(batch, (tuple, list)):
+        return f"{name} of " + ", ".join(type(item).__name__ for item in batch)
+    return name
+
+
+# Memory and pickles ---------------------------------------------------------------------------------------------------
+
+
+def _layout(tensors: list[torch.Tensor]) -> tuple[list[_Place], int]:
+    """Places for tensors, one behind the other, and their size in bytes."""
+    layout, end = [], 0
+    for tensor in tensors:
+        layout.append(_Place(end, tuple(tensor.shape), tensor.dtype))
+        end += math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
+    return layout, end
+
+
+def views(buffer: torch.Tensor, layout: list[_Place]) -> list[torch.Tensor]:
+    """The tensors that lie in a buffer of bytes."""
+    return [
+        buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for start, shape, dtype in layout
+    ]
+
+
+class _Pickler(ForkingPickler):
+    """Pickles tensors as values: shared ones would take a file descriptor each, of which few can be sent.
+
+    Args:
+        file: what to write to.
+        places: tensors to be written as their number in this list.
+    """
+
+    def __init__(self, file: Any, places: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.dispatch_table = {
+            kind: reduce
+            for kind, reduce in self.dispatch_table.items()
+            if reduce.__module__ != "torch.multiprocessing.reductions"
+        }
+        self._numbers = {id(tensor): number for number, tensor in enumerate(places)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._numbers.get(id(value))
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads what a `_Pickler` has written, with other tensors."""
+
+    def __init__(self, data: bytes, places: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._places = places
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._places[pid]
+
+
+def _pickled(value: Any, places: Iterable[torch.Tensor] = ()) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, places).dump(value)
+    return file.getvalue()
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        _pickled(value)
+    except _UNPICKLABLE:
+        return False
+    return True
+
+
+class Parcel:
+    """Something on its way to a worker process, by a sharing strategy; it is unpacked there by `open`.
+
+    It is pickled only while a process starts: then locks and other things can be sent that cannot be at other times.
+    The parsers of registered types go with it; without those that cannot be pickled, as then their types cannot either.
+    """
+
+    def __init__(self, content: Any, strategy: SharingStrategy, folder: Path) -> None:
+        self._content = content
+        self._strategy = strategy
+        self._path = folder / "dataset.pickle"
+        self._data = b""
+
+    def __getstate__(self) -> dict[str, Any]:
+        parsers = {kind: parser for kind, parser in arguments.parsers().items() if _can_be_pickled((kind, parser))}
+        content = (parsers, self._content)
+        state = {**self.__dict__, "_content": None}
+        if self._strategy is SharingStrategy.SharedMemory:
+            state["_data"] = bytes(ForkingPickler.dumps(content))
+        elif self._strategy is SharingStrategy.FileSystem:
+            with self._path.open("wb") as file:
+                _Pickler(file).dump(content)
+        else:
+            state["_data"] = _pickled(content)
+        return state
+
+    def open(self) -> Any:
+        if self._strategy is SharingStrategy.Fork:
+            return self._content
+        if self._strategy is SharingStrategy.FileSystem:
+            with self._path.open("rb") as file:
+                parsers, content = pickle.load(file)
+        else:
+            parsers, content = pickle.loads(self._data)
+        for kind, parser in parsers.items():
+            arguments.registerCustomArgParser(kind, parser)
+        return content
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Where processes are forked that load data: JAX's warning of forks is not for them, as they do not enter JAX."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        yield
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back SIGINT, and so in a process that is started, until that says how it takes interrupts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def launch(strategy: SharingStrategy, data: Parcel, *how: Any) -> tuple[BaseProcess, Connection]:
+    """Start a worker process; with this side of the pipe to it."""
+    context: Any = multiprocessing.get_context(_START_METHODS[strategy])
+    if strategy is SharingStrategy.ForkServer:
+        context.set_forkserver_preload([__name__])  # has an effect before the first start only
+    connection, theirs = context.Pipe()
+    util.register_after_fork(connection, Connection.close)  # else the worker would not see its end
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    process = context.Process(target=_work, args=(theirs, data, seed, *how), name="poptorch data")
+    with theirs:
+        try:
+            with forking(), _interrupts_held():
+                process.start()
+        except _UNPICKLABLE as error:
+            connection.close()
+            raise createPoptorchError(
+                f"The data set cannot be sent to a worker process: {error}. Define its classes and functions at the "
+                "top of a module, or use sharing_strategy=SharingStrategy.Fork."
+            ) from error
+    return process, connection
+
+
+def stop(process: BaseProcess, connection: Connection) -> None:
+    """End a worker process and the connection to it."""
+    connection.close()
+    process.terminate()
+    if _exit_code(process) is None:
+        process.kill()
+        _exit_code(process)
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Wait for the end of a process, but not for those that it has forked, as `join` does; None if that takes long."""
+    deadline = time.monotonic() + _PATIENCE
+    while process.exitcode is None and time.monotonic() < deadline:
+        process.join(0.05)
+    return process.exitcode
+
+
+def cause_of_death(process: BaseProcess) -> str:
+    """What is known of a worker process that has ended by itself."""
+    code = _exit_code(process)
+    if code is not None and code < 0:
+        how = f"by {signal.Signals(-code).name}"
+        hint = {
+            signal.SIGKILL: " Perhaps the machine has run out of memory.",
+            signal.SIGBUS: " Perhaps its shared memory (/dev/shm) is too small for the ring of batches.",
+        }.get(signal.Signals(-code), "")
+    else:
+        how = f"with exit code {code}"
+        hint = (
+            ' It imports the main module; the program should stand under `if __name__ == "__main__":`.' if code else ""
+        )
+    return f"The worker process ended {how}.{hint}"

@@ -1,0 +1,176 @@
+"""Attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+import popxl
+from popxl import ops
+from poptorch.lowering.emission import emission
+from poptorch.lowering.linalg import linear
+from poptorch.lowering.nn import softmax
+from poptorch.lowering.operands import broadcast, together
+from poptorch.lowering.registry import jax_op, lowers
+
+Optional = popxl.Tensor | None
+
+
+def _transposed(t: popxl.Tensor) -> popxl.Tensor:
+    """A tensor with its last two dimensions exchanged."""
+    axes = tuple(range(len(t.shape)))
+    return ops.transpose(t, (*axes[:-2], axes[-1], axes[-2]))
+
+
+@jax_op(title="AttentionMask", gradient={"scores": lambda g: g})
+def _masked(scores: Any, mask: Any) -> Any:
+    """Scores, without those at which a mask of bools is false; or plus a mask of numbers."""
+    if mask.dtype == jnp.bool_:
+        return jnp.where(mask, scores, -jnp.inf)
+    return scores + mask.astype(scores.dtype)
+
+
+@jax_op(title="CausalMask", gradient={"scores": lambda g: g})
+def _causal(scores: Any) -> Any:
+    """Scores, without those of keys that come after the query."""
+    return jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+
+
+def _weights(
+    query: popxl.Tensor, key: popxl.Tensor, mask: Optional, is_causal: bool, scale: float | None
+) -> popxl.Tensor:
+    """How much of each key each query gets."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = ops.matmul(query * scale, _transposed(key))
+    if is_causal:
+        scores = _causal(scores)
+    if mask is not None:
+        scores = _with_mask(scores, mask)
+    return softmax(scores, -1)
+
+
+def _with_mask(scores: popxl.Tensor, mask: popxl.Tensor) -> popxl.Tensor:
+    if mask.dtype is popxl.bool:
+        return _masked(scores, mask)
+    return ops.add(scores, together(mask, scores.dtype))  # which may have a gradient
+
+
+def _dropped(t: popxl.Tensor, p: float) -> popxl.Tensor:
+    return ops.dropout(t, emission().seed(), p) if p else t
+
+
+@lowers("torch.scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    query: popxl.Tensor,
+    key: popxl.Tensor,
+    value: popxl.Tensor,
+    attn_mask: Optional = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> popxl.Tensor:
+    if enable_gqa:  # each head of the keys serves several of the queries
+        times = query.shape[-3] // key.shape[-3]
+        key, value = _repeated(key, times=times), _repeated(value, times=times)
+    weights = _weights(query, key, attn_mask, is_causal, scale)
+    return ops.matmul(_dropped(weights, dropout_p), value)
+
+
+@jax_op(title="RepeatHeads")
+def _repeated(t: Any, *, times: int) -> Any:
+    return jnp.repeat(t, times, axis=-3)
+
+
+# Several heads --------------------------------------------------------------------------------------------------------
+
+
+def _heads(t: popxl.Tensor, count: int) -> popxl.Tensor:
+    """`[time, batch, features]` as `[batch, heads, time, features of a head]`."""
+    length, batch, width = t.shape
+    return ops.transpose(ops.reshape(t, (length, batch, count, width // count)), (1, 2, 0, 3))
+
+
+def _appended(t: popxl.Tensor, row: popxl.Tensor, axis: int) -> popxl.Tensor:
+    shape = (*t.shape[:axis], 1, *t.shape[axis + 1 :])
+    return ops.concat([t, broadcast(together(row, t.dtype), shape=shape)], axis)
+
+
+def _part(t: Optional, number: int) -> Optional:
+    """A third of the rows of the weights of query, key and value."""
+    return None if t is None else ops.split(t, 3, 0)[number]
+
+
+@jax_op(title="Pad", gradient=None)
+def _wider(mask: Any, *, by: int) -> Any:
+    """A mask with columns more, in which nothing is masked; bools say what is left out."""
+    return jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, by)])
+
+
+@jax_op(title="LeaveOut", gradient={"scores": lambda g: g})
+def _left_out(scores: Any, mask: Any) -> Any:
+    """Scores, without those at which a mask of bools is true; or plus a mask of numbers."""
+    return jnp.where(mask, -jnp.inf, scores) if mask.dtype == jnp.bool_ else scores + mask.astype(scores.dtype)
+
+
+@lowers("torch.multi_head_attention_forward")
+def multi_head_attention_forward(
+    query: popxl.Tensor,
+    key: popxl.Tensor,
+    value: popxl.Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Optional,
+    in_proj_bias: Optional,
+    bias_k: Optional,
+    bias_v: Optional,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: popxl.Tensor,
+    out_proj_bias: Optional,
+    training: bool = True,
+    key_padding_mask: Optional = None,
+    need_weights: bool = True,
+    attn_mask: Optional = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Optional = None,
+    k_proj_weight: Optional = None,
+    v_proj_weight: Optional = None,
+    static_k: None = None,
+    static_v: None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> list[popxl.Tensor]:
+    given, single = [query, key, value], len(query.shape) == 2
+    if single:
+        given = [ops.reshape(t, (t.shape[0], 1, t.shape[1])) for t in given]
+    own = [q_proj_weight, k_proj_weight, v_proj_weight]
+    weights = own if use_separate_proj_weight else [_part(in_proj_weight, i) for i in range(3)]
+    q, k, v = (linear(t, w, _part(in_proj_bias, i)) for i, (t, w) in enumerate(zip(given, weights, strict=True)))  # type: ignore[arg-type]
+    if bias_k is not None and bias_v is not None:
+        k, v = _appended(k, bias_k, 0), _appended(v, bias_v, 0)
+    length, batch, width = q.shape
+    q, k, v = (_heads(t, num_heads) for t in (q, k, v))
+    if add_zero_attn:
+        k, v = (_appended(t, popxl.constant(0.0, t.dtype), 2) for t in (k, v))
+    more = (bias_k is not None) + add_zero_attn
+    scores = ops.matmul(q * (1 / math.sqrt(width // num_heads)), _transposed(k))
+    if attn_mask is not None:
+        mask = _wider(attn_mask, by=more) if more else attn_mask
+        if len(mask.shape) == 3:
+            mask = ops.reshape(mask, (batch, num_heads, *mask.shape[1:]))
+        scores = _left_out(scores, mask)
+    if key_padding_mask is not None:
+        mask = _wider(key_padding_mask, by=more) if more else key_padding_mask
+        scores = _left_out(scores, ops.reshape(mask, (batch, 1, 1, mask.shape[-1])))
+    attention = _dropped(softmax(scores, -1), dropout_p if training else 0)
+    mixed = ops.transpose(ops.matmul(attention, v), (2, 0, 1, 3))
+    out = linear(ops.reshape(mixed, (length, batch, width)), out_proj_weight, out_proj_bias)
+    if average_attn_weights:
+        attention = ops.mean(attention, 1)
+    results = [out, attention] if need_weights else [out]
+    if single:
+        results = [ops.reshape(out, (length, width)), ops.reshape(attention, attention.shape[1:])][: len(results)]
+    return results

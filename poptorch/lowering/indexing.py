@@ -1,0 +1,217 @@
+"""Reading and writing where tensors of indices, or masks, say.
+
+Two ways to point are all there is. `aten.index` and what goes back to it has indices for some dimensions, which
+broadcast; the others are taken whole. `gather` and `scatter` have one index of as many dimensions as the tensor, for one
+of them; for the others each number stays in its line (`aligned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+from popxl import dtypes, ops
+from popxl.ops.precision import widened
+from poptorch.lowering.operands import Number, axis_of, broadcast, lined, reshaped, together
+from poptorch.lowering.registry import jax_op, lowers
+
+
+def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
+    """What JAX reads from and writes to."""
+    if aligned:
+        places = [*jnp.indices(indices[0].shape, sparse=True)]
+    else:
+        places = [slice(None)] * t.ndim
+    for dim, index in zip(dims, indices, strict=True):
+        places[dim] = index
+    return t.at[tuple(places)]
+
+
+def _gradient_of_picked(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+    op = forward.op
+    if gs[0] is None or not forward.wants(0):
+        return {}
+    indices = (forward.read(t) for t in op.inputs[1:])
+    return {0: _given_back(gs[0], *indices, shape=op.inputs[0].shape, **op.attributes)}
+
+
+@jax_op(title="Index", gradient=_gradient_of_picked)
+def picked(input: Any, *indices: Any, dims: tuple[int, ...], aligned: bool = False) -> Any:
+    return _at(input, indices, dims, aligned).get(mode="clip")
+
+
+@jax_op(title="IndexGrad")
+def _given_back(g: Any, *indices: Any, shape: tuple[int, ...], dims: tuple[int, ...], aligned: bool = False) -> Any:
+    g = widened(g)
+    return _at(jnp.zeros(shape, g.dtype), indices, dims, aligned).add(g)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+@lowers("aten.index", "aten._unsafe_index")
+def index(input: popxl.Tensor, indices: Sequence[popxl.Tensor | None]) -> popxl.Tensor:
+    dims, given = _split(indices)
+    return picked(input, *given, dims=dims)
+
+
+def _split(indices: Sequence[popxl.Tensor | None]) -> tuple[tuple[int, ...], list[popxl.Tensor]]:
+    """The dimensions that have indices, and these."""
+    found = {dim: index for dim, index in enumerate(indices) if index is not None}
+    return tuple(found), list(found.values())
+
+
+@lowers("aten.gather")
+def gather(input: popxl.Tensor, dim: int, index: popxl.Tensor, sparse_grad: bool = False) -> popxl.Tensor:
+    return picked(lined(input), lined(index), dims=(axis_of(input, dim),), aligned=True)
+
+
+@lowers("aten.index_select")
+def index_select(input: popxl.Tensor, dim: int, index: popxl.Tensor) -> popxl.Tensor:
+    return picked(lined(input), lined(index), dims=(axis_of(input, dim),))
+
+
+@lowers("aten.take")
+def take(input: popxl.Tensor, index: popxl.Tensor) -> popxl.Tensor:
+    return picked(reshaped(input, (input.nelms,)), index, dims=(0,))
+
+
+@jax_op("aten.repeat_interleave.Tensor", gradient=None)
+def repeat_interleave(repeats: Any, *, output_size: int) -> Any:
+    """The places 0, 1, ..., each as often as `repeats` says."""
+    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _scattered_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+    """PyTorch's: of several sources in one place, each is taken for the one that was written there."""
+    op, g = forward.op, gs[0]
+    if g is None:
+        return {}
+    a = op.attributes
+    where = {"dims": a["dims"], "aligned": a["aligned"]}
+    indices = [forward.read(t) for t in op.inputs[2:]]
+    wanted = [i for i in (0, 1) if forward.wants(i)]
+    if a["reduce"] in ("prod", "mean", "amax", "amin"):
+        read = [forward.read(t) for t in op.inputs[:2]]
+        return {i: _shared(g, *read, *indices, of_source=bool(i), **a) for i in wanted}
+    found = {}
+    if 0 in wanted:
+        is_kept = a["reduce"] == "sum" and a["include_self"]
+        zero = popxl.constant(0, g.dtype)
+        found[0] = g if is_kept else scattered(g, zero, *indices, reduce="set", include_self=True, **where)
+    if 1 in wanted:
+        found[1] = picked(g, *indices, **where)
+    return found
+
+
+_START = {"sum": 0, "mean": 0, "prod": 1, "amax": -jnp.inf, "amin": jnp.inf}
+_METHODS = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}
+
+
+@jax_op(title="Scatter", gradient=_scattered_gradient)
+def scattered(
+    input: Any, source: Any, *indices: Any, reduce: str, dims: tuple[int, ...], aligned: bool, include_self: bool
+) -> Any:
+    """What is there, combined with sources (`reduce` is `"set"` where they replace it)."""
+    at = lambda t: _at(t, indices, dims, aligned)  # noqa: E731
+    if reduce == "set":
+        return at(input).set(source)
+    t = widened(input)
+    if not include_self:
+        t = at(t).set(_start(reduce, t.dtype))
+    t = getattr(at(t), _METHODS[reduce])(widened(source))
+    if reduce == "mean":
+        count = at(jnp.full(t.shape, int(include_self), jnp.int32)).add(1)
+        t = (t / jnp.maximum(count, 1)) if jnp.issubdtype(t.dtype, jnp.floating) else t // jnp.maximum(count, 1)
+    return t.astype(input.dtype)
+
+
+def _start(reduce: str, dtype: Any) -> Any:
+    """What a combination of no numbers is."""
+    if reduce in ("amax", "amin") and not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max
+    return _START[reduce]
+
+
+@jax_op(title="ScatterGrad")
+def _shared(
+    g: Any,
+    input: Any,
+    source: Any,
+    *indices: Any,
+    of_source: bool,
+    reduce: str,
+    dims: tuple[int, ...],
+    aligned: bool,
+    include_self: bool,
+) -> Any:
+    """What part of the gradient of a place each number has that was combined there.
+
+    A mean is shared evenly; an extreme by those that are equal to it; a product gives each the product of the others.
+    """
+    at = lambda t: _at(t, indices, dims, aligned)  # noqa: E731
+    seen = lambda t: at(t).get(mode="clip") if of_source else t  # noqa: E731
+    g, input, source = map(widened, (g, input, source))
+    source = jnp.broadcast_to(source, jax.eval_shape(lambda t: at(t).get(), input).shape)
+    takes_part = jnp.ones(g.shape, bool) if include_self else at(jnp.ones(g.shape, bool)).set(False)
+    own = source if of_source else input
+    if reduce == "prod":
+        zeros = at(jnp.where(takes_part & (input == 0), 1, 0)).add(source == 0)
+        product = at(jnp.where(takes_part & (input != 0), input, 1)).multiply(jnp.where(source == 0, 1, source))
+        others = seen(product) / jnp.where(own == 0, 1, own)
+        share = jnp.where(seen(zeros) == (own == 0), others, 0)
+    elif reduce == "mean":
+        share = 1 / seen(at(takes_part.astype(g.dtype)).add(1))
+    else:
+        method = _METHODS[reduce]
+        out = getattr(at(jnp.where(takes_part, input, _START[reduce])), method)(source)
+        winners = at((takes_part & (input == out)).astype(g.dtype)).add(source == at(out).get(mode="clip"))
+        share = jnp.where(own == seen(out), 1 / jnp.maximum(seen(winners), 1), 0)
+    return seen(g) * (share if of_source else jnp.where(takes_part, share, 0))
+
+
+def _scatter(
+    input: popxl.Tensor,
+    source: popxl.Tensor | Number,
+    *indices: popxl.Tensor,
+    dims: tuple[int, ...],
+    reduce: str = "set",
+    aligned: bool = False,
+    include_self: bool = True,
+) -> popxl.Tensor:
+    numbers = together(source, input.dtype)
+    return scattered(
+        input, numbers, *indices, reduce=reduce, dims=dims, aligned=aligned, include_self=include_self
+    )
+
+
+_REDUCTIONS = {"add": "sum", "multiply": "prod"}
+"""Other names of reductions."""
+
+
+@lowers("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
+def scatter(
+    input: popxl.Tensor,
+    dim: int,
+    index: popxl.Tensor,
+    src: popxl.Tensor | None = None,
+    value: Number | popxl.Tensor = 0,
+    reduce: str = "set",
+    include_self: bool = True,
+) -> popxl.Tensor:
+    source = value
+    if src is not None:  # it may be larger than the index
+        source = lined(src)[tuple(slice(0, size) for size in lined(index).shape)]
+    reduction = _REDUCTIONS.get(reduce, reduce)
+    dims = (axis_of(input, dim),)
+    return _scatter(
+        lined(input), source, lined(index), dims=dims, reduce=reduction, aligned=True, include_self=include_self
+    )

@@ -1,0 +1,204 @@
+"""Linear algebra: products of matrices, and what is solved and decomposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import popxl
+from popxl import ops
+from popxl.ops.precision import rounded_once, widened
+from poptorch.lowering.operands import promoted, together
+from poptorch.lowering.registry import jax_op, lowers
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def product(lhs: popxl.Tensor, rhs: popxl.Tensor) -> popxl.Tensor:
+    """A matrix product, of halves in float32: for what is added to it before it is rounded."""
+    lhs, rhs = promoted(lhs, rhs)
+    return ops.matmul(lhs, rhs, output_type=popxl.float32 if lhs.dtype is popxl.float16 else None)
+
+
+def _multiplies(names: str, other: str) -> None:
+    """A plain product; `other` is what the op calls its second factor."""
+    lowers(*names.split())(lambda input, **factor: product(input, factor[other]))
+
+
+_multiplies("torch.matmul aten.vdot", "other")
+_multiplies("aten.mm aten.bmm", "mat2")
+_multiplies("aten.mv", "vec")
+_multiplies("aten.dot", "tensor")
+
+
+@lowers("torch.linear")
+def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None) -> popxl.Tensor:
+    out = product(input, ops.transpose(weight))
+    return out if bias is None else ops.add(*promoted(out, bias))
+
+
+def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
+    """`beta * input + alpha * product`; `multiplied` makes the product of the factors, by their names."""
+
+    def lowering(input: popxl.Tensor, beta: float = 1, alpha: float = 1, **factors: popxl.Tensor) -> popxl.Tensor:
+        out = multiplied(**factors)
+        out = out if alpha == 1 else out * alpha
+        if beta == 0:  # not even infinities and NaN are looked at
+            return out
+        return ops.add(*promoted(out, input if beta == 1 else together(input, out.dtype) * beta))
+
+    lowers(f"aten.{name}")(lowering)
+
+
+def _summed_products(batch1: popxl.Tensor, batch2: popxl.Tensor) -> popxl.Tensor:
+    """The sum of the products is one product: of the matrices side by side, and those on top of one another."""
+    batch, rows, inner = batch1.shape
+    beside = ops.reshape(ops.transpose(batch1, (1, 0, 2)), (rows, batch * inner))
+    return product(beside, ops.reshape(batch2, (batch * inner, batch2.shape[2])))
+
+
+_adds("addmm", lambda mat1, mat2: product(mat1, mat2))
+_adds("addmv", lambda mat, vec: product(mat, vec))
+_adds("baddbmm", lambda batch1, batch2: product(batch1, batch2))
+_adds("addbmm", _summed_products)
+_adds("addr", lambda vec1, vec2: product(ops.reshape(vec1, (-1, 1)), ops.reshape(vec2, (1, -1))))
+
+
+@lowers("torch.einsum")
+def einsum(equation: str, operands: Any) -> popxl.Tensor:
+    given = operands[0] if isinstance(operands[0], tuple) else operands
+    return _einsum(*promoted(*given), equation=equation.replace(" ", ""))
+
+
+@jax_op(title="Einsum")
+def _einsum(*operands: Any, equation: str) -> Any:
+    # Integers have no wider type here, and need none.
+    return jnp.einsum(equation, *map(widened, operands), precision=lax.Precision.HIGHEST)
+
+
+@lowers("torch.bilinear")
+def bilinear(
+    input1: popxl.Tensor, input2: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None
+) -> popxl.Tensor:
+    out = _einsum(input1, weight, input2, equation="...i,oij,...j->...o")
+    return out if bias is None else ops.add(*promoted(out, bias))
+
+
+@jax_op("aten.linalg_cross")
+@rounded_once
+def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
+    return jnp.cross(input, other, axis=dim)
+
+
+# Distances ------------------------------------------------------------------------------------------------------------
+
+
+@jax_op("aten._cdist_forward", title="PairwiseDistances")
+@rounded_once
+def distances(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any:
+    return norm(x1[..., :, None, :] - x2[..., None, :, :], p)
+
+
+@lowers("aten._euclidean_dist")
+def euclidean(x1: popxl.Tensor, x2: popxl.Tensor) -> popxl.Tensor:
+    return distances(x1, x2, p=2.0)
+
+
+def norm(rows: Any, p: float) -> Any:
+    """The p-norm along the last axis. Where it is 0, so is its gradient, as in PyTorch."""
+    sizes = jnp.abs(rows)
+    if p == 0:
+        return (rows != 0).sum(-1).astype(rows.dtype)
+    if p == 1:
+        return sizes.sum(-1)
+    if p == float("inf"):
+        return sizes.max(-1)
+    # A power has no slope to speak of where it is 0 itself, and infinity times 0 would be no number.
+    inside = jnp.where(sizes > 0, sizes, 1) ** p
+    total = jnp.where(sizes > 0, inside, 0).sum(-1)
+    return jnp.where(total > 0, jnp.where(total > 0, total, 1) ** (1 / p), 0)
+
+
+# Solved and decomposed ------------------------------------------------------------------------------------------------
+#
+# PyTorch's ops have further results, which tell how it went or are for its own gradients. They are not made: a program
+# cannot raise for the numbers that come. A matrix that cannot be factored gives NaN or infinity.
+
+
+def _of_matrices(name: str, function: Callable[..., Any], title: str = "") -> None:
+    plain = name.removeprefix("_").removeprefix("linalg_").removesuffix("_ex")
+    jax_op(f"aten.{name}", title=title or "".join(map(str.capitalize, plain.split("_"))))(function)
+
+
+def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
+    factor = jnp.linalg.cholesky(input)
+    return factor.mT if upper else factor
+
+
+def _solve(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+    if not left:
+        return _solve(A.mT, B.mT).mT
+    if B.ndim == A.ndim - 1 and B.shape == A.shape[:-1]:  # vectors
+        return jnp.linalg.solve(A, B[..., None])[..., 0]
+    return jnp.linalg.solve(A, B)
+
+
+def _solve_triangular(input: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    batch = jnp.broadcast_shapes(input.shape[:-2], B.shape[:-2])
+    input, B = (jnp.broadcast_to(m, batch + m.shape[-2:]) for m in (input, B))
+    return lax.linalg.triangular_solve(input, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
+def _cholesky_solve(input: Any, input2: Any, *, upper: bool = False) -> Any:
+    batch = jnp.broadcast_shapes(input.shape[:-2], input2.shape[:-2])
+    input, input2 = (jnp.broadcast_to(m, batch + m.shape[-2:]) for m in (input, input2))
+    return jax.scipy.linalg.cho_solve((input2, not upper), input)
+
+
+def _cholesky_inverse(input: Any, *, upper: bool = False) -> Any:
+    return _cholesky_solve(jnp.broadcast_to(jnp.eye(input.shape[-1], dtype=input.dtype), input.shape), input, upper=upper)
+
+
+def _eigh(A: Any, *, UPLO: str = "L", compute_v: bool = True) -> Any:
+    return tuple(jnp.linalg.eigh(A, UPLO=UPLO, symmetrize_input=False))
+
+
+def _svd(A: Any, *, full_matrices: bool = False, compute_uv: bool = True, driver: str | None = None) -> Any:
+    if compute_uv:
+        return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
+    values = jnp.linalg.svd(A, compute_uv=False)
+    return jnp.zeros((0,)), values, jnp.zeros((0,))
+
+
+def _qr(A: Any, *, mode: str = "reduced") -> Any:
+    if mode == "r":
+        return jnp.zeros((0,)), jnp.linalg.qr(A, mode="r")
+    return tuple(jnp.linalg.qr(A, mode=mode))
+
+
+def _pinv(input: Any, atol: Any = None, rtol: Any = None, *, hermitian: bool = False) -> Any:
+    """Singular values up to the larger of `atol` and `rtol` times the largest of them count as 0."""
+    largest = jnp.linalg.svd(input, compute_uv=False).max(-1)
+    default = max(input.shape[-2:]) * jnp.finfo(input.dtype).eps if atol is None else 0
+    relative = default if rtol is None else rtol
+    cutoff = relative if atol is None else jnp.maximum(relative, atol / largest)
+    return jnp.linalg.pinv(input, rtol=cutoff, hermitian=hermitian)
+
+
+_of_matrices("linalg_pinv", _pinv)
+_of_matrices("_linalg_det", lambda A: jnp.linalg.det(A), "Determinant")
+_of_matrices("_linalg_slogdet", lambda A: tuple(jnp.linalg.slogdet(A)), "LogDeterminant")
+_of_matrices("linalg_inv_ex", lambda A, *, check_errors=False: jnp.linalg.inv(A), "Inverse")
+_of_matrices("linalg_matrix_exp", lambda input: jax.scipy.linalg.expm(input))
+_of_matrices("linalg_cholesky_ex", _cholesky)
+_of_matrices("_linalg_solve_ex", _solve)
+_of_matrices("linalg_solve_triangular", _solve_triangular)
+_of_matrices("cholesky_solve", _cholesky_solve)
+_of_matrices("cholesky_inverse", _cholesky_inverse)
+_of_matrices("_linalg_eigh", _eigh)
+_of_matrices("_linalg_svd", _svd, "SVD")
+_of_matrices("linalg_qr", _qr, "QR")

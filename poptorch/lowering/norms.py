@@ -1,0 +1,198 @@
+"""Normalisations. All are one op, of different axes; variances are made in two passes, in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+import popxl
+from popxl import ops
+from popxl.ops.precision import rounded_once, wide_dtype, widened
+from poptorch.lowering.operands import together
+from poptorch.lowering.registry import jax_op, lowers
+
+# The one op -----------------------------------------------------------------------------------------------------------
+
+
+def _normalised(
+    input: Any, weight: Any = None, bias: Any = None, *, axes: tuple[int, ...], eps: float
+) -> tuple[Any, Any, Any]:
+    """`(input - mean) / sqrt(var + eps) * weight + bias`; mean and variance are those over some axes, which are kept."""
+    x = input.astype(wide_dtype(input))
+    mean = x.mean(axes, keepdims=True)
+    x = x - mean
+    var = (x * x).mean(axes, keepdims=True)
+    return _scaled(x * lax.rsqrt(var + eps), weight, bias).astype(input.dtype), mean, var
+
+
+def _scaled(x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else x * widened(weight)
+    return x if bias is None else x + widened(bias)
+
+
+def _backward(
+    g: Any, input: Any, mean: Any, var: Any, weight: Any = None, *, axes: tuple[int, ...], spread: Any, eps: float
+) -> tuple[Any, ...]:
+    """Gradients of `input`; and of `weight` and `bias`, which are spread over some axes, if there are any."""
+    g, inverse = widened(g), lax.rsqrt(var + eps)
+    x = (widened(input) - mean) * inverse
+    scaled = g if weight is None else g * widened(weight)
+    level, slope = scaled.mean(axes, keepdims=True), (scaled * x).mean(axes, keepdims=True)
+    gradient = (inverse * (scaled - level - x * slope)).astype(input.dtype)
+    return gradient, *(() if spread is None else (t.sum(spread, keepdims=True) for t in (g * x, g)))
+
+
+def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+    """One op makes all of them. None comes by way of the statistics."""
+    op = forward.op
+    if gs[0] is None:
+        return {}
+    operands = dict(zip(op.operand_names(), op.inputs, strict=True))
+    affine = [operands[name].shape for name in ("weight", "bias") if name in operands]
+    weight = forward.read(operands["weight"]) if "weight" in operands else None
+    made = _normalise_grad(
+        gs[0],
+        forward.read(operands["input"]),
+        *map(forward.read, op.outputs[1:]),
+        weight,
+        axes=op.attributes["axes"],
+        spread=tuple(axis for axis, size in enumerate(affine[0]) if size == 1) if affine else None,
+        eps=op.attributes["eps"],
+    )
+    gradients = dict(zip(("input", "weight", "bias"), made, strict=False))
+    return {
+        i: together(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)
+    }
+
+
+_normalise = jax_op(title="Normalise", gradient=_gradient, result=("normalised", "mean", "variance"))(_normalised)
+_normalise_grad = jax_op(title="NormaliseGrad")(_backward)
+
+
+def _shaped(shape: Sequence[int], *tensors: popxl.Tensor | None) -> tuple[popxl.Tensor | None, ...]:
+    return tuple(None if t is None else ops.reshape(t, tuple(shape)) for t in tensors)
+
+
+def _by_channel(input: popxl.Tensor) -> tuple[int, ...]:
+    """The shape of something that there is for each channel, beside the input."""
+    return (1, -1, *(1,) * (len(input.shape) - 2))
+
+
+# Of layers and groups -------------------------------------------------------------------------------------------------
+
+
+@lowers("torch.layer_norm")
+def layer_norm(
+    input: popxl.Tensor,
+    normalized_shape: Sequence[int],
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    eps: float,
+    **backend: Any,
+) -> popxl.Tensor:
+    rank, n = len(input.shape), len(normalized_shape)
+    weight, bias = _shaped((*(1,) * (rank - n), *normalized_shape), weight, bias)
+    out, _, _ = _normalise(input, weight, bias, axes=tuple(range(rank - n, rank)), eps=eps)
+    return out
+
+
+@lowers("torch.group_norm")
+def group_norm(
+    input: popxl.Tensor,
+    num_groups: int,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    eps: float,
+    **backend: Any,
+) -> popxl.Tensor:
+    batch, channels, *sizes = input.shape
+    grouped = ops.reshape(input, (batch, num_groups, channels // num_groups, *sizes))
+    weight, bias = _shaped((1, num_groups, channels // num_groups, *(1,) * len(sizes)), weight, bias)
+    out, _, _ = _normalise(grouped, weight, bias, axes=tuple(range(2, len(grouped.shape))), eps=eps)
+    return ops.reshape(out, input.shape)
+
+
+@lowers("torch.rms_norm")
+def rms_norm(
+    input: popxl.Tensor, normalized_shape: Sequence[int], weight: popxl.Tensor | None, eps: float | None
+) -> popxl.Tensor:
+    rank = len(input.shape)
+    eps = float(np.finfo(np.float32).eps) if eps is None else eps
+    return _rms_norm(input, weight, axes=tuple(range(rank - len(normalized_shape), rank)), eps=eps)
+
+
+@jax_op(title="RmsNorm")
+@rounded_once
+def _rms_norm(input: Any, weight: Any = None, *, axes: tuple[int, ...], eps: float) -> Any:
+    return _scaled(input * lax.rsqrt((input * input).mean(axes, keepdims=True) + eps), weight, None)
+
+
+# With running statistics ----------------------------------------------------------------------------------------------
+
+
+@lowers("torch.batch_norm")
+def batch_norm(
+    input: popxl.Tensor,
+    running_mean: popxl.Tensor | None,
+    running_var: popxl.Tensor | None,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    training: bool,
+    momentum: float | popxl.Tensor,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    axes = (0, *range(2, len(input.shape)))
+    return _by_statistics(input, running_mean, running_var, weight, bias, axes if training else None, momentum, eps)
+
+
+@lowers("torch.instance_norm")
+def instance_norm(
+    input: popxl.Tensor,
+    running_mean: popxl.Tensor | None,
+    running_var: popxl.Tensor | None,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    axes = tuple(range(2, len(input.shape)))
+    return _by_statistics(
+        input, running_mean, running_var, weight, bias, axes if use_input_stats else None, momentum, eps
+    )
+
+
+def _by_statistics(
+    input: popxl.Tensor,
+    running_mean: popxl.Tensor | None,
+    running_var: popxl.Tensor | None,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    axes: tuple[int, ...] | None,
+    momentum: float | popxl.Tensor,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    """The normalised input, by statistics over some axes, and then what the running ones become; or by the latter."""
+    weight, bias = _shaped(_by_channel(input), weight, bias)
+    if axes is None:
+        mean, var = _shaped(_by_channel(input), running_mean, running_var)
+        return (_normalised_by(input, mean, var, weight, bias, eps=eps),)
+    out, mean, var = _normalise(input, weight, bias, axes=axes, eps=eps)
+    count = math.prod(input.shape[axis] for axis in axes)
+    updated = [out]
+    for running, new, scale in ((running_mean, mean, 1), (running_var, var, count / max(count - 1, 1))):
+        if running is not None:
+            per_channel = ops.mean(new, (0, *range(2, len(new.shape))))
+            old = together(running, popxl.float32)
+            updated.append(old + (per_channel * scale - old) * momentum)
+    return tuple(updated)
+
+
+@jax_op(title="NormaliseByStatistics")
+def _normalised_by(input: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float) -> Any:
+    mean, var = widened(mean), widened(var)
+    return _scaled((widened(input) - mean) * lax.rsqrt(var + eps), weight, bias)

@@ -1,0 +1,214 @@
+"""Pooling: one number for each window of the last axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+import popxl
+from popxl.ops.precision import widened
+from poptorch.lowering.convolution import per_axis
+from poptorch.lowering.registry import jax_op, lowers
+from poptorch.lowering.resample import Axis, resampled
+
+Table = NDArray[np.int32]
+"""A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
+
+# Windows --------------------------------------------------------------------------------------------------------------
+
+
+def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """How many windows there are along an axis. None begins in the padding at the end."""
+    room = size + 2 * padding - dilation * (kernel - 1) - 1
+    count = room // stride + 1
+    if ceil_mode and room % stride and count * stride < size + padding:
+        count += 1
+    return count
+
+
+def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Table:
+    count = _count(size, kernel, stride, padding, dilation, ceil_mode)
+    places = np.arange(count)[:, None] * stride - padding + np.arange(kernel) * dilation
+    inside = (places >= 0) & (places < size)
+    first = np.where(inside, places, size).min(1, keepdims=True)
+    last = np.where(inside, places, -1).max(1, keepdims=True)
+    return np.clip(places, first, last).astype(np.int32)
+
+
+def _adaptive(size: int, count: int) -> Table:
+    starts = np.arange(count) * size // count
+    ends = -(-np.arange(1, count + 1) * size // count)
+    places = starts[:, None] + np.arange((ends - starts).max())
+    return np.minimum(places, ends[:, None] - 1).astype(np.int32)
+
+
+def _readers(table: Table, size: int) -> Table:
+    """A row for each position: the windows that see it, and the number of windows for none."""
+    windows = np.repeat(np.arange(len(table)), table.shape[1])
+    pairs = np.unique(np.stack([table.reshape(-1), windows], 1), axis=0)
+    nth = np.arange(len(pairs)) - np.searchsorted(pairs[:, 0], pairs[:, 0])
+    readers = np.full((size, nth.max() + 1), len(table), np.int32)
+    readers[pairs[:, 0], nth] = pairs[:, 1]
+    return readers
+
+
+# Maximum --------------------------------------------------------------------------------------------------------------
+
+
+def _tables(sizes: Sequence[int], output_size: Any = None, **how: Any) -> list[Table]:
+    """The windows along the last axes, regular ones or so many."""
+    if output_size is not None:
+        return [_adaptive(*each) for each in zip(sizes, output_size, strict=True)]
+    steps = zip(sizes, how["kernel_size"], how["stride"], how["padding"], how["dilation"], strict=True)
+    return [_regular(*each, how["ceil_mode"]) for each in steps]
+
+
+def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
+    """The largest number of each window, and where it is in the last axes, counted row by row; of several the first.
+
+    One axis after the other, the last one first: so the first of the first row is found.
+    """
+    sizes = input.shape[-axes:]
+    places = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
+    for axis, table in reversed(list(enumerate(_tables(sizes, **how), input.ndim - axes))):
+        input, places = (jnp.take(t, table, axis) for t in (input, places))
+        nth = jnp.argmax(input, axis + 1, keepdims=True)
+        input, places = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, places))
+    return input, places
+
+
+def _to_largest(g: Any, places: Any, *, shape: tuple[int, ...], axes: int, **how: Any) -> Any:
+    """Each position gathers what comes to it: many times faster than scattering."""
+    sizes, rank, dtype = shape[-axes:], len(shape), g.dtype
+    g = widened(g)
+    for axis, (table, size) in reversed(list(enumerate(zip(_tables(sizes, **how), sizes, strict=True), rank - axes))):
+        readers = _readers(table, size)
+        g = jnp.take(g, readers, axis, mode="fill", fill_value=0)
+        places = jnp.take(places, readers, axis, mode="fill", fill_value=-1)
+    own = jnp.arange(math.prod(sizes)).reshape([n for size in sizes for n in (size, 1)])
+    return jnp.where(places == own, g, 0).sum(range(rank - axes + 1, rank + axes, 2)).astype(dtype)
+
+
+_max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)
+
+
+def _pool_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+    if gs[0] is None:
+        return {}
+    places = forward.read(forward.op.outputs[1])
+    return {0: _max_pool_grad(gs[0], places, shape=forward.op.inputs[0].shape, **forward.op.attributes)}
+
+
+_max_pool = jax_op(title="MaxPool", gradient=_pool_gradient, result=("maxpool_out", "maxpool_indices"))(_largest)
+
+
+def _max_pools(axes: int) -> None:
+    def max_pool(
+        input: popxl.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        dilation: Sequence[int] = (1,),
+        ceil_mode: bool = False,
+    ) -> tuple[popxl.Tensor, ...]:
+        return _max_pool(
+            input,
+            axes=axes,
+            kernel_size=per_axis(kernel_size, axes),
+            stride=per_axis(stride or kernel_size, axes),
+            padding=per_axis(padding, axes),
+            dilation=per_axis(dilation, axes),
+            ceil_mode=ceil_mode,
+        )
+
+    def adaptive(input: popxl.Tensor, output_size: Sequence[int]) -> tuple[popxl.Tensor, ...]:
+        return _max_pool(input, axes=axes, output_size=tuple(output_size))
+
+    def unpool(
+        input: popxl.Tensor, indices: popxl.Tensor, output_size: Sequence[int], **regular: Any
+    ) -> popxl.Tensor:
+        return _unpool(input, indices, output_size=tuple(output_size))
+
+    lowers(f"aten.max_pool{axes}d_with_indices")(max_pool)
+    lowers(f"aten.adaptive_max_pool{axes}d")(adaptive)
+    lowers(f"aten.max_unpool{axes}d")(unpool)
+
+
+@jax_op(title="MaxUnpool")
+def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
+    """Zeros, and each number at its place in the last axes, counted row by row."""
+    outer = input.shape[: input.ndim - len(output_size)]
+    rows, places = (t.reshape(math.prod(outer), -1) for t in (input, indices))
+    out = jnp.zeros((len(rows), math.prod(output_size)), input.dtype)
+    return out.at[jnp.arange(len(rows))[:, None], places].set(rows).reshape(*outer, *output_size)
+
+
+_max_pools(2)
+_max_pools(3)
+
+# Average --------------------------------------------------------------------------------------------------------------
+
+
+@jax_op(title="AveragePool")
+def _average(
+    input: Any,
+    *,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    axes, outer = len(kernel_size), (1,) * (input.ndim - len(kernel_size))
+    ends, divisor = [], np.ones((), np.float32)
+    for size, kernel, step, pad in zip(input.shape[-axes:], kernel_size, stride, padding, strict=True):
+        starts = np.arange(_count(size, kernel, step, pad, 1, ceil_mode)) * step - pad
+        ends.append((pad, max(starts[-1] + kernel - size, 0)))
+        lowest, highest = (-pad, size + pad) if count_include_pad else (0, size)
+        seen = np.minimum(starts + kernel, highest) - np.maximum(starts, lowest)
+        divisor = divisor[..., None] * seen.astype(np.float32)
+    total = lax.reduce_window(
+        widened(input), np.float32(0), lax.add, outer + kernel_size, outer + stride, [(0, 0)] * len(outer) + ends
+    )
+    return total / (divisor if divisor_override is None else divisor_override)
+
+
+def _average_pools(axes: int) -> None:
+    def average(
+        input: popxl.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> popxl.Tensor:
+        return _average(
+            input,
+            kernel_size=per_axis(kernel_size, axes),
+            stride=per_axis(stride or kernel_size, axes),
+            padding=per_axis(padding, axes),
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            divisor_override=divisor_override,
+        )
+
+    def adaptive(input: popxl.Tensor, output_size: Sequence[int]) -> popxl.Tensor:
+        sizes = input.shape[-axes:]
+        if not any(size % count for size, count in zip(sizes, output_size, strict=True)):
+            return average(input, [size // count for size, count in zip(sizes, output_size, strict=True)])
+        return resampled(input, [Axis("area", *each) for each in zip(sizes, output_size, strict=True)])
+
+    lowers(f"aten.avg_pool{axes}d")(average)
+    lowers(f"aten._adaptive_avg_pool{axes}d")(adaptive)
+
+
+_average_pools(2)
+_average_pools(3)

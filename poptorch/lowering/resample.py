@@ -1,0 +1,237 @@
+"""Images read between their pixels: resized, or at points of a grid; and images as columns of patches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+from popxl.ops.precision import rounded_once, widened
+from popxl.ops.resample import Taps, tapped, transposed
+from poptorch.lowering.convolution import per_axis
+from poptorch.lowering.registry import jax_op, lowers
+
+# Resized --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How an axis is made anew, of another length. Its elements are sums of some of the old ones.
+
+    Args:
+        mode: `"nearest"`, `"exact"` (nearest, rightly), `"linear"`, `"cubic"`, `"area"` (the mean of a stretch).
+        size: its length.
+        length: that of the new one.
+        scale: how much larger that is, if it was given; otherwise it follows from the lengths.
+        align_corners: the centres of the outer elements stay where they are; otherwise the outer edges do.
+        antialias: where it becomes shorter, elements are blends of all that they cover.
+    """
+
+    mode: str
+    size: int
+    length: int
+    scale: float | None = None
+    align_corners: bool = False
+    antialias: bool = False
+
+    def taps(self) -> Taps:
+        """Of each new element, the old ones that it is a sum of, and factors."""
+        taps = self._area() if self.mode == "area" else self._antialiased() if self.antialias else self._around()
+        return [(np.clip(position, 0, self.size - 1).astype(np.int32), factor) for position, factor in taps]
+
+    def _step(self) -> np.float32:
+        """How far apart the new elements are. In float32, as is all that follows, for it decides what is nearest."""
+        if self.align_corners:
+            return np.float32((self.size - 1) / (self.length - 1) if self.length > 1 else 0)
+        return np.float32(self.size) / np.float32(self.length) if self.scale is None else np.float32(1 / self.scale)
+
+    def _around(self) -> Taps:
+        half, i, step = np.float32(0.5), np.arange(self.length, dtype=np.float32), self._step()
+        if self.mode == "nearest":
+            return [(np.floor(i * step), None)]
+        if self.mode == "exact":
+            return [(np.floor((i + half) * step), None)]
+        x = i * step if self.align_corners else (i + half) * step - half
+        if self.mode == "linear":
+            x = np.maximum(x, 0)
+            first = np.minimum(np.floor(x), self.size - 1)
+            return [(first, 1 - (x - first)), (first + 1, x - first)]
+        first = np.floor(x)
+        return [(first + k, _cubic(x - first - k, -0.75)) for k in (-1, 0, 1, 2)]
+
+    def _antialiased(self) -> Taps:
+        """Factors of a triangle, or of a cubic, that is as wide as the step."""
+        step = self._step()
+        width = np.maximum(step, np.float32(1))
+        reach = (1 if self.mode == "linear" else 2) * width
+        centres = step * (np.arange(self.length, dtype=np.float32) + np.float32(0.5))
+        first = np.maximum(np.trunc(centres - reach + np.float32(0.5)), 0)
+        last = np.minimum(np.trunc(centres + reach + np.float32(0.5)), self.size) - 1
+        positions = first + np.arange((last - first).max() + 1)[:, None]
+        distances = (positions - centres + np.float32(0.5)) / width
+        shape = np.maximum(1 - np.abs(distances), 0) if self.mode == "linear" else _cubic(distances, -0.5)
+        factors = np.where(positions <= last, shape, 0)
+        return list(zip(positions, factors / factors.sum(0), strict=True))
+
+    def _area(self) -> Taps:
+        starts = np.arange(self.length) * self.size // self.length
+        ends = -(-np.arange(1, self.length + 1) * self.size // self.length)
+        offsets = range((ends - starts).max())
+        return [(starts + k, np.where(starts + k < ends, 1 / (ends - starts), 0)) for k in offsets]
+
+
+def _cubic(distance: Any, slope: float, where: Callable[..., Any] = np.where) -> Any:
+    """The cubic kernel of Keys."""
+    x = abs(distance)
+    near = ((slope + 2) * x - (slope + 3)) * x * x + 1
+    far = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
+    return where(x <= 1, near, where(x < 2, far, 0))
+
+
+def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
+    """A tensor whose last axes are made anew."""
+    return _resample(input, axes=tuple(axes))
+
+
+def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
+    out = widened(input)
+    for i, axis in enumerate(axes, input.ndim - len(axes)):
+        out = tapped(out, i, axis.taps())
+    return out.astype(input.dtype)
+
+
+def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:
+    out = widened(g)
+    for i, axis in enumerate(axes, g.ndim - len(axes)):
+        out = tapped(out, i, transposed(axis.taps(), axis.size))
+    return out.astype(g.dtype)
+
+
+_resample_grad = jax_op(title="ResampleGrad")(_read_backward)
+_resample = jax_op(title="Resample", gradient={"input": lambda g, axes: _resample_grad(g, axes=axes)})(_read)
+
+
+def _resizes(name: str, mode: str, axes: int, antialias: bool = False) -> None:
+    def resize(
+        input: popxl.Tensor,
+        output_size: Sequence[int],
+        align_corners: bool = False,
+        **scales: float | None,
+    ) -> popxl.Tensor:
+        names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][-axes:]
+        old = zip(input.shape[-axes:], output_size, (scales.get(name) for name in names), strict=True)
+        return resampled(input, [Axis(mode, *each, align_corners, antialias) for each in old])
+
+    lowers(f"aten.{name}{axes}d{'_aa' if antialias else ''}")(resize)
+
+
+for _axes in (1, 2, 3):
+    _resizes("upsample_nearest", "nearest", _axes)
+    _resizes("_upsample_nearest_exact", "exact", _axes)
+_resizes("upsample_linear", "linear", 1)
+_resizes("upsample_bilinear", "linear", 2)
+_resizes("upsample_trilinear", "linear", 3)
+_resizes("upsample_bicubic", "cubic", 2)
+_resizes("_upsample_bilinear", "linear", 2, antialias=True)
+_resizes("_upsample_bicubic", "cubic", 2, antialias=True)
+
+# At points of a grid --------------------------------------------------------------------------------------------------
+
+
+@jax_op("aten.grid_sampler_2d", "aten.grid_sampler_3d", title="GridSample")
+@rounded_once
+def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
+    """What an image has at points from -1 to 1 along each axis, the last axis first.
+
+    Args:
+        input: of shape `(N, C, ...)`.
+        grid: of shape `(N, ..., axes)`.
+        interpolation_mode: 0 linear, 1 nearest, 2 cubic.
+        padding_mode: beyond the edges there is 0 nothing, 1 what is at the edge, 2 the image in a mirror.
+        align_corners: -1 and 1 are the centres of the outer pixels; otherwise the outer edges.
+    """
+    sizes = input.shape[2:]
+    inside = [_inside(size, padding_mode, align_corners) for size in sizes]
+    taps = []  # for each axis: places, and factors
+    for i, size in enumerate(sizes):
+        x = grid[..., -1 - i]
+        x = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
+        taps.append(_around(x if interpolation_mode == 2 else inside[i](x), interpolation_mode))
+    batch = jnp.arange(len(input)).reshape(-1, *(1,) * len(sizes))
+    total = 0
+    for corner in itertools.product(*taps):
+        factor, index = 1, []
+        for (place, share), limit, size in zip(corner, inside, sizes, strict=True):
+            place = limit(place) if interpolation_mode == 2 else place
+            seen = (place >= 0) & (place <= size - 1)
+            factor = factor * jnp.where(seen, share, 0)
+            index.append(jnp.clip(jax.lax.stop_gradient(place), 0, size - 1).astype(jnp.int32))
+        total = total + input[(batch, slice(None), *index)] * factor[..., None]
+    return jnp.moveaxis(total, -1, 1)
+
+
+def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any], Any]:
+    """Brings coordinates from beyond the edges back."""
+    if padding_mode == 0:
+        return lambda x: x
+    low, high = (0.0, size - 1.0) if align_corners else (-0.5, size - 0.5)
+
+    def limited(x: Any) -> Any:
+        if padding_mode == 2:
+            x = high - jnp.abs((x - low) % (2 * (high - low)) - (high - low)) if high > low else jnp.zeros_like(x)
+        return jnp.where(x > 0, jnp.where(x < size - 1, x, size - 1), 0)
+
+    return limited
+
+
+def _around(x: Any, mode: int) -> list[tuple[Any, Any]]:
+    """The places around coordinates, and what each of them counts."""
+    if mode == 1:
+        return [(jnp.round(x), jnp.ones_like(x))]
+    first = jax.lax.stop_gradient(jnp.floor(x))
+    t = x - first
+    if mode == 0:
+        return [(first, 1 - t), (first + 1, t)]
+    return [(first + k, _cubic(t - k, -0.75, jnp.where)) for k in (-1, 0, 1, 2)]
+
+
+# Patches --------------------------------------------------------------------------------------------------------------
+
+
+def _columns(image: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """The patches of an image: of `(..., C, H, W)`, `(..., C * kernel, places)`."""
+    *outer, channels, _, _ = image.shape
+    image = jnp.pad(image, [(0, 0)] * (image.ndim - 2) + [(pad, pad) for pad in padding])
+    axes = list(zip(image.shape[-2:], kernel, dilation, stride, strict=True))
+    counts = [(size - reach * (k - 1) - 1) // step + 1 for size, k, reach, step in axes]
+
+    def seen_by(*element: int) -> Any:
+        """What an element of the kernel sees of the image."""
+        steps = zip(element, dilation, counts, stride, strict=True)
+        return image[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, n, s in steps))]
+
+    seen = jnp.stack([seen_by(*element) for element in itertools.product(*map(range, kernel))], -3)
+    return seen.reshape(*outer, channels * math.prod(kernel), math.prod(counts))
+
+
+@jax_op("aten.im2col", title="Unfold")
+def im2col(input: Any, *, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    return _columns(input, *(per_axis(sizes, 2) for sizes in (kernel_size, dilation, padding, stride)))
+
+
+@jax_op("aten.col2im", title="Fold")
+def col2im(input: Any, *, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """The transpose: patches are added up where they overlap."""
+    how = [per_axis(sizes, 2) for sizes in (kernel_size, dilation, padding, stride)]
+    channels = input.shape[-2] // math.prod(how[0])
+    wide = widened(input)
+    image = jax.ShapeDtypeStruct((*input.shape[:-2], channels, *output_size), wide.dtype)
+    (out,) = jax.linear_transpose(lambda t: _columns(t, *how), image)(wide)
+    return out

@@ -1,0 +1,54 @@
+"""Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tests.poptorch.operators import Row, normal
+
+_Q, _K, _V = normal(2, 3, 4, 6), normal(2, 3, 5, 6), normal(2, 3, 5, 7)
+_ALLOWED = torch.tensor([[True, False, True, True, False], [False, True, True, True, True]] * 2)
+
+
+def _attention(**settings: Any) -> Callable[..., torch.Tensor]:
+    return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **settings)
+
+
+def _module(inputs: int, settings: dict[str, Any], call: dict[str, Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    module = torch.nn.MultiheadAttention(6, 2, **settings)
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(*tensors: torch.Tensor) -> Any:
+        given, parameters = tensors[:inputs], tensors[inputs:]
+        arguments = (given[0],) * 3 if inputs == 1 else given
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), arguments, call)
+
+    return function, [normal(*p.shape, seed=i) / 2 for i, p in enumerate(module.parameters())]
+
+
+def _heads(name: str, *given: torch.Tensor, call: dict[str, Any] | None = None, **settings: Any) -> Row:
+    function, parameters = _module(len(given), settings, call or {})
+    return Row(name, function, (*given, *parameters), tolerance=2e-5, half_tolerance=2e-2)
+
+
+_X = normal(5, 2, 6)
+_LATER = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+
+ROWS = [
+    Row("attention", _attention(), (_Q, _K, _V)),
+    Row("attention, causal", _attention(is_causal=True), (_Q, _K, _V)),
+    Row("attention, mask", _attention(), (_Q, _K, _V, _ALLOWED)),
+    Row("attention, bias", _attention(scale=0.3), (_Q, _K, _V, normal(4, 5))),
+    Row("attention, shared heads", _attention(enable_gqa=True), (normal(2, 4, 3, 6), normal(2, 2, 5, 6), normal(2, 2, 5, 6))),
+    _heads("heads", _X),
+    _heads("heads, batch first, no weights", _X, call={"need_weights": False}, batch_first=True),
+    _heads("heads, masks", _X, call={"attn_mask": _LATER, "key_padding_mask": torch.tensor([[False] * 5, [False] * 4 + [True]])}),
+    _heads("heads, weights of each", _X, call={"average_attn_weights": False}),
+    _heads("heads, more keys", _X, bias=True, add_bias_kv=True, add_zero_attn=True),
+    _heads("heads, other widths", _X, normal(4, 2, 3), normal(4, 2, 5), kdim=3, vdim=5),
+    _heads("heads, no batch", normal(5, 6)),
+]

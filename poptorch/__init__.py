@@ -24,7 +24,9 @@ from poptorch.blocks import (
     print,
     removeBlocks,
 )
+from poptorch.capture.ids import getIpuTensorId
 from poptorch.dataloader import DataLoader
+from poptorch.devices import ipuHardwareIsAvailable, ipuHardwareVersion
 from poptorch.enums import (
     AutoStage,
     CommGroupType,
@@ -43,7 +45,8 @@ from poptorch.enums import (
     VariableRetrievalMode,
 )
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
-from poptorch.executor import PoplarExecutor, inferenceModel, trainingModel
+from poptorch.executor import PoplarExecutor, inferenceModel, load, trainingModel
+from poptorch.hooks import registerPostCompileHook, registerPreCompileHook
 from poptorch.logging_ import setLogLevel
 from poptorch.lowering.control import registerCustomOp
 from poptorch.ops import (
@@ -54,8 +57,10 @@ from poptorch.ops import (
     dynamic_slice,
     dynamic_update,
     for_loop,
+    fps,
     identity_loss,
     ipu_print_tensor,
+    nearest,
     nop,
     recomputationCheckpoint,
     serializedMatMul,

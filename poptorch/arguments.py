@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -393,7 +393,7 @@ class Binder:
             self._signature = inspect.signature(forward)
         except ValueError:
             self._signature = inspect.signature(lambda *args: None)
-        parameters = self._signature.parameters
+        self.parameters = parameters = self._signature.parameters
         self.defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         self.rest: str | None = next((n for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
         self._open = {n for n, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -465,6 +465,11 @@ class Signature:
                 "Dictionaries among the arguments (%s): their keys are compiled in; later calls need the same.",
                 ", ".join(dicts),
             )
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function."""
+        return self._binder.parameters
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, which must fit. They are the caller's own, unconverted, in the order of `leaves`.
@@ -575,7 +580,7 @@ class Batching:
         dealt = array.reshape(self.micro_batches, self.groups.count, *micro_batch)
         if self.groups.size > 1:
             dealt = dealt[:, list(self.groups.assignment)]
-        return dealt.reshape(*(n for n in dealt.shape[:2] if n > 1), *micro_batch)
+        return dealt.reshape((*(n for n in dealt.shape[:2] if n > 1), *micro_batch))
 
     @staticmethod
     def join(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:

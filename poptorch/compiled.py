@@ -1,58 +1,157 @@
-"""`Compiled`: a model that has been captured, written as a program and compiled; and what goes to and from its device.
+"""`Compiled`: a compiled model, and what goes to and comes from its device.
 
-It knows arrays and tensors, and one structure of arguments. Who holds the truth about weights, and when anything is
-transferred, is decided in `poptorch.executor`.
+It is made of a model (`Compiled.of`) or of a file (`poptorch.saving`). It knows arrays and tensors, and one structure
+of arguments. Who holds the truth about weights, and when anything is transferred, is decided in `poptorch.executor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
 import popxl
-from poptorch import weights
 from poptorch.ambient import capturing, check_overlapped_io, check_placement
 from poptorch.arguments import Batching, Feeder, Signature, Structure, structure_of
 from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Value
 from poptorch.capture.tracer import Captured, capture
+from poptorch.devices import chosen_device
+from poptorch.dtypes import device_dtype
 from poptorch.enums import OutputMode
-from poptorch.errors import createPoptorchError
+from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.options import Options
 from poptorch.program import Program, Returned
-from poptorch.replica_groups import GroupedParameter
+from poptorch.times import Times
 from poptorch.updates import Update
+from popxl.errors import DeviceError
+from popxl.tensor import Variable
 
-__all__ = ["Compiled"]
+__all__ = ["Compiled", "Ends", "Result"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program returns, of which each micro-batch has one.
+
+    Attributes:
+        shape: of one of them.
+        count: how many each replica returns.
+        anchor: the name that the user gave it; empty for what the model returns.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What of a program the host has to do with.
+
+    Attributes:
+        inputs: by number of an input, its stream; inputs that are not used have none.
+        outputs: the streams of the results.
+        variables: those of parameters and buffers, by name.
+        written: names of those that each replica has a value of its own of.
+        numbers: the stream of the numbers of the optimiser, if it has any that change.
+        state: the variables of its state, by name.
+        random: the variable of random numbers, if there are any.
+        names: names of all tensors that can be anchored.
+    """
+
+    inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
+    outputs: Sequence[popxl.DeviceToHostStream] = ()
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
+    numbers: popxl.HostToDeviceStream | None = None
+    state: Mapping[str, Variable] = field(default_factory=dict)
+    random: Variable | None = None
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, program: Program) -> Ends:
+        """Those of a program."""
+        return cls(
+            program.inputs,
+            program.outputs,
+            program.variables,
+            frozenset(program.written if program.ir.replication_factor > 1 else ()),
+            program.numbers,
+            program.state,
+            program.random,
+            program.names,
+        )
 
 
 class Compiled:
-    """A model, compiled for arguments of some structure.
+    """A model, compiled for arguments of some structure. It is attached to no device at first.
 
     Args:
-        model: what is called: the module, or a function.
-        module: the module whose parameters and buffers it uses, if any.
-        args, kwargs: arguments as they will come, with the rows of a whole run.
-        options: the options.
-        update: the optimiser, for training.
-        numbers: its variable numbers, at first.
-        grouped: the parameters that differ between groups of replicas.
-        host: the values of parameters and buffers.
+        signature: what arguments have to look like.
+        batching: how rows are dealt.
+        structure: of what the model returns.
+        constants: by number of a result, the numbers of those that the program does not compute.
+        results: what the program returns: results of the model, anchored tensors, inputs that are overwritten.
+        rewritten: numbers of the inputs that are overwritten.
+        ends: what of the program the host has to do with.
+        session: runs the program.
         seed: what random numbers begin with.
+        checks: run op by op, and raise where a number is not finite.
 
     Attributes:
-        signature: what arguments have to look like.
-        program: the program.
-        session: the session that runs it, attached.
+        signature, ends, session, seed: as given.
+        anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
+        times: when the last call did what.
     """
 
     def __init__(
         self,
+        signature: Signature,
+        batching: Batching,
+        structure: Structure,
+        constants: Mapping[int, torch.Tensor],
+        results: Sequence[Result],
+        rewritten: Sequence[int],
+        ends: Ends,
+        session: popxl.Session,
+        seed: int,
+        checks: bool = False,
+    ) -> None:
+        self.signature, self.batching, self.structure = signature, batching, structure
+        self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
+        self.ends, self.session, self.seed = ends, session, seed
+        self.anchored: dict[str, torch.Tensor] = {}
+        self._run = self._checked if checks else session.run
+        self._feeder = Feeder(batching)
+        self._feeds: dict[popxl.HostToDeviceStream, Any] = {}
+        self._inputs = [
+            (i, stream, leaf.dtype is device_dtype(leaf.dtype), self._shape_of_rows(leaf.shape))
+            for i, stream in ends.inputs.items()
+            for leaf in (signature.leaves[i],)
+        ]
+        self._outputs = [
+            (stream, self._is_in_turns(stream, result), self._shape_of_result(result))
+            for stream, result in zip(ends.outputs, results, strict=True)
+        ]
+        self._anchors = [result.anchor for result in results if result.anchor]
+        self._count = len(results) - len(self._anchors) - len(rewritten)
+        replicas = batching.groups.replicas
+        self.times = Times(
+            [batching.micro_batches * replicas] * len(ends.inputs),
+            [result.count * replicas for result in results[: self._count]],
+        )
+
+    @classmethod
+    def of(
+        cls,
+        ir: popxl.Ir,
         model: Callable[..., Any],
         module: torch.nn.Module | None,
         args: tuple[Any, ...],
@@ -60,159 +159,254 @@ class Compiled:
         options: Options,
         *,
         update: Update | None = None,
-        numbers: np.ndarray | None = None,
-        grouped: Mapping[str, GroupedParameter],
+        count: int = 0,
+        groupings: Mapping[str, popxl.ReplicaGrouping],
+        grouped: Iterable[str],
         host: Mapping[str, np.ndarray],
+        anchors: Mapping[str, Returned],
         seed: int,
-    ) -> None:
-        forward = module.forward if module is not None else model
-        self.signature = Signature(forward, args, kwargs)
-        self._batching = Batching.of(options, update is not None)
-        self._feeder = Feeder(self._batching)
-        self._names = [leaf.name for leaf in self.signature.leaves]
-        captured = self._captured(model, module, options, update is not None, grouped)
-        self._result: Structure = structure_of(captured.result, "result")
-        mode, period = options.output_mode, options.output_return_period or 1
-        trace = captured.trace
-        self._constants = {i: data for i, value in enumerate(trace.outputs) if (data := _constant(value)) is not None}
-        returned = [Returned(v, mode, period) for i, v in enumerate(trace.outputs) if i not in self._constants]
-        self._rewritten = list(captured.written_inputs)
+    ) -> Compiled:
+        """Capture a model, write it as a program and compile that.
+
+        Args:
+            ir: an empty Ir for the program.
+            model: what is called: the module, or a function.
+            module: the module whose parameters and buffers it uses, if any.
+            args, kwargs: arguments as they will come, with the rows of a whole run.
+            options: the options.
+            update: the optimiser, for training.
+            count: how many variable numbers it has.
+            groupings: of the parameters that differ between groups of replicas.
+            grouped: names of the parameters with a dimension for such groups, be it only one.
+            host: the values of parameters and buffers.
+            anchors: the tensors to anchor, by the names that the user gives them.
+            seed: what random numbers begin with.
+        """
+        signature = Signature(module.forward if module is not None else model, args, kwargs)
+        batching = Batching.of(options, update is not None)
+        captured = _captured(model, module, signature, batching, options, update is not None, list(grouped))
+        mode, period = options.output_mode, options.output_return_period
+        outputs = captured.trace.outputs
+        constants = {i: data for i, value in enumerate(outputs) if (data := _constant(value)) is not None}
+        returned = [Returned(value, mode, period) for i, value in enumerate(outputs) if i not in constants]
+        returned += anchors.values()
         returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
-        self._returned = returned
-        self.program = Program(
-            captured,
-            self._names,
-            host,
-            self._batching,
-            options,
-            returned,
-            update,
-            0 if numbers is None else len(numbers),
-            {name: each.groups for name, each in grouped.items() if each.groups.count > 1},
-            seed,
-            options.model_name or ("training" if update is not None else "inference"),
-        )
-        self._feeds: dict[popxl.HostToDeviceStream, Any] = {}
-        if numbers is not None:
-            self.write_numbers(numbers)
-        self.session = popxl.Session(
-            self.program.ir, _device(options), weights_to_host_on_exit=False
-        ).__enter__()
-
-    def _captured(
-        self,
-        model: Callable[..., Any],
-        module: torch.nn.Module | None,
-        options: Options,
-        training: bool,
-        grouped: Mapping[str, GroupedParameter],
-    ) -> Captured:
-        micro_batch = [
-            torch.empty(self._batching.micro_batch_shape(leaf.shape, leaf.name), dtype=leaf.dtype)
-            for leaf in self.signature.leaves
+        names = [leaf.name for leaf in signature.leaves]
+        title = options.model_name or ("training" if update is not None else "inference")
+        program = Program(ir, captured, names, host, batching, options, returned, update, count, groupings, seed, title)
+        labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
+        results = [
+            Result(program.spec(each).shape, batching.returned(each.mode, each.period), label)
+            for each, label in zip(returned, labels, strict=True)
         ]
-
-        def forward(tensors: list[torch.Tensor]) -> Any:
-            args, kwargs = self.signature.arguments(tensors)
-            return model(*args, **kwargs)
-
-        with capturing(options.execution_strategy) as ambient:
-            captured = capture(
-                forward,
-                micro_batch,
-                module,
-                ambient=ambient,
-                lowered=has_lowering,
-                flatten=lambda result: structure_of(result, "result").tensors(result),
-                grouped=[name for name, each in grouped.items()],
-                excludes=options.source_location_excludes,
-                with_scopes=options.module_namescope_enabled,
-            )
-        if not captured.trace.nodes:
-            raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
-        if ambient.overlaps:
-            check_overlapped_io(options, options.output_mode)
-        options._Popart.check()
-        check_placement([node.site for node in captured.trace.nodes], options, training)
-        return captured
+        if options.executable_cache is not None:
+            ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
+        return cls(
+            signature,
+            batching,
+            structure_of(captured.result, "result"),
+            constants,
+            results,
+            list(captured.written_inputs),
+            Ends.of(program),
+            popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
+            seed,
+            options.Precision.floating_point_exceptions,
+        )
 
     # Running --------------------------------------------------------------------------------------------------------
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the program once on the tensors of a call, as `signature.check` returns them. Returns the result."""
-        arrays = self._feeder.arrays(tensors, self._names)
-        for i, stream in self.program.inputs.items():
-            self._feeds[stream] = self._fed(arrays[i])
-        fetched = self.session.run(self._feeds)
-        results = [
-            self._rows(fetched[stream], returned)
-            for stream, returned in zip(self.program.outputs, self._returned, strict=True)
-        ]
-        rewritten = results[len(results) - len(self._rewritten) :]
-        for i, rows in zip(self._rewritten, rewritten, strict=True):
-            with torch.no_grad():
-                tensors[i].copy_(rows.reshape(tensors[i].shape))
-        return self._rebuilt(results[: len(results) - len(self._rewritten)])
+        """Run the program once on the tensors of a call, as `signature.check` returns them. Returns the result.
+
+        Raises:
+            poptorch.Error: for what the running program meets.
+        """
+        times, feeds = self.times, self._feeds
+        times.asked = perf_counter()
+        for i, stream, is_same, shape in self._inputs:
+            t = tensors[i]
+            if is_same and shape is not None and not t.requires_grad and t.is_contiguous():
+                feeds[stream] = t.numpy().reshape(shape)
+            else:
+                feeds[stream] = self._fed(t, self.signature.leaves[i].name)
+        times.given = perf_counter()
+        try:
+            fetched = self._run(feeds)
+            results: list[torch.Tensor] = []
+            for output, is_in_turns, shape in self._outputs:
+                array = fetched[output]
+                times.ready = times.ready if results else perf_counter()
+                if is_in_turns:
+                    array = array.swapaxes(0, 1)
+                results.append(torch.from_numpy(array.reshape(shape)))
+        except DeviceError as problem:
+            raise Error(str(problem), "popxl_runtime_error") from problem
+        times.taken = perf_counter()
+        return self._rebuilt(tensors, results)
+
+    def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
+        """A tensor as the program takes it: with the rows of a replica together."""
+        (array,) = self._feeder.arrays([t], [name])
+        return array.swapaxes(0, 1) if self._both else array
 
     @property
     def _both(self) -> bool:
         """Whether arrays have a dimension for micro-batches and one for replicas."""
-        return self._batching.micro_batches > 1 and self._batching.groups.replicas > 1
+        return self.batching.micro_batches > 1 and self.batching.groups.replicas > 1
 
-    def _fed(self, array: np.ndarray) -> np.ndarray:
-        """Rows as the program takes them: those of a replica together."""
-        return array.swapaxes(0, 1) if self._both else array
+    def _shape_of_rows(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The shape in which the program takes a tensor, if that is all there is to do."""
+        if self.batching.groups.size > 1 or self._both:
+            return None
+        return self.batching.deal(np.empty(shape, np.bool)).shape
 
-    def _rows(self, array: np.ndarray, returned: Returned) -> torch.Tensor:
-        """A result as a call returns it."""
-        shape = returned.value.shape
-        leading = array.ndim - len(shape)
-        if leading == 2:
-            array = array.swapaxes(0, 1)
-        return torch.from_numpy(np.array(self._batching.join(array, shape)))
+    def _is_in_turns(self, stream: popxl.DeviceToHostStream, result: Result) -> bool:
+        """Whether what comes from the device has dimensions for replicas and micro-batches, in this order."""
+        return self.batching.groups.replicas > 1 and len(stream.shape) > len(result.shape)
 
-    def _rebuilt(self, results: list[torch.Tensor]) -> Any:
-        left = iter(results)
-        count = len(results) + len(self._constants)
-        every = [self._constants[i].clone() if i in self._constants else next(left) for i in range(count)]
-        for t in results:
-            t.backward = _no_backward  # type: ignore[assignment, method-assign]
-        return self._result.rebuild(every)
+    def _shape_of_result(self, result: Result) -> tuple[int, ...]:
+        """The shape of a result of a call."""
+        leading = [n for n in (result.count, self.batching.groups.replicas) if n > 1]
+        return self.batching.join(np.empty((*leading, *result.shape), np.bool), result.shape).shape
+
+    def _rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor]) -> Any:
+        """The result of a call, of all that the program returned."""
+        of_model = results
+        if len(results) > self._count:
+            of_model, others = results[: self._count], results[self._count :]
+            self.anchored = dict(zip(self._anchors, others, strict=False))
+            with torch.no_grad():
+                for i, rows in zip(self.rewritten, others[len(self._anchors) :], strict=True):
+                    tensors[i].copy_(rows.reshape(tensors[i].shape))
+        for t in of_model:
+            t.backward = _no_backward  # type: ignore[method-assign]
+        if self.constants:
+            left = iter(of_model)
+            count = self._count + len(self.constants)
+            of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
+        return self.structure.rebuild(of_model)
+
+    def _checked(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
+        with self.session.debugging():
+            return self.session.run(feeds)
+
+    # Attaching ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has a device."""
+        return self.session.is_attached
+
+    def attach(self, host: Mapping[str, np.ndarray]) -> None:
+        """Take a device, with these values of parameters and buffers there."""
+        self.write_weights(host)
+        self.session.__enter__()
+
+    def detach(self) -> None:
+        """Let go of the device; what it has comes home before."""
+        if self.is_attached:
+            self.session.weights_to_host()
+            self.session.__exit__(None)
 
     # Variables ------------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, np.ndarray]:
         """The values of parameters and buffers that the device has, by name."""
-        found = self._fetched(self.program.variables)
-        own = self.program.written if self._batching.groups.replicas > 1 else ()
-        return found | {name: found[name][0] for name in own}
+        found = self._fetched(self.ends.variables)
+        return {name: array[0] if name in self.ends.written else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the device's values of parameters and buffers."""
-        variables = self.program.variables
+        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        variables = self.ends.variables
         self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items() if name in host})
 
     def state(self) -> dict[str, np.ndarray]:
         """The state of the optimiser, by name."""
-        return self._fetched(self.program.state)
+        return {name: array.copy() for name, array in self._fetched(self.ends.state).items()}
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Overwrite state of the optimiser."""
-        self._write({self.program.state[name]: value for name, value in state.items()})
+        self._write({self.ends.state[name]: value for name, value in state.items()})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
         """Give the optimiser other numbers, from the next run on."""
-        if self.program.numbers is not None:
-            replicas = self._batching.groups.replicas
-            self._feeds[self.program.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
+        if self.ends.numbers is not None:
+            replicas = self.batching.groups.replicas
+            self._feeds[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
-    def _write(self, values: Mapping[popxl.Variable, np.ndarray]) -> None:
-        self.session.weights_to_host()  # what is written goes with all the others
+    @property
+    def random_state(self) -> list[int]:
+        """The seed, and after it the words of the state, if there are random numbers."""
+        random = self.ends.random
+        return [self.seed, *(self._fetched({"": random})[""].ravel().tolist() if random is not None else ())]
+
+    @random_state.setter
+    def random_state(self, state: Sequence[int]) -> None:
+        seed, *words = map(int, state)
+        random = self.ends.random
+        wanted = 0 if random is None else int(np.prod(random.shape_on_host))
+        if len(words) != wanted:
+            raise createPoptorchError(
+                f"rng_state: the state has {len(words)} words after the seed; this program has {wanted}."
+            )
+        if random is not None:
+            self._write({random: np.array(words, np.uint32).reshape(random.shape_on_host)})
+        self.seed = seed
+
+    def reseed(self) -> None:
+        """Begin random numbers anew, with the seed."""
+        if (random := self.ends.random) is not None:
+            seeds = popxl.create_seeds(self.seed, replicas=self.batching.groups.replicas)
+            self._write({random: seeds.reshape(random.shape_on_host)})
+
+    def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
+        if self.is_attached:  # all are written, those too that the device has changed
+            others = set(self.session.ir.main_graph.variables) - set(values)
+            self.session.get_tensors_data(others)
         self.session.write_variables_data(values)
 
-    def _fetched(self, variables: Mapping[str, popxl.Variable]) -> dict[str, np.ndarray]:
+    def _fetched(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
         found = self.session.get_tensors_data(variables.values())
         return {name: np.asarray(found[v]) for name, v in variables.items()}
+
+
+def _captured(
+    model: Callable[..., Any],
+    module: torch.nn.Module | None,
+    signature: Signature,
+    batching: Batching,
+    options: Options,
+    training: bool,
+    grouped: list[str],
+) -> Captured:
+    micro_batch = [
+        torch.empty(batching.micro_batch_shape(leaf.shape, leaf.name), dtype=leaf.dtype) for leaf in signature.leaves
+    ]
+
+    def forward(tensors: list[torch.Tensor]) -> Any:
+        args, kwargs = signature.arguments(tensors)
+        return model(*args, **kwargs)
+
+    with capturing(options.execution_strategy) as ambient:
+        captured = capture(
+            forward,
+            micro_batch,
+            module,
+            ambient=ambient,
+            lowered=has_lowering,
+            flatten=lambda result: structure_of(result, "result").tensors(result),
+            grouped=grouped,
+            excludes=options.source_location_excludes,
+            with_scopes=options.module_namescope_enabled,
+        )
+    if not captured.trace.nodes:
+        raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
+    if ambient.overlaps:
+        check_overlapped_io(options, options.output_mode)
+    options._Popart.check()
+    check_placement([node.site for node in captured.trace.nodes], options, training)
+    return captured
 
 
 def _constant(value: Value) -> torch.Tensor | None:
@@ -222,10 +416,6 @@ def _constant(value: Value) -> torch.Tensor | None:
         made_by = made_by.inputs[0].made_by
     data = made_by.arguments.get("data") if made_by is not None else None
     return data.tensor if isinstance(data, Data) else None
-
-
-def _device(options: Options) -> str:
-    return "ipu_model" if options.ipu_model else "ipu_hw"
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:

@@ -1,33 +1,62 @@
 """`PoplarExecutor`: a wrapped model, as a user has it.
 
-It decides when a model is compiled, who holds the truth about weights and the state of the optimiser, and when either is
-transferred. What is compiled is in `poptorch.compiled`; how host modules notice that they are read, in
-`poptorch.weights`.
+It decides when a model is compiled, who holds the truth about weights and the state of the optimiser, and when either
+is transferred. What is compiled is in `poptorch.compiled`; how host modules notice that they are read, in
+`poptorch.weights`; the optimiser and its state, in `poptorch.trainer`; files, in `poptorch.saving`.
 """
 
 from __future__ import annotations
 
-import copy
+import os
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from poptorch import optim, profiling, weights
+import popxl
+from poptorch import hooks, optim, profiling, saving, weights
 from poptorch.blocks import module_repr
+from poptorch.capture.torch_private import without_modes
 from poptorch.compiled import Compiled
-from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode
+from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
 from poptorch.options import Options
+from poptorch.program import Returned
 from poptorch.replica_groups import GroupedParameter, ParameterProxy
-from poptorch.updates import Update
+from poptorch.times import Latency, Times
+from poptorch.trainer import Trainer, needs_running_mean, with_running_mean
+from popxl.estimate import estimate_of
+from popxl.session import CompilationProgress, compilation_progress
 
-__all__ = ["PoplarExecutor", "inferenceModel", "trainingModel"]
+__all__ = ["PoplarExecutor", "inferenceModel", "load", "trainingModel"]
 
 Model = torch.nn.Module | Callable[..., Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_channel = profiling.Channel("poptorch")
+
+
+def _traced(name: str) -> Callable[[Method], Method]:
+    """Have a method be a span of that name in profiles."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with _channel.tracepoint(name):
+                return method(*args, **kwargs)
+
+        return traced  # type: ignore[return-value]
+
+    return decorate
 
 
 class PoplarExecutor:
@@ -47,6 +76,7 @@ class PoplarExecutor:
     Raises:
         poptorch.Error: if the options are none, or do not fit.
         RuntimeError: if the model is being trained by another executor.
+        AssertionError: if there is an optimiser without training.
     """
 
     def __init__(
@@ -54,7 +84,7 @@ class PoplarExecutor:
         model: Model | PoplarExecutor,
         options: Options | None,
         training: bool,
-        poptorch_version: str = "",
+        poptorch_version: str,
         optimizer: torch.optim.Optimizer | None = None,
         user_model: Model | None = None,
     ) -> None:
@@ -64,26 +94,27 @@ class PoplarExecutor:
             raise createPoptorchError(
                 f"`options` must be a poptorch.Options; got {options!r} ({type(options).__name__})."
             )
-        self._user_model = user_model or model
+        if optimizer is not None and not training:
+            raise AssertionError("`optimizer` is for training; an inference model has none.")
+        self._user_model: Model = user_model or model
         self._training = training
         self._options = _own_options(options or Options(), training)
         self._module = model if isinstance(model, torch.nn.Module) else None
         self._call = model
-        self._optimizer = optimizer
-        if training and optimizer is None:
-            parameters = list(self._module.parameters()) if self._module is not None else []
-            self._optimizer = optim.SGD(parameters, lr=0.01) if parameters else None
         self._attributes = weights.Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
-        self._update: Update | None = None
-        self._instrumented: weights.Instrumented | None = None
-        self._numbers: np.ndarray | None = None
+        self._compilation_time: timedelta | None = None
         self._trainings = weights.Trainings(self._module)
+        self._instrumented: weights.Instrumented | None = None
+        self._trainer: Trainer | None = None
         if training:
+            self._trainer = Trainer(optimizer or _default_optimizer(self._module))
+            if needs_running_mean(self._trainer.optimizer, self._options):
+                self._options = with_running_mean(self._options)
             self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
 
-    # Compiling ------------------------------------------------------------------------------------------------------
+    # Running --------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the device, on the rows of a whole run.
@@ -92,19 +123,36 @@ class PoplarExecutor:
             What the model returns, in its structure, with results of all the micro-batches that the output mode says.
 
         Raises:
-            poptorch.Error: if the arguments are not as they were when it was compiled, and as `compile` does.
+            poptorch.Error: if the arguments are not as they were when it was compiled, for what the running program
+                meets, and as `compile` does.
+            AssertionError: if the model was compiled for no device of this machine.
         """
-        compiled = self._compiled
-        if compiled is None:
+        if self._compiled is None:
             self.compile(*args, **kwargs)
-            compiled = self._executable
+        compiled = self._executable
         tensors = compiled.signature.check(args, kwargs)
-        self._bring_up_to_date()
-        result = compiled.run(tensors)
-        if self._instrumented is not None:
-            self._instrumented.is_stale = True
-        return result
+        if not compiled.session.is_attached:
+            self._check_online("run a model")
+            self._attach(compiled)
+        with _channel.tracepoint("modelExecution"):
+            if self._trainer is None:
+                if self._trainings.have_news():
+                    self.copyWeightsToDevice()
+                return compiled.run(tensors)
+            device = self._trainer.device
+            if device.pending:
+                self.copyWeightsToHostIfNeeded()
+                self._trainer.write_pending()
+            try:
+                return compiled.run(tensors)
+            finally:  # even a run that fails has changed something
+                device.mark_stale()
+                assert self._instrumented is not None
+                self._instrumented.is_stale = True
 
+    # Compiling ------------------------------------------------------------------------------------------------------
+
+    @_traced("modelCompilation")
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model for arguments like these.
 
@@ -114,28 +162,65 @@ class PoplarExecutor:
         if self._compiled is not None:
             logger.warning("The model is compiled already; call `destroy()` first to compile it again.")
             return
-        if self._training and self._optimizer is not None:
-            self._update = Update(
-                self._optimizer,
-                weights.tensors_of(self._module),
-                automatic_loss_scaling=self._options.Training.automatic_loss_scaling,
-                relaxed_checks=self._options.relax_optimizer_attributes_checks,
+        start = perf_counter()
+        hooks.pre_compile()
+        self._instrument()
+        self._check_named_buffers()
+        with self._attributes.restored(), _progress_bar(self._options.show_compilation_progress_bar):
+            compiled = self._made(args, kwargs)
+        self._use(compiled)
+        self._compilation_time = timedelta(seconds=perf_counter() - start)
+        self._write_report()
+        hooks.post_compile()
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        """The model, compiled."""
+        options = self._options
+        ir = popxl.Ir(replication=options.replication_factor)
+        groups = {name: each.groups for name, each in self._grouped.items() if each.groups.count > 1}
+        groupings = {name: ir.replica_grouping(each.stride, each.size) for name, each in groups.items()}
+        update, count = None, 0
+        if self._trainer is not None:
+            update = self._trainer.prepare(weights.tensors_of(self._module), options, groupings)
+            count = len(self._trainer.numbers)
+        host_side = self._trainer.names() if self._trainer is not None else []
+        anchors = {
+            short: Returned(
+                anchor.long_name,
+                options.output_mode if anchor.output_mode is None else anchor.output_mode,
+                options.output_return_period if anchor.output_mode is None else anchor.output_return_period,
             )
-            self._numbers = self._update.values(self._optimizer)
-        with self._attributes.restored():
-            self._compiled = Compiled(
-                self._call,
-                self._module,
-                args,
-                kwargs,
-                self._options,
-                update=self._update,
-                numbers=self._numbers,
-                grouped=self._grouped,
-                host=self._host_weights(),
-                seed=self._options.random_seed if self._options.random_seed is not None else secrets.randbits(31),
-            )
-        self._trainings.have_news()
+            for short, anchor in options.anchored_tensors.items()
+            if anchor.long_name not in host_side
+        }
+        return Compiled.of(
+            ir,
+            self._call,
+            self._module,
+            args,
+            kwargs,
+            options,
+            update=update,
+            count=count,
+            groupings=groupings,
+            grouped=self._grouped,
+            host=self._host_weights(),
+            anchors=anchors,
+            seed=options.random_seed if options.random_seed is not None else secrets.randbits(31),
+        )
+
+    def _use(self, compiled: Compiled) -> None:
+        """Run this from now on."""
+        self._compiled = compiled
+        offline = self._options.connection_type is ConnectionType.Never
+        if self._trainer is not None:
+            self._trainer.connect(compiled, offline)
+        if not offline:
+            self._attach(compiled)
+
+    def _instrument(self) -> None:
+        if self._training and self._instrumented is None:
+            self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
 
     @property
     def _executable(self) -> Compiled:
@@ -147,16 +232,91 @@ class PoplarExecutor:
         """Whether the model is compiled."""
         return self._compiled is not None
 
+    def compilationTime(self) -> timedelta:
+        """How long it took to capture the model and to compile it.
+
+        Raises:
+            poptorch.Error: if it is not compiled, or `options.showCompilationProgressBar(False)` was set.
+        """
+        self._executable  # noqa: B018
+        if not self._options.show_compilation_progress_bar or self._compilation_time is None:
+            raise createPoptorchError(
+                "The time of compilation is not known: it is taken where the model is compiled rather than loaded, and "
+                "`options.showCompilationProgressBar` is on."
+            )
+        return self._compilation_time
+
+    @_traced("destroy")
     def destroy(self) -> None:
-        """Bring weights home, and give the device and the host module free. No effect if nothing is compiled."""
-        if self._compiled is None:
-            return
-        self.copyWeightsToHostIfNeeded()
-        self._compiled.session.__exit__(None, None, None)
-        self._compiled = None
+        """Bring weights and the state of the optimiser home, and give the device and the host module free.
+
+        A call afterwards compiles the model again, for whatever arguments it is given.
+        """
+        compiled = self._compiled
+        if compiled is not None:
+            self._write_report()
+            self.copyWeightsToHostIfNeeded()
+            if self._trainer is not None:
+                self._trainer.disconnect()
+            compiled.session.__exit__(None)
+            self._compiled = None
         if self._instrumented is not None:
             self._instrumented.destroy()
             self._instrumented = None
+
+    def __del__(self) -> None:
+        """What has been trained and not read comes home now, if ever."""
+        if self.__dict__.get("_compiled") is not None and not sys.is_finalizing():
+            with without_modes():  # a capture may be going on
+                self.copyWeightsToHostIfNeeded()
+
+    # Devices --------------------------------------------------------------------------------------------------------
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model has a device: after it was compiled, until it is detached or destroyed."""
+        return self._compiled is not None and self._compiled.is_attached
+
+    @_traced("attachToDevice")
+    def attachToDevice(self) -> None:
+        """Take a device again, with the weights that the host has.
+
+        Raises:
+            poptorch.Error: if the model is attached already, or is not compiled.
+            AssertionError: if it was compiled for no device of this machine.
+        """
+        compiled = self._executable
+        if compiled.is_attached:
+            raise createPoptorchError("The model is already attached to a device.")
+        self._check_online("attach a model")
+        self._attach(compiled)
+
+    @_traced("detachFromDevice")
+    def detachFromDevice(self) -> None:
+        """Give the device free; the state of random numbers, weights and the state of the optimiser come home before.
+
+        The next call attaches the model again.
+
+        Raises:
+            poptorch.Error: if the model is not attached, or not compiled.
+        """
+        compiled = self._executable
+        if not compiled.is_attached:
+            raise createPoptorchError("Device is not attached: the model has been detached before.")
+        self.copyWeightsToHostIfNeeded()
+        if self._trainer is not None:
+            self._trainer.device.refresh()
+        compiled.detach()
+
+    def _attach(self, compiled: Compiled) -> None:
+        self._trainings.have_news()  # brings home what is stale
+        compiled.attach(self._host_weights())
+
+    def _check_online(self, what: str) -> None:
+        if self._options.connection_type is ConnectionType.Never:
+            raise AssertionError(
+                f"Trying to {what} on an offline device: the options say ConnectionType.Never (as "
+                "`useOfflineIpuTarget` does). Save it, and `poptorch.load` it where it is to run."
+            )
 
     # Weights --------------------------------------------------------------------------------------------------------
 
@@ -168,11 +328,7 @@ class PoplarExecutor:
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
         return self._executable.weights()
 
-    def _bring_up_to_date(self) -> None:
-        """What has to happen before a run: training elsewhere is heard of."""
-        if not self._training and self._trainings.have_news():
-            self.copyWeightsToDevice()
-
+    @_traced("copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         """Bring parameters and buffers from the device to the module."""
         compiled = self._executable
@@ -182,16 +338,260 @@ class PoplarExecutor:
             weights.write(self._module, compiled.weights(), self._grouped)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """The same, if they have changed on the device since. Returns whether they had."""
+        """The same, if training has changed them on the device since. Returns whether it had."""
         return self._instrumented is not None and self._instrumented.to_host_if_stale()
 
+    @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
         """Bring parameters and buffers from the module to the device. What has been trained and not read is lost."""
         self._executable.write_weights(self._host_weights())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
 
+    @_traced("copyNamedBuffersToDevice")
+    def copyNamedBuffersToDevice(self) -> None:
+        """Bring those buffers from the module to the device that `options.updatableNamedBuffers` names.
+
+        Raises:
+            poptorch.Error: if it names none, or the model is not compiled.
+        """
+        names = self._options.updatable_named_buffers
+        if not names:
+            raise createPoptorchError(
+                "copyNamedBuffersToDevice: no buffers are named. Name them before the model is wrapped: "
+                "`options.updatableNamedBuffers([...])`."
+            )
+        compiled = self._executable
+        if self._instrumented is not None:
+            compiled.write_weights(self._instrumented.read(names))
+        else:
+            compiled.write_weights(weights.read(self._module, names=names))
+
+    def _check_named_buffers(self) -> None:
+        buffers = {} if self._module is None else dict(torch.nn.Module.named_buffers(self._module))
+        if unknown := [name for name in self._options.updatable_named_buffers if name not in buffers]:
+            raise createPoptorchError(
+                f"updatableNamedBuffers: the model has no buffers named {', '.join(unknown)}; it has "
+                f"{', '.join(buffers) or 'none'}."
+            )
+
+    @_traced("loadStateDict")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load weights into the module, and onto the device, if the model is attached.
+
+        Args:
+            state_dict: as for `torch.nn.Module.load_state_dict`.
+            strict: whether its names have to be those of the module.
+
+        Returns:
+            A named tuple of the `missing_keys` and the `unexpected_keys`.
+        """
+        result = self.__getattr__("load_state_dict")(state_dict, strict)
+        if self.isAttachedToDevice():
+            self.copyWeightsToDevice()
+        return result
+
+    # The optimiser --------------------------------------------------------------------------------------------------
+
+    @_traced("setOptimizer")
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train with this optimiser from now on, as it is now. Another class of optimiser needs another wrapper.
+
+        Nothing is transferred but numbers. If it is another object than before, that one's state comes home; and the
+        state that this one has goes to the device before the next run.
+
+        Args:
+            optimizer: the optimiser. Changes of it have an effect when it is set again.
+
+        Raises:
+            poptorch.Error: if the model is not for training, or the optimiser differs from the one that it was compiled
+                with in what is a part of the program.
+            ValueError: if gradients would have to be accumulated in another way than the model was compiled for.
+        """
+        if self._trainer is None:
+            raise createPoptorchError("setOptimizer: an inference model has no optimizer.")
+        if needs_running_mean(optimizer, self._options):
+            if self._compiled is not None:
+                raise ValueError(
+                    "setOptimizer: `accum_type` is torch.float16, which needs MeanReductionStrategy.Running, but the "
+                    "model is already compiled. Choose the strategy before, or call `destroy()`."
+                )
+            self._options = with_running_mean(self._options)
+        self._trainer.set(optimizer)
+
+    # Random numbers -------------------------------------------------------------------------------------------------
+
+    @property
+    def rng_state(self) -> list[int]:
+        """The state of random numbers: the seed, and the words of the generator. It can be set, to continue there.
+
+        Raises:
+            poptorch.Error: if the model is not compiled; when set, if it is not a state of this program.
+        """
+        return self._executable.random_state
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        self._executable.random_state = list(state)
+
+    # Files ----------------------------------------------------------------------------------------------------------
+
+    def compileAndExport(
+        self, filename: str | os.PathLike[str], *args: Any, export_model: bool = True, **kwargs: Any
+    ) -> None:
+        """Compile the model for arguments like these, and save it.
+
+        Args:
+            filename: see `save`.
+            args: arguments of the model.
+            export_model: see `save`.
+            kwargs: keyword arguments of the model.
+        """
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model)
+
+    @_traced("saveExecutableToFile")
+    def save(self, filename: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True) -> None:
+        """Save the compiled model. There is no code in the file but what XLA has compiled; see `poptorch.saving`.
+
+        Args:
+            filename: the file; in a folder, `model.poptorch`. Folders that are missing are made.
+            export_model: with the weights, the optimiser and its state, for `poptorch.load`; else for `loadExecutable`
+                only.
+            save_rng_state: with the state of random numbers.
+
+        Raises:
+            poptorch.Error: if the model is not compiled, or something cannot be saved as data.
+        """
+        compiled = self._executable
+        if self._instrumented is not None:
+            self._instrumented.to_host_if_stale()
+        saving.save(
+            filename,
+            compiled,
+            self._options,
+            self._module,
+            self._grouped,
+            self._trainer,
+            export_model,
+            save_rng_state,
+        )
+
+    @_traced("loadExecutable")
+    def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
+        """Take the compiled program from a file that `save` has written for an equal model.
+
+        Weights, and the optimiser with its state, are those of this wrapper.
+
+        Args:
+            filename: the file.
+
+        Raises:
+            poptorch.Error: if the model is compiled already, or not equal to the one that was saved; if the file holds
+                nothing that can be read.
+            AssertionError: if another version has written it.
+        """
+        if self._compiled is not None:
+            raise createPoptorchError("loadExecutable: the model is compiled already. Call `destroy()` first.")
+        self._take(saving.read(filename), anew=True)
+
+    def _take(self, saved: saving.Saved, anew: bool) -> None:
+        """Use what has been saved; `anew`: with the state of the optimiser that this wrapper has."""
+        saved.check(self._module, self._training)
+        self._instrument()
+        self._check_named_buffers()
+        self._grouped.update(saved.grouped)
+        forward = self._module.forward if self._module is not None else self._call
+        compiled = saved.compiled(forward, self._options)
+        if self._trainer is not None:
+            saved.prepare(self._trainer, self._module, self._options)
+            if anew:
+                assert self._trainer.update is not None
+                compiled.write_state({kept.name: kept.value for kept in self._trainer.update.state})
+        self._use(compiled)
+
     # Looks ----------------------------------------------------------------------------------------------------------
+
+    def getTensorNames(self) -> list[str]:
+        """Names of the tensors that `options.anchorTensor` may be given. The model has to be compiled.
+
+        They are parameters and buffers; inputs, `"input..."`; `"loss"`; the tensors of the model's graph, as it prints
+        them; and in training `"Gradient___<parameter>"` (of a micro-batch and a replica, as it is computed),
+        `"UpdatedVar___<parameter>"`, the numbers of the optimiser and its state.
+        """
+        assert self._compiled is not None, "getTensorNames: the model has not been compiled."
+        return [*self._compiled.ends.names, *(self._trainer.names() if self._trainer is not None else ())]
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """The values of a tensor in the last call.
+
+        Args:
+            short_name: the name that `options.anchorTensor` gave it.
+
+        Returns:
+            Its values, of as many micro-batches as the output mode of the anchor says, joined as results are. Numbers
+            of the optimiser and its state are as they are now.
+        """
+        anchors = self._options.anchored_tensors
+        assert short_name in anchors, (
+            f"getAnchoredTensor: {short_name!r} is not anchored; anchored are {', '.join(anchors) or 'none'}."
+        )
+        compiled = self._executable
+        name = anchors[short_name].long_name
+        if self._trainer is not None and name in self._trainer.names():
+            return self._trainer.value(name)
+        if short_name not in compiled.anchored:
+            raise createPoptorchError("getAnchoredTensor: the model has not been run yet.")
+        return compiled.anchored[short_name]
+
+    def cycleCount(self) -> int:
+        """How many cycles IPUs would need for a run, at least: an estimate, `popxl.estimate`. Nothing is counted.
+
+        Raises:
+            poptorch.Error: if the model is not compiled, or `options.logCycleCount(True)` was not set.
+        """
+        if not self._options.log_cycle_count:
+            raise createPoptorchError("Cycle count logging is disabled; set `options.logCycleCount(True)`.")
+        return estimate_of(self._executable.session.ir).cycles
+
+    def getPerfCounters(self) -> dict[str, list[list[float]]]:
+        """The times of the last call, in seconds since some moment.
+
+        Inputs of all steps go to the device at once, and results come back at once, so steps have the same times.
+
+        Returns:
+            Under `"input"` (the first input was asked for), `"input_complete"`, `"output"` and `"output_complete"` for
+            each input or result a list of times, one for each micro-batch.
+        """
+        return self._times.counters()
+
+    def getHostIpuLatency(self) -> Latency:
+        """How long the inputs of the last call took to the device: minimum, maximum and average of its steps."""
+        return Times.between(self._times.asked, self._times.given)
+
+    def getComputeLatency(self) -> Latency:
+        """How long the last call took from its inputs on the device to its results."""
+        return Times.between(self._times.given, self._times.ready)
+
+    def getIpuHostLatency(self) -> Latency:
+        """How long the results of the last call took to the host."""
+        return Times.between(self._times.ready, self._times.taken)
+
+    def getLatency(self) -> Latency:
+        """How long the last call took, from asking for its inputs to having its results."""
+        return Times.between(self._times.asked, self._times.taken)
+
+    @property
+    def _times(self) -> Times:
+        return Times() if self._compiled is None else self._compiled.times
+
+    def _write_report(self) -> None:
+        """Write the report of popxl into the folder for profiles, if there is one."""
+        if self._options.profile_dir is not None and self._compiled is not None:
+            name = self._options.model_name or ("training" if self._training else "inference")
+            folder = Path(self._options.profile_dir, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._compiled.session.report(folder / "report.html")
 
     @property
     def model(self) -> Model:
@@ -204,7 +604,9 @@ class PoplarExecutor:
         return self._options
 
     def __repr__(self) -> str:
-        return module_repr(self._user_model) if isinstance(self._user_model, torch.nn.Module) else repr(self._user_model)
+        return (
+            module_repr(self._user_model) if isinstance(self._user_model, torch.nn.Module) else repr(self._user_model)
+        )
 
     def __getattr__(self, attr: str) -> Any:
         value = getattr(self.__dict__["_user_model"], attr)
@@ -217,6 +619,11 @@ class PoplarExecutor:
 
             return ParameterProxy(value, attr, self._options.replication_factor, group)
         return value
+
+
+def _default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
+    parameters = list(module.parameters()) if module is not None else []
+    return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
 
 
 def _own_options(options: Options, training: bool) -> Options:
@@ -234,15 +641,86 @@ def _own_options(options: Options, training: bool) -> Options:
     return own
 
 
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[None]:
+    """Show how far a compilation is, if it takes a while and somebody is at a terminal; with tqdm, if there is one."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        shown = False
+    if not shown:
+        yield
+        return
+    with tqdm(desc="Graph compilation", total=100, bar_format="{l_bar}{bar}|", disable=None, delay=1) as bar:
+
+        def show(progress: CompilationProgress) -> None:
+            bar.n = 100 * progress.done // max(progress.total, 1)
+            bar.refresh()
+
+        with compilation_progress(show):
+            yield
+
+
 def trainingModel(
     model: Model | PoplarExecutor,
     options: Options | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> PoplarExecutor:
-    """Wrap a model, to train it on a device."""
-    return PoplarExecutor(model, options, True, "", optimizer)
+    """Wrap a model, to train it on a device.
+
+    Args:
+        model: a module, a function, or another wrapper, whose model is meant. Its parameters are trained; attributes
+            such as `training` are taken as they are now.
+        options: the options; they are frozen.
+        optimizer: an optimiser of `poptorch.optim` or `torch.optim`, by default `poptorch.optim.SGD` with a learning
+            rate of 0.01.
+
+    Raises:
+        RuntimeError: if another wrapper trains the model.
+    """
+    return PoplarExecutor(model, options, True, popxl.__version__, optimizer)
 
 
 def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
-    """Wrap a model, to run it on a device."""
-    return PoplarExecutor(model, options, False)
+    """Wrap a model, to run it on a device.
+
+    Args:
+        model: a module, a function, or another wrapper, whose model is meant. If it is being trained, too, the weights
+            follow.
+        options: the options; they are frozen.
+    """
+    return PoplarExecutor(model, options, False, popxl.__version__)
+
+
+def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
+    """A wrapper from a file that `save` or `compileAndExport` has written, ready to run, without code of the model.
+
+    Its model is a plain `torch.nn.Module` with all parameters and buffers under their names; the `forward` of that is
+    on the device only. To have both, wrap a model of your own and use `loadExecutable`.
+
+    Args:
+        filename: the file.
+        edit_opts_fn: may change the options before they are used, as far as they are about running.
+
+    Raises:
+        poptorch.Error: if the file holds nothing that can be read.
+        AssertionError: if another version has written it, or there is no model in it.
+
+    Example:
+        >>> model = poptorch.inferenceModel(module)
+        >>> model.compileAndExport("model.poptorch", torch.zeros(4, 3))
+        >>> y = poptorch.load("model.poptorch")(torch.ones(4, 3))
+    """
+    saved = saving.read(filename)
+    assert saved.has_model, (
+        f"{os.fspath(filename)} holds an executable without its model. Wrap the model, and use `loadExecutable`; or "
+        "save with `export_model=True`."
+    )
+    options = saved.options()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    module = saved.module()
+    executor = PoplarExecutor(module, options, saved.training, popxl.__version__, saved.optimizer(module))
+    with _channel.tracepoint("loadExecutable"):
+        executor._take(saved, anew=False)
+    return executor

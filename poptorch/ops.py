@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -29,8 +30,10 @@ __all__ = [
     "dynamic_slice",
     "dynamic_update",
     "for_loop",
+    "fps",
     "identity_loss",
     "ipu_print_tensor",
+    "nearest",
     "nop",
     "recomputationCheckpoint",
     "serializedMatMul",
@@ -315,6 +318,63 @@ def ctc_beam_search_decoder(
     return [torch.from_numpy(numpy.array(each)) for each in found]
 
 
+# Points ---------------------------------------------------------------------------------------------------------------
+
+
+@_op()
+def fps(src: torch.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
+    """A sample of points of which each is as far as possible from those before it.
+
+    Args:
+        src: points, `[points, coordinates]`, of several sets one after the other.
+        ptr: where each set begins, and where the last one ends.
+        ratio: how much of each set is sampled, rounded up.
+        random_start: whether the first point of each set is a random one, not the first.
+
+    Returns:
+        Their numbers.
+
+    Example:
+        >>> poptorch.fps(torch.tensor([[0.0], [1.0], [5.0], [2.0]]), [0, 4])
+        tensor([0, 2])
+    """
+    found = []
+    for start, stop in itertools.pairwise(int(p) for p in ptr):
+        points = src[start:stop]
+        count = math.ceil(ratio * (stop - start))
+        if current() is not None:
+            found.append(torch.empty(count, dtype=torch.int64))
+            continue
+        chosen = [int(torch.randint(len(points), ())) if random_start else 0]
+        nearest_one = torch.full((len(points),), math.inf)
+        while len(chosen) < count:
+            nearest_one = torch.minimum(nearest_one, ((points - points[chosen[-1]]) ** 2).sum(-1))
+            chosen.append(int(nearest_one.argmax()))
+        found.append(torch.tensor(chosen[:count]) + start)
+    return torch.cat(found)
+
+
+@_op()
+def nearest(
+    x: torch.Tensor, y: torch.Tensor, batch_x: torch.Tensor | None = None, batch_y: torch.Tensor | None = None
+) -> torch.Tensor:
+    """For each point the number of the one among others that is nearest.
+
+    Args:
+        x: points, `[points, coordinates]`.
+        y: the others.
+        batch_x, batch_y: to which set each of them belongs; only points of one set are compared.
+
+    Example:
+        >>> poptorch.nearest(torch.tensor([[1.0], [7.0]]), torch.tensor([[0.0], [8.0], [9.0]]))
+        tensor([0, 1])
+    """
+    distances = ((x[:, None] - y[None]) ** 2).sum(-1)
+    if batch_x is not None and batch_y is not None:
+        distances = distances.masked_fill(batch_x[:, None] != batch_y[None], math.inf)
+    return distances.argmin(1)
+
+
 # Control flow ---------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +460,9 @@ def cond(
         "else_body": else_trace,
         "else_inputs": list(else_inps),
     }
-    return cast(Tensors, tracer.record("poptorch.cond", lambda **given: [torch.empty_like(t) for t in results], arguments))
+    return cast(
+        Tensors, tracer.record("poptorch.cond", lambda **given: [torch.empty_like(t) for t in results], arguments)
+    )
 
 
 def _check_list(inputs: Any) -> None:
@@ -459,7 +521,9 @@ def custom_op(
     if (tracer := current()) is None:
         return [torch.zeros_like(t) for t in examples]
     arguments = {"inputs": list(inputs), "name": f"{domain}.{name}", "attributes": tuple(given.items())}
-    return cast(Tensors, tracer.record("poptorch.custom_op", lambda **_: [torch.empty_like(t) for t in examples], arguments))
+    return cast(
+        Tensors, tracer.record("poptorch.custom_op", lambda **_: [torch.empty_like(t) for t in examples], arguments)
+    )
 
 
 def _attribute(key: Any, value: Any) -> Any:

@@ -10,6 +10,7 @@ the results kept so far. The model itself is one graph, and so is its gradient.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,6 @@ from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import together
 from poptorch.options import Options
-from poptorch.replica_groups import ReplicaGroups
 from poptorch.updates import Update
 
 __all__ = ["Program", "Returned"]
@@ -40,17 +40,20 @@ Tensors = dict[str, popxl.Tensor]
 
 RANDOM, TURN, VALUES = "/random", "/turn", "/values"
 
+GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
+"""What the names of gradients and of updated parameters begin with."""
+
 
 @dataclass(frozen=True)
 class Returned:
     """A result of a program.
 
     Attributes:
-        value: what is returned of each micro-batch.
-        mode, period: of which micro-batches.
+        value: what is returned of each micro-batch; or the name of a tensor, one of `Program.names`.
+        mode, period: of which micro-batches; of updated parameters, of which device iterations.
     """
 
-    value: Value
+    value: Value | str
     mode: OutputMode
     period: int = 1
 
@@ -64,12 +67,14 @@ class _Model:
         placed: whether its ops are on the IPUs of their blocks.
         inputs: its inputs, by what they are in `Tensors`.
         emission: knows which of its tensors each value is.
+        anchored: its outputs that are asked for by name.
     """
 
     graph: popxl.Graph
     placed: bool = False
     inputs: Tensors = field(default_factory=dict)
     emission: Emission = field(init=False)
+    anchored: Tensors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.emission = Emission(lambda: self.input(RANDOM, popxl.TensorSpec((2,), popxl.uint32)), self.placed)
@@ -86,6 +91,7 @@ class Program:
     """A captured model as a program.
 
     Args:
+        ir: an empty Ir, with as many replicas as `batching` says.
         captured: the model.
         leaves: names of its inputs.
         host: the values of its parameters and buffers, by name, as `poptorch.weights.read` gives them.
@@ -94,7 +100,7 @@ class Program:
         returned: the results.
         update: the optimiser, for training.
         count: how many numbers of it are variable.
-        groups: the replica groups of parameters that have a row for each of them, by name.
+        groupings: of parameters that have a row for each group of replicas, by name.
         seed: what random numbers begin with.
         name: name of the forward graph.
 
@@ -109,14 +115,17 @@ class Program:
         numbers: a stream for the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
         random: the variable with the state of random numbers, if there are any.
+        names: of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and in
+            training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
 
     Raises:
         poptorch.Error: if there is not exactly one loss, in training; if something cannot be lowered; if buffers that
-            are overwritten would have to be the same on several replicas.
+            are overwritten would have to be the same on several replicas; for a result whose name no tensor has.
     """
 
     def __init__(
         self,
+        ir: popxl.Ir,
         captured: Captured,
         leaves: Sequence[str],
         host: Mapping[str, np.ndarray],
@@ -125,11 +134,11 @@ class Program:
         returned: Sequence[Returned],
         update: Update | None = None,
         count: int = 0,
-        groups: Mapping[str, ReplicaGroups] | None = None,
+        groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
         seed: int = 0,
         name: str = "model",
     ) -> None:
-        self.ir = popxl.Ir(replication=batching.groups.replicas)
+        self.ir = ir
         self.loss = final_loss(captured.trace.nodes) if update is not None else None
         self.inputs: dict[int, popxl.HostToDeviceStream] = {}
         self.outputs: list[popxl.DeviceToHostStream] = []
@@ -140,15 +149,17 @@ class Program:
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = batching, options, update
         self.written = {name: value for name, value in captured.written.items() if name in host}
-        self._groupings = {name: self.ir.replica_grouping(g.stride, g.size) for name, g in (groups or {}).items()}
+        self._groupings = dict(groupings or {})
         self._check_buffers()
         self._check_ops()
         with self.ir.main_graph, popxl.in_sequence():
             self._model = self._write_model(name)
             self._gradient = self._differentiated()
+            self._name_trained()
             tensors = self._declared(host, count, seed)
             results = self._all_iterations(tensors)
             for number, result in enumerate(results):
+                assert result is not None
                 stream = popxl.d2h_stream(result.shape, result.dtype, f"output{number}")
                 ops.host_store(stream, result)
                 self.outputs.append(stream)
@@ -194,7 +205,24 @@ class Program:
                     t = ops.identity(t)
                     model.emission.bind([value], [t])
                 popxl.graph_output(t)
+            self._anchor(model)
         return model
+
+    def _anchor(self, model: _Model) -> None:
+        """Make outputs of the tensors of the model that are to be returned by name."""
+        named = {_name_of(key): t for key, t in model.inputs.items() if key != RANDOM}
+        if self.loss is not None:
+            named["loss"] = model.emission.tensor(self.loss)
+        named |= {t.name: t for op in model.graph.ops for t in op.outputs if t.name not in named}
+        self.names = tuple(named)
+        for result in self._returned:
+            if isinstance(result.value, str) and result.value in named:
+                t = named[result.value]
+                if t in model.graph.inputs:
+                    t = ops.identity(t)
+                if t not in model.graph.outputs:
+                    popxl.graph_output(t)
+                model.anchored[result.value] = t
 
     def _differentiated(self) -> GradGraphInfo | None:
         """The gradient of the loss by the parameters that are trained; `None` if there is nothing to train."""
@@ -206,6 +234,19 @@ class Program:
         required = [t for t in trained if t in reached]
         return popxl.transforms.autodiff(self._model.graph, [loss], required) if required else None
 
+    def _name_trained(self) -> None:
+        """Complete `names` by those of what training makes, and check that there are all that are asked for."""
+        trained = self._trained() if self._gradient is not None else ()
+        self.names += tuple(prefix + name for prefix in (GRADIENT, UPDATED) for name in trained)
+        for result in self._returned:
+            if isinstance(result.value, str) and result.value not in self.names:
+                near = difflib.get_close_matches(result.value, self.names)
+                raise createPoptorchError(
+                    f"anchorTensor: there is no tensor {result.value!r} in the program"
+                    + (f"; there is {', '.join(near)}." if near else ".")
+                    + " `getTensorNames()` lists all."
+                )
+
     # The main graph -------------------------------------------------------------------------------------------------
 
     def _declared(self, host: Mapping[str, np.ndarray], count: int, seed: int) -> Tensors:
@@ -216,6 +257,9 @@ class Program:
             if f"/{leaf}" in self._model.inputs:
                 spec = spec_of(value)
                 shape = (micro_batches, *spec.shape) if micro_batches > 1 else spec.shape
+                if self._options.synthetic_data:
+                    tensors[f"/{leaf}"] = _noise(popxl.TensorSpec(shape, spec.dtype), number)
+                    continue
                 self.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
                 tensors[f"/{leaf}"] = ops.host_load(self.inputs[number], leaf)
         each_its_own = self.ir.replica_grouping(group_size=1) if self._replicas > 1 else None
@@ -233,18 +277,18 @@ class Program:
                 tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
         if RANDOM in self._model.inputs:
             seeds = popxl.create_seeds(seed, replicas=self._replicas)
-            self.random = tensors[RANDOM] = popxl.variable(
-                seeds, popxl.uint32, "random", replica_grouping=each_its_own
-            )
+            self.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=each_its_own)
         if micro_batches > 1:
             tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
             for number, result in enumerate(self._returned):
-                spec, slots = spec_of(result.value), self._batching.returned(result.mode, result.period)
+                spec, slots = self.spec(result), self._batching.returned(result.mode, result.period)
+                if _is_updated(result):  # of each device iteration, there is one
+                    slots //= self._batching.gradient_accumulation
                 shape = spec.shape if result.mode in _SINGLE else (slots, *spec.shape)
                 tensors[f"/output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
 
-    def _all_iterations(self, tensors: Tensors) -> list[popxl.Tensor]:
+    def _all_iterations(self, tensors: Tensors) -> Sequence[popxl.Tensor | None]:
         """The loop over device iterations. Returns the results."""
         if self._batching.micro_batches == 1:
             return self._device_iteration(tensors)
@@ -262,14 +306,14 @@ class Program:
             turn(own)
         ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()})
 
-    def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor]:
+    def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor | None]:
         accumulation = self._batching.gradient_accumulation
         if self._gradient is None or self._update is None:
             if accumulation > 1:
                 self._loop(accumulation, "micro_batch", self._micro_batch, tensors)
                 return []
             return self._micro_batch(tensors)[0]
-        results: list[popxl.Tensor] = []
+        results: list[popxl.Tensor | None] = []
         if accumulation > 1:
             sums = {
                 f"/sum/{name}": ops.init(t.shape, self._update.accumulation_dtype, f"Accum___{name}", "zero")
@@ -282,7 +326,32 @@ class Program:
         reduced = {name: self._reduced(name, gradient) for name, gradient in gradients.items()}
         state = {name: tensors[f"/{name}"] for name in self.state}
         self._update(tensors, reduced, tensors.get(VALUES), state)
+        self._return_updated(tensors, results)
         return results
+
+    def _return_updated(self, tensors: Tensors, results: list[popxl.Tensor | None]) -> None:
+        """Have updated parameters among the results."""
+        for number, result in enumerate(self._returned):
+            if _is_updated(result):
+                t = tensors[str(result.value).removeprefix(UPDATED)]
+                if TURN not in tensors:
+                    results[number] = t
+                    continue
+                slot = tensors[TURN]
+                if result.mode not in _SINGLE:
+                    accumulation = self._batching.gradient_accumulation
+                    slot = _iteration_slot(slot, micro_batches=accumulation, period=result.period)
+                self._keep(result, t, tensors[f"/output{number}"], slot)
+
+    def spec(self, result: Returned) -> popxl.TensorSpec:
+        """Shape and dtype of what is returned of one micro-batch."""
+        if isinstance(result.value, Value):
+            return spec_of(result.value)
+        if result.value in self._model.anchored:
+            t = self._model.anchored[result.value]
+        else:
+            t = self._model.inputs[result.value.removeprefix(GRADIENT).removeprefix(UPDATED)]
+        return popxl.TensorSpec(t.shape, t.dtype)
 
     def _trained(self) -> dict[str, popxl.Tensor]:
         """The parameters that have a gradient, as inputs of the model."""
@@ -292,10 +361,13 @@ class Program:
 
     # One micro-batch ------------------------------------------------------------------------------------------------
 
-    def _micro_batch(self, tensors: Tensors) -> tuple[list[popxl.Tensor], Tensors]:
-        """Take rows, run the model, keep its results and what it writes. Returns results and gradients."""
+    def _micro_batch(self, tensors: Tensors) -> tuple[list[popxl.Tensor | None], Tensors]:
+        """Take rows, run the model, keep its results and what it writes. Returns results (`None` for what comes later)
+        and gradients."""
         site = ops.call_with_info(self._model.graph, *(self._argument(key, tensors) for key in self._model.inputs))
-        found = {id(value): site.graph_to_parent(self._model.emission.tensor(value)) for value in self._outputs()}
+        found: dict[int | str, popxl.Tensor] = {
+            id(value): site.graph_to_parent(self._model.emission.tensor(value)) for value in self._outputs()
+        }
         gradients: Tensors = {}
         if self._gradient is not None and self.loss is not None:
             start = self._loss_gradient(found[id(self.loss)], tensors)
@@ -304,17 +376,21 @@ class Program:
             gradients = {name: by_parameter[t] for name, t in self._trained().items()}
         for name, value in self.written.items():
             ops.var_updates.copy_var_update_(tensors[name], found[id(value)])
-        results = [found[id(result.value)] for result in self._returned]
+        found |= {name: site.graph_to_parent(t) for name, t in self._model.anchored.items()}
+        found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
+        results = [found.get(_key(result.value)) for result in self._returned]
         if TURN in tensors:
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
-                self._keep(result, t, tensors[f"/output{number}"], tensors[TURN])
+                if t is not None:
+                    self._keep(result, t, tensors[f"/output{number}"], self._slot(result, tensors[TURN]))
             ops.add_(tensors[TURN], popxl.constant(1, popxl.int32))
         return results, gradients
 
     def _outputs(self) -> list[Value]:
         """The values that the graph of the model returns."""
         loss = [] if self.loss is None else [self.loss]
-        return [*(r.value for r in self._returned), *self.written.values(), *loss]
+        results = [r.value for r in self._returned if isinstance(r.value, Value)]
+        return [*results, *self.written.values(), *loss]
 
     def _argument(self, key: str, tensors: Tensors) -> popxl.Tensor:
         """What the model is given for one of its inputs."""
@@ -328,16 +404,19 @@ class Program:
             return ops.reshape(rows, t.shape[1:])
         return t
 
-    def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, turn: popxl.Tensor) -> None:
-        """Have the result of a micro-batch among those that are returned."""
+    def _slot(self, result: Returned, turn: popxl.Tensor) -> popxl.Tensor:
+        """Where the result of a micro-batch goes, where several are returned."""
+        if result.mode is not OutputMode.EveryN:
+            return turn
+        return _slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
+
+    def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, slot: popxl.Tensor) -> None:
+        """Have a result among those that are returned."""
         if result.mode is OutputMode.Sum:
             ops.add_(kept, t)
         elif result.mode is OutputMode.Final:
             ops.var_updates.copy_var_update_(kept, t)
         else:
-            slot = turn
-            if result.mode is OutputMode.EveryN:
-                slot = _slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
             ops.dynamic_update_(kept, slot, ops.reshape(t, (1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
 
     # Gradients ------------------------------------------------------------------------------------------------------
@@ -390,6 +469,28 @@ class Program:
         return gradient if divisor == 1 else gradient * (1 / divisor)
 
 
+def _name_of(key: str) -> str:
+    """What users call an input of the model: a parameter or buffer by its own name, others `"input..."`."""
+    name = key.removeprefix("/")
+    return name if key == name or name.startswith("input") else f"input/{name}"
+
+
+def _key(value: Value | str) -> int | str:
+    return value if isinstance(value, str) else id(value)
+
+
+def _is_updated(result: Returned) -> bool:
+    return isinstance(result.value, str) and result.value.startswith(UPDATED)
+
+
+def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:
+    """An input that the device makes: normal noise; zeros, where that would be no number to count with."""
+    if not spec.dtype.is_floating_point:
+        return ops.init(spec.shape, spec.dtype, "synthetic", "zero")
+    seed = popxl.constant(np.array([number, 0]), popxl.uint32, "synthetic_seed")
+    return ops.random_normal(seed, spec.shape, dtype=spec.dtype)
+
+
 _INFERENCE_ONLY = frozenset({"poptorch.for_loop", "poptorch.cond", "poptorch.cpu"})
 
 _SINGLE = (OutputMode.Final, OutputMode.Sum)
@@ -402,6 +503,14 @@ _slot = popxl.OpKind(
     key="poptorch.ResultSlot",
 )
 """Where the result of a micro-batch goes, if those of every `period`-th device iteration are kept: over those before."""
+
+_iteration_slot = popxl.OpKind(
+    "IterationSlot",
+    lambda turn, *, micro_batches, period: (turn // micro_batches - 1) // period,
+    gradient=None,
+    key="poptorch.IterationSlot",
+)
+"""The same for what there is one of in each device iteration, at its end: over those before."""
 
 _step = popxl.OpKind(
     "MicroBatch",

@@ -20,6 +20,7 @@ from popxl.context import get_current_context
 from popxl.ir import Ir
 from popxl.memory import Memory
 from popxl.op import Op
+from popxl.pages import OnPage
 from popxl.session import Session
 from runtime.devices import Device
 from runtime.machine import Machine, NothingRuns, PlanningMachine
@@ -31,6 +32,7 @@ examples:
   popxl show train.py                       print the graphs of the program, and the memory that they need
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
   popxl report train.py --layers 12         run the program; options behind the file are its own
+  popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
 """
 
 _SHOW = """\
@@ -48,13 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "does not exist"
         return _fail(f"{options.file!r} {why}; expected a Python file.", 2)
-    if options.pictures is not None:
+    for name in ("pictures", "pages"):
+        folder = getattr(options, name)
         try:
-            options.pictures.mkdir(parents=True, exist_ok=True)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            return _fail(f"--pictures {options.pictures}: {problem}", 2)
+            return _fail(f"--{name} {folder}: {problem}", 2)
     run = {"show": show, "report": report}[options.command]
-    return run(file, options.args, options.pictures)
+    return run(file, options.args, options.pictures, options.pages)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
         )
+        command.add_argument("--pages", type=Path, metavar="FOLDER", help="write the reports there, as HTML pages")
         command.add_argument("file", metavar="FILE.py", help="the program")
         command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
     return parser
@@ -78,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-def show(file: Path, arguments: Sequence[str], pictures: Path | None = None) -> int:
+def show(file: Path, arguments: Sequence[str], pictures: Path | None = None, pages: Path | None = None) -> int:
     """Print the graphs of each Ir that a program builds, and their memory. Nothing is compiled or run.
 
     Returns:
@@ -96,7 +101,7 @@ def show(file: Path, arguments: Sequence[str], pictures: Path | None = None) -> 
         if ir in plans:
             way = "a plan of executables" if plans[ir].calls == "dispatched" else "one program"
             print(f"\n  It would be compiled as {way}. {plans[ir].reason}")
-        _draw(memory, pictures, f"memory_{ir.id}")
+        _write(memory, memory, f"memory_{ir.id}", pictures, pages)
     if stopped:
         print(f"\nStopped at {stopped}: nothing is compiled or run.")
     if not irs and not code:
@@ -104,7 +109,7 @@ def show(file: Path, arguments: Sequence[str], pictures: Path | None = None) -> 
     return code
 
 
-def report(file: Path, arguments: Sequence[str], pictures: Path | None = None) -> int:
+def report(file: Path, arguments: Sequence[str], pictures: Path | None = None, pages: Path | None = None) -> int:
     """Run a program, and print the report of each session that it has made.
 
     Returns:
@@ -116,15 +121,18 @@ def report(file: Path, arguments: Sequence[str], pictures: Path | None = None) -
     for number, (ir, program) in enumerate(machine.programs):
         found = report_of(ir, program)
         print(f"\n=== session {number} ===\n\n{found}")
-        _draw(found.memory, pictures, f"session_{number}")
+        _write(found, found.memory, f"session_{number}", pictures, pages)
     if not machine.programs and not code:
         return _fail(f"{file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1)
     return code
 
 
-def _draw(memory: Memory, folder: Path | None, name: str) -> None:
-    if folder is not None:
-        memory.picture().save(folder / f"{name}.svg")
+def _write(record: OnPage, memory: Memory, name: str, pictures: Path | None, pages: Path | None) -> None:
+    """Write what the options ask for."""
+    if pictures is not None:
+        memory.picture().save(pictures / f"{name}.svg")
+    if pages is not None:
+        record.save(pages / f"{name}.html")
 
 
 def _fail(message: str, code: int) -> int:

@@ -4,6 +4,13 @@ Wrong kinds and wrong values of arguments stay what Python calls them, `TypeErro
 is for the rest. The package `popart` re-exports these classes under the names that existing programs catch.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from popxl.op import Op
+
 
 class PopxlError(Exception):
     """A program that cannot be what it says it is; the base class of our errors.
@@ -49,3 +56,17 @@ class DeviceRuntimeError(DeviceError):
 
 class ApplicationRuntimeError(DeviceRuntimeError):
     """A value that the program computed failed a check on the device, such as a float8 scale outside `[-32, 32)`."""
+
+
+class NonFiniteError(ApplicationRuntimeError):
+    """An op made a NaN or an infinity, and `Session.debugging` looked for that. The variables are as before the run.
+
+    Attributes:
+        op: the op.
+        replica: the number of the replica that it ran on, first.
+    """
+
+    def __init__(self, message: str, op: Op, replica: int = 0) -> None:
+        super().__init__(message)
+        self.op = op
+        self.replica = replica

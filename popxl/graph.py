@@ -265,6 +265,7 @@ class Graph:
             for t in part.outputs:
                 t.made_by(op, overwritten)
         self.ops.append(op)
+        self._ir.edits += 1
         for graph in op.called_graphs:
             graph.call_sites.append(op)
 
@@ -300,6 +301,7 @@ class Graph:
                 )
             met.add(op)
         self.ops = ops
+        self._ir.edits += 1
 
     def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         """Have other ops make the results of some ops. The results stay the same tensors, for everybody who uses them.
@@ -396,6 +398,7 @@ class Graph:
         for op in new:
             op.after = before + op.after
         self.ops = [*self.ops[:start], *new, *self.ops[start + len(old) : len(self.ops) - len(new)]]
+        self._ir.edits += 1
         for op in self.ops:
             if not gone.isdisjoint(op.after):
                 op.after = with_ids_replaced(op.after, gone, come)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +60,10 @@ class Ir:
         self.options = SessionOptions()
         self._num_host_transfers = 1
         self.frozen = False
+        self.edits = 0  # counts the changes of the program, and which of them some session has been made of
+        self.edits_known = 0
         self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
+        self.host_data_lock = threading.RLock()
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.remote_buffers: list[RemoteBuffer] = []
@@ -84,6 +88,7 @@ class Ir:
     @num_host_transfers.setter
     def num_host_transfers(self, value: int) -> None:
         self._num_host_transfers = value
+        self.edits += 1
 
     @property
     def main_graph(self) -> Graph:
@@ -272,7 +277,7 @@ class Ir:
     def memory(self) -> Memory:
         """The memory that each replica needs to run the program, at most, and at which steps; nothing is compiled.
 
-        XLA needs less as a rule, because it fuses ops: `session.report.memory` says how much.
+        XLA needs less as a rule, because it fuses ops: `session.memory()` says how much.
 
         Example:
             >>> ir = popxl.Ir()

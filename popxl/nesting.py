@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, TypeVar
 
-__all__ = ["Nested", "done"]
+__all__ = ["Nested", "doing", "done"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,30 @@ def done(work: Nested[T]) -> T:
         >>> done(height([[], [[]]]))
         3
     """
+    try:
+        question = next(doing(work))
+    except StopIteration as end:
+        return end.value
+    raise TypeError(f"done: the work asks for {question!r}, which is no work; `doing` lets it be answered.")
+
+
+def doing(work: Nested[T]) -> Generator[Any, Any, T]:
+    """Nested work as one generator, for whoever answers what it asks: it yields what is no generator itself.
+
+    Example:
+        >>> def doubled():
+        ...     return 2 * (yield "a number?")
+        >>> def asking():
+        ...     return 1 + (yield doubled())
+        >>> work = doing(asking())
+        >>> next(work)
+        'a number?'
+        >>> try:
+        ...     work.send(3)
+        ... except StopIteration as end:
+        ...     end.value
+        7
+    """
     waiting = [work]
     result: Any = None
     problem: BaseException | None = None
@@ -42,8 +66,11 @@ def done(work: Nested[T]) -> T:
             waiting.pop()
             result, problem = None, raised
         else:
-            waiting.append(needed)
             result, problem = None, None
+            if isinstance(needed, Generator):
+                waiting.append(needed)
+            else:
+                result = yield needed
     if problem is not None:
         raise problem
     return result

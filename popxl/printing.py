@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.op import Op
 
-__all__ = ["algebra", "definition", "schedule", "summary"]
+__all__ = ["algebra", "definition", "line", "schedule", "summary"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
@@ -72,6 +72,17 @@ def algebra(graph: Graph) -> str:
 def definition(graph: Graph) -> str:
     """A graph as definitions of named values, without the graphs it calls."""
     return "\n".join(_lines(graph))
+
+
+def line(op: Op) -> str:
+    """An op as the line of its graph's definition.
+
+    Example:
+        >>> print(line(main.ops[-1]))
+        y: f32[2] = Add(x, 1.0)
+    """
+    results = ", ".join(map(_typed, op.outputs))
+    return f"{results} = {_expression(op)}" if results else _expression(op)
 
 
 def summary(ops: Sequence[Op]) -> str:

@@ -12,7 +12,7 @@ import glob
 import hashlib
 import math
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -137,7 +137,8 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     """See `Ir.save`."""
     path = Path(path)
     writer = _Writer()
-    program = writer.program(ir)
+    with ir.host_data_lock:
+        program = writer.program(ir)
     arrays = _safetensors().numpy.save(writer.arrays)
     program.arrays = f"{path.stem}-{hashlib.sha256(arrays).hexdigest()[:16]}.safetensors"
     beside = path.with_name(program.arrays)
@@ -171,14 +172,15 @@ _OF_NO_EFFECT = {"enableEngineCaching", "cachePath", "dotChecks", "logDir"}
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file, all of it or nothing."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:
             file.write(content)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+            file.flush()
+            os.fsync(file.fileno())  # or, after a power cut, the name might be there and the content not
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class _Writer:
@@ -339,11 +341,15 @@ def load(path: str | os.PathLike[str], ir: Ir) -> None:
     text = path.read_bytes()
     library = _safetensors()
     try:
-        stamp = Stamp.model_validate_json(text)
-        if stamp.format != FORMAT:
-            raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
-        program = SavedProgram.model_validate_json(text)
-        arrays = path.with_name(program.arrays).read_bytes()
+        while True:
+            program = _read_program(text)
+            try:
+                arrays = path.with_name(program.arrays).read_bytes()
+                break
+            except FileNotFoundError:
+                before, text = text, path.read_bytes()
+                if text == before:
+                    raise  # nobody has just put another program in its place
         digest = hashlib.sha256(arrays).hexdigest()[:16]
         if not program.arrays.endswith(f"-{digest}.safetensors"):
             raise ValueError(f"{program.arrays!r} is not what was written; its digest is {digest}.")
@@ -351,6 +357,13 @@ def load(path: str | os.PathLike[str], ir: Ir) -> None:
     except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
         told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
         raise ValueError(f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}") from problem
+
+
+def _read_program(text: bytes) -> SavedProgram:
+    stamp = Stamp.model_validate_json(text)
+    if stamp.format != FORMAT:
+        raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
+    return SavedProgram.model_validate_json(text)
 
 
 class _Reader:

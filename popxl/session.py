@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
@@ -12,24 +13,30 @@ import numpy as np
 
 from popxl.ambiguity import check_in_place_order
 from popxl.dot import write_checkpoint
+from popxl.edits import Snapshot
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.log import Logger
+from popxl.memory import Memory
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
 from runtime.devices import Device
 from runtime.functions import GraphFunction, to_jax
 from runtime.host_arrays import HostArrays, Outputs
+from runtime.interrupts import uninterrupted
 from runtime.machine import Machine
 from runtime.program import Ready
-from runtime.report import Report, report_of
+from runtime.progress import CompilationProgress, compilation_progress
+from runtime.report import Report, memory_of_program, report_of
 from runtime.session_files import read, write
 from runtime.timeline import Timeline
 
 __all__ = [
+    "CompilationProgress",
     "GraphFunction",
     "Session",
     "StreamBufferMaps",
+    "compilation_progress",
     "d2hStreamBufferMaps",
     "h2dStreamBufferMaps",
     "to_jax",
@@ -46,11 +53,17 @@ _device_log = Logger("devicex")
 class Session:
     """A compiled Ir, with its variables, ready to run as often as you like.
 
+    Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
+    copies of the variables. What interrupts a call, as Ctrl-C does, leaves the variables as they were before it or as
+    they are after it, on the device and on the host; so it leaves files.
+
     Args:
-        ir: the program. It is taken as it is now; other sessions may be made of it later.
-        device_desc: `"cpu"`; `"ipu_model"` (the CPU too); `"ipu_hw"`, the best accelerator that JAX sees, else the CPU;
-            `"gpu"` or `"tpu"`, that one; or a device. On one that is attached already the session can run at once. The
-            environment variable `POPXL_OFFLINE_DEVICE` goes before a string.
+        ir: the program. It is taken as it is now. If it changes, sessions may be made of it again; one that was made
+            before then runs what it was made of. As long as there is no other, `run` refuses.
+        device_desc: `"cpu"`; `"ipu_model"` (the CPU too, with an estimate of what IPUs would need, in the report);
+            `"ipu_hw"`, the best accelerator that JAX sees, else the CPU; `"gpu"` or `"tpu"`, that one; or a device. On
+            one that is attached already the session can run at once. The environment variable `POPXL_OFFLINE_DEVICE`
+            goes before a string.
         weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
 
     Raises:
@@ -88,13 +101,15 @@ class Session:
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
-        self._made_of = self._state_of_ir()
+        self._made_of = Snapshot(ir)
+        self._known_edits = ir.edits_known = ir.edits
         ir.frozen = True
         self._was_attached_stack: list[bool] = []
         self._has_run = False
         self._has_uploaded = False
         self._known_host_data = ir.host_data_version
         self._host_arrays = HostArrays(self.program)
+        self._lock = threading.RLock()  # a run gives up what the next one needs
         if self.is_attached:
             self._upload()
 
@@ -115,17 +130,34 @@ class Session:
 
     @property
     def report(self) -> Report:
-        """What the program consists of and what it needs: variables, streams, what was compiled and why so, memory.
+        """What the program consists of and what it needs: its schedule, its size with and without outlining, what was
+        compiled and why so, memory, operations, variables, streams, replicas, remote traffic, times.
 
-        It prints as a page, notebooks show it with a picture of the memory, and `model_dump_json()` has all numbers.
-        Nothing has to have run.
+        It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
+        path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
+        For the device `"ipu_model"` there is an estimate of what the program would cost on IPUs, too.
 
         Example:
-            >>> session = popxl.Session(ir)
+            >>> session = popxl.Session(ir, "ipu_model")
+            >>> session.report("report.html")
             >>> print(session.report)
-            >>> session.report.memory.picture().save("memory.svg")
+            >>> session.report.estimate.cycles
         """
         return report_of(self._ir, self.program)
+
+    def memory(self) -> Memory:
+        """The memory that the compiled program needs, in bytes on each device and on the host.
+
+        Temporaries, code and what executables need on the host is what XLA says of them; variables, arguments and
+        outputs have the sizes of their shapes. `ir.memory()` is a count of the same before anything is compiled.
+
+        Example:
+            >>> memory = popxl.Session(ir).memory()
+            >>> print(memory)
+            >>> memory.variables, memory.arguments, memory.outputs, memory.temporaries, memory.code, memory.host
+            >>> [device.device for device in memory.devices]
+        """
+        return memory_of_program(self._ir, self.program)
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
@@ -139,6 +171,38 @@ class Session:
             >>> timeline.picture().save("timeline.svg")
         """
         return self.program.recording()
+
+    def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
+        """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
+
+        The same ops run on the same numbers as in the compiled program, each by itself, with all the graphs that are
+        called, loops and replicas. Results agree with it but for rounding, as nothing is fused. It is slow, and needs
+        memory for all that graphs compute while they run.
+
+        What you put in is never at fault: an infinity in a variable, constant, stream or buffer, such as `-inf` in an
+        attention mask, may pass through any number of ops. Reported is an op that makes
+
+        * an infinity, if all that it was given is finite: `log(0)`, a division by 0, float16 beyond 65504;
+        * a NaN, if it was given none: `log(-1)`, but also `inf - inf`, which is where an infinity did harm.
+
+        Of an op that talks to other replicas, what all of them give counts.
+
+        Args:
+            infinities: report these. Without, only a NaN is reported.
+
+        Raises:
+            NonFiniteError: from `run`, with the op as its graph prints it and your line that made it, the way there
+                with the turns of loops, the replica, and the numbers that the op was given. The variables and remote
+                buffers are as they were before this run: the session can be used, and run again.
+            PopxlError: if the Ir has changed since the session was made.
+            NotImplementedError: if several processes run the program.
+
+        Example:
+            >>> with popxl.Session(ir) as session, session.debugging():
+            ...     outputs = session.run(inputs)
+        """
+        self._check_unchanged("debugging")
+        return self.program.debugging(infinities)
 
     # In a file ------------------------------------------------------------------------------------------------------
 
@@ -161,14 +225,11 @@ class Session:
             ...     for images, labels in batches:
             ...         outputs = session.run({streams["images"]: images, streams["labels"]: labels})
         """
-        if self._made_of != self._state_of_ir():
-            raise PopxlError(
-                f"Session.save: {self._ir!r} has changed since the session was made, so the compiled program is not of "
-                "this Ir. Make another session of it, and save that."
-            )
-        if self.is_attached and self._has_run and not self._has_read_only_data():
-            self.weights_to_host()
-        write(path, self._ir, self.program)
+        self._check_unchanged("save")
+        with self._lock, self._ir.host_data_lock:
+            if self.is_attached and self._has_run and not self._has_read_only_data():
+                self.weights_to_host()
+            write(path, self._ir, self.program)
 
     @classmethod
     def load(
@@ -194,38 +255,53 @@ class Session:
         session._prepare(ir, device, weights_to_host_on_exit, ready)
         return session
 
-    def _state_of_ir(self) -> tuple[Any, ...]:
-        """Something that differs after ops, graphs or transfers have been added to the Ir."""
-        return (dict(self._ir.counters), self._ir.num_host_transfers, self._ir.options.replication_factor)
+    def _check_unchanged(self, what: str) -> None:
+        """`PopxlError` if the Ir has changed since the session was made."""
+        if changes := self._made_of.changes():
+            raise PopxlError(
+                f"Session.{what}: {self._ir!r} has changed since this session was made, and the compiled program has "
+                f"not: {'; '.join(changes)}. Make another session of the Ir: `popxl.Session(ir)`."
+            )
+
+    def _look_at_edits(self) -> None:
+        """Check that the Ir is unchanged, unless some session has been made of it as it is."""
+        if self._ir.edits != self._ir.edits_known:
+            self._check_unchanged("run")
+        self._known_edits = self._ir.edits
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        was_attached = self.is_attached
-        if not was_attached:
-            self._device.attach()
+        with self._lock:
+            was_attached, depth = self.is_attached, len(self._was_attached_stack)
             try:
-                self._upload()
+                if not was_attached:
+                    self._device.attach()
+                    self._upload()
+                self._was_attached_stack.append(was_attached)
             except BaseException:
-                self.detach()
+                del self._was_attached_stack[depth:]
+                if not was_attached:
+                    self.detach()
                 raise
-        self._was_attached_stack.append(was_attached)
         return self
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
-        # Who detaches a session by hand inside of the block may have emptied the stack.
-        was_attached = self._was_attached_stack.pop() if self._was_attached_stack else False
-        if was_attached or not self.is_attached:
-            return
-        try:
-            if exception is None and self.weights_to_host_on_exit:
-                self.weights_to_host()
-        finally:
-            self.detach()
+        with self._lock:
+            # Who detaches a session by hand inside of the block may have emptied the stack.
+            was_attached = self._was_attached_stack.pop() if self._was_attached_stack else False
+            if was_attached or not self.is_attached:
+                return
+            try:
+                if exception is None and self.weights_to_host_on_exit:
+                    self.weights_to_host()
+            finally:
+                self.detach()
 
     def detach(self) -> None:
         """Release the device. The values of the variables there are lost unless they were copied to the host."""
-        self._device.detach()
+        with self._lock:
+            self._device.detach()
 
     def _set_device(self, device: Device) -> None:
         """Use another device object, which must stand for the devices that the program was compiled for."""
@@ -234,6 +310,8 @@ class Session:
                 f"Session._set_device: the program was compiled for {self._device}, which {device} is not. Make "
                 "another session for it."
             )
+        if not device.isAttached:
+            self.program.release()
         self._device = self.program.device = device
 
     def _check_attached(self, what: str) -> None:
@@ -264,14 +342,21 @@ class Session:
                 shape.
             PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
                 room for.
+            PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
+                since.
         """
-        self._check_attached("run")
-        fetches = self.program.run(self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs))
-        if not self._has_run:
-            self._has_run = True
-            for v in self._variables:
-                v._in_sync = False
-        return Outputs(dict(zip(self.program.outputs, fetches, strict=True)))
+        with self._lock:
+            if not self.program.is_loaded:
+                self._check_attached("run")
+            if self._known_edits != self._ir.edits:
+                self._look_at_edits()
+            feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
+            if not self._has_run:
+                for v in self._variables:
+                    v._in_sync = False
+                self._has_run = True  # before it is so: an interrupted run may have changed the variables
+            fetches = self.program.run(feeds)
+        return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(
         self,
@@ -287,7 +372,8 @@ class Session:
                 `create_host_outputs`.
 
         Raises:
-            ValueError, PopxlRuntimeError: as `run` does, for outputs too.
+            ValueError, PopxlRuntimeError: as `run` does, for outputs too; and for those that cannot be filled in place.
+            TypeError: if an output is no NumPy array.
         """
         self._check_attached("run_with_outputs")
         arrays = {} if outputs is None else outputs
@@ -325,31 +411,29 @@ class Session:
         """Whether the host copies are not what this session last put there: it has run, or somebody else wrote them."""
         return self._has_run or self._known_host_data != self._ir.host_data_version
 
-    def _host_data_changed(self) -> None:
-        """Note that this session has just written host copies, which all sessions of the Ir share."""
-        self._ir.host_data_version += 1
-        self._known_host_data = self._ir.host_data_version
-
     def _has_read_only_data(self) -> bool:
         return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
 
     def _upload(self) -> None:
         _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
-        self.program.upload()
+        with self._ir.host_data_lock:
+            version = self._ir.host_data_version
+            self.program.upload()
         if not self._has_uploaded:
             self._has_uploaded = True
             for v in self.program.variables:
                 if v.retrieval_mode == "one_per_group":
                     _device_log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
-        self._known_host_data = self._ir.host_data_version
+        self._known_host_data = version
 
     def weights_from_host(self) -> None:
         """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
 
         If several processes run the program, all have to do this, with the same values.
         """
-        self._check_attached("weights_from_host")
-        self._upload()
+        with self._lock:
+            self._check_attached("weights_from_host")
+            self._upload()
 
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
@@ -361,15 +445,16 @@ class Session:
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )
-        self._check_attached("weights_to_host")
-        self.program.download()
-        _device_log.debug("Writing weights to host complete.")
-        self._has_run = False
-        self._host_data_changed()
-        for v in self._variables:
-            v._in_sync = True
-            if isinstance(v.data, np.memmap):
-                v.data.flush()
+        with self._lock, self._ir.host_data_lock:
+            self._check_attached("weights_to_host")
+            self._ir.host_data_version += 1  # whoever is interrupted from here on trusts the host copies no more
+            self.program.download()
+            _device_log.debug("Writing weights to host complete.")
+            self._has_run, self._known_host_data = False, self._ir.host_data_version
+            for v in self._variables:
+                v._in_sync = True
+                if isinstance(v.data, np.memmap):
+                    v.data.flush()
 
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
@@ -399,9 +484,10 @@ class Session:
                 raise ValueError(
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
-        if self.is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
-            self.weights_to_host()
-        return {t: self._numbers(t) for t in wanted}
+        with self._lock, self._ir.host_data_lock:
+            if self.is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
+                self.weights_to_host()
+            return {t: self._numbers(t) for t in wanted}
 
     def _numbers(self, t: Variable | Constant) -> np.ndarray:
         """The host copy; for a variable that is read from all replicas, a row for each of them."""
@@ -424,18 +510,25 @@ class Session:
 
         Raises:
             TypeError: if `tensor` is no variable, or for another dtype.
-            ValueError: for another shape, or a variable of another Ir.
+            ValueError: for another shape, a variable of another Ir, or one that is a read-only memory map.
         """
         self.write_variables_data({tensor: data})
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
         checked = {t: self._new_data(t, data) for t, data in tensors.items()}
-        for t, data in checked.items():
-            np.copyto(t.data, data)
-        self._host_data_changed()
-        if self.is_attached:
-            self.weights_from_host()
+
+        def write() -> None:
+            for t, data in checked.items():
+                np.copyto(t.data, data)
+            self._ir.host_data_version += 1
+            self._known_host_data = self._ir.host_data_version
+            self.program.is_loaded = False  # so that what interrupts the upload only puts it off
+
+        with self._lock, self._ir.host_data_lock:
+            uninterrupted(write)
+            if self.is_attached:
+                self._upload()
 
     def _check_own(self, what: str, t: Tensor) -> None:
         """`ValueError` for a tensor of another program, whose names may be the same."""
@@ -453,6 +546,8 @@ class Session:
                 f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
             )
         self._check_own("write_variable_data", t)
+        if not t.data.flags.writeable:
+            raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
         wanted = t.dtype.as_numpy()
         if isinstance(data, numbers.Number):
             if wanted.names:

@@ -38,20 +38,30 @@ def abstract_evaluation(
     return TensorSpec(result.shape, dtype.as_dtype(result.dtype))
 
 
-def trace(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[Any, Any]:
-    """The jaxpr of a JAX function of arrays with these specs, and the tree of its results."""
+def trace(
+    function: Callable[..., Any], specs: Sequence[TensorSpec], results: Sequence[TensorSpec] = ()
+) -> tuple[Any, Any]:
+    """The jaxpr of a JAX function of arrays with these specs, and the tree of its results.
+
+    Where results may be 64 bits wide and no operand is, `results` are their specs.
+    """
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
-    with _precision(specs):
+    with _precision((*specs, *results)):
         return jax.make_jaxpr(function, return_shape=True)(*arrays)
+
+
+def needed(
+    function: Callable[..., Any], specs: Sequence[TensorSpec], results: Sequence[TensorSpec] = ()
+) -> tuple[Any, tuple[bool, ...]]:
+    """The jaxpr of a JAX function without dead code, and which arguments it then still reads; see `trace`."""
+    jaxpr = trace(function, specs, results)[0].jaxpr
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return jaxpr, tuple(used)
 
 
 def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
     """Which arguments the results of a JAX function really depend on, after dead code is dropped."""
-    arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
-    with _precision(specs):
-        jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return tuple(used)
+    return needed(function, specs)[1]
 
 
 def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """A rough count of the floating point operations of a program: what its matrix products and the like cost.
 
-Counted are the op types in `FLOPS_FNS`. All others, in-place forms and fused gradients among them, count nothing.
+Listed are the op types in `FLOPS_FNS`. All others, in-place forms and fused gradients among them, count nothing here;
+`session.report.work` counts every op, with the same counts but for group norms, which it does not guess.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import popxl
+from popxl.flops import own_flops
 from popxl.op import Op
 from popxl.utils import table_to_string
 
@@ -22,16 +24,6 @@ _EXPONENTS = {"K": 3, "M": 6, "G": 9, "T": 12}
 _NUMBER = re.compile(r"_subgraph\(\d+\)")  # in the names of graphs
 
 
-def matmul_flops(op: Op) -> int:
-    """A product and a sum for each element of a row of the left operand, for each element of the result."""
-    return 2 * op.inputs[0].shape[-1] * op.outputs[0].nelms
-
-
-def elementwise_binary_flops(op: Op) -> int:
-    """One for each element of the result."""
-    return op.outputs[0].nelms
-
-
 def group_norm_flops(op: Op) -> int:
     """Means, variances, and four operations for each element of the result; the statistics are a rough guess."""
     x, means = op.inputs[0], op.outputs[1].nelms
@@ -40,8 +32,7 @@ def group_norm_flops(op: Op) -> int:
 
 
 FLOPS_FNS: dict[str, Callable[[Op], int]] = {
-    "MatMul": matmul_flops,
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div"), elementwise_binary_flops),
+    **dict.fromkeys(("MatMul", "Add", "Sub", "Mul", "Div"), lambda op: own_flops(op).total),
     "GroupNormalization": group_norm_flops,
 }
 """Op type → the count for one such op."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Header(BaseModel):
@@ -22,7 +22,7 @@ class Header(BaseModel):
         format: the version of the form.
         about: what the writer says of the parts.
         sizes: the number of bytes of each part, in their order.
-        digest: SHA-256 of all parts.
+        digest: SHA-256 of all the rest, this line included.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -31,7 +31,12 @@ class Header(BaseModel):
     format: int
     about: dict[str, Any]
     sizes: dict[str, int]
-    digest: str
+    digest: str = ""
+
+    def of(self, body: bytes) -> str:
+        """The digest that belongs to this line and what follows it."""
+        line = self.model_copy(update={"digest": ""}).model_dump_json()
+        return hashlib.sha256(line.encode() + body).hexdigest()
 
 
 def pack(kind: str, about: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
@@ -44,8 +49,8 @@ def pack(kind: str, about: Mapping[str, Any], parts: Mapping[str, bytes]) -> byt
     """
     body = b"".join(parts.values())
     sizes = {name: len(part) for name, part in parts.items()}
-    digest = hashlib.sha256(body).hexdigest()
-    header = Header(kind=kind, format=FORMAT, about=dict(about), sizes=sizes, digest=digest)
+    header = Header(kind=kind, format=FORMAT, about=dict(about), sizes=sizes)
+    header.digest = header.of(body)
     return header.model_dump_json().encode() + b"\n" + body
 
 
@@ -59,7 +64,7 @@ def unpack(kind: str, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]
     header = Header.model_validate_json(line)
     if header.kind != kind or header.format != FORMAT:
         raise ValueError(f"it is of the kind {header.kind!r}, format {header.format}; expected {kind!r}, {FORMAT}")
-    if sum(header.sizes.values()) != len(body) or hashlib.sha256(body).hexdigest() != header.digest:
+    if sum(header.sizes.values()) != len(body) or header.of(body) != header.digest:
         raise ValueError("it is damaged: its digest differs")
     parts, start = {}, 0
     for name, size in header.sizes.items():

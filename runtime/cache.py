@@ -120,10 +120,10 @@ def _read(path: Path) -> dict[str, bytes]:
             _log.debug(f"Completed preload of popef file {path}")
         about, parts = unpack(KIND, content)
     except (OSError, ValueError) as problem:
-        _log.debug(f"Ignoring cache file because it does not contain executables of popxl: {path}: {problem}")
+        _log.warn(f"Ignoring cache file because it does not contain executables of popxl: {path}: {problem}")
         return {}
     if about.get("hash") != path.stem:
-        _log.debug(f"Cache file hash did not match the IR hash: {about.get('hash')} is in {path}")
+        _log.warn(f"Cache file hash did not match the IR hash: {about.get('hash')} is in {path}")
         return {}
     return parts
 
@@ -168,8 +168,8 @@ def _configured(settings: Mapping[str, object]) -> Iterator[None]:
     """JAX with these settings of its persistent cache, for the length of the block."""
     with _lock:
         before = {name: jax.config.values[name] for name in settings}
-        _configure(settings)
         try:
+            _configure(settings)
             yield
         finally:
             _configure(before)

@@ -23,6 +23,7 @@ from popxl.op import Op
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
+from runtime.replicas import AXIS
 
 Array = Any
 Position = int | Array
@@ -44,10 +45,15 @@ class Channels:
     """What a graph can use: for each stream, the array of its transfers and the number of the next one.
 
     A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one.
+
+    Attributes:
+        running: whether the branch that uses them is run; `None`, if it is as soon as it is traced. Several replicas on
+            one device all go through both branches, and each takes what it should have of the results.
     """
 
-    def __init__(self, channels: dict[Channel, tuple[Array, Position]]) -> None:
+    def __init__(self, channels: dict[Channel, tuple[Array, Position]], running: Array | None = None) -> None:
         self._channels = channels
+        self.running = running
 
     def load(self, stream: Stream) -> Array:
         """The next element of a stream."""
@@ -130,12 +136,14 @@ class Stepping:
 
     def __init__(self, channels: Channels, streams: Sequence[Channel]) -> None:
         self._streams = streams
+        self._running = channels.running
         self._arrays = [transfers for transfers, _ in channels.take(streams)]
         self.start = jax.tree.map(jnp.asarray, channels.positions(streams))
 
     def at(self, positions: dict[int, Any]) -> Channels:
         """The streams at one turn of the loop."""
-        channels = Channels({stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)})
+        states = {stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)}
+        channels = Channels(states, self._running)
         channels.move(self._streams, positions)
         return channels
 
@@ -203,12 +211,15 @@ def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) ->
     """Write the tensor to standard error, and pass it on."""
     value = environment.read(op.inputs[0])
     title, style = op.attributes["title"], op.attributes["style"]
+
+    def write(array: Array, running: Array, replica: Array) -> None:
+        if running:
+            _write(f"{title}: {_formatted(np.asarray(array), *style)}\n")
+
     if op.attributes["print_self"]:
-        jax.debug.callback(
-            lambda array: _write(f"{title}: {_formatted(np.asarray(array), *style)}\n"),
-            value,
-            ordered=lowering.replicas.count == 1,  # JAX orders what one device does
-        )
+        running = True if channels.running is None else channels.running
+        replica = lax.axis_index(AXIS) if lowering.is_shared else 0  # or what is the same for all is printed once
+        jax.debug.callback(write, value, running, replica, ordered=lowering.replicas.count == 1)  # JAX: of one device
     environment.write(op.outputs[0], value)
 
 

@@ -1,5 +1,5 @@
-"""One compiled JAX function as JSON and bytes, and back; and arrays from device to device: this is the file that knows
-JAX's private side.
+"""One compiled JAX function as JSON and bytes, and back; how it is called; and arrays from device to device: this is
+the file that knows JAX's private side.
 
 What JAX offers for this (`jax.experimental.serialize_executable`) is a pickle, from which reading runs whatever the
 writer chose. Here XLA's own serialization is kept, and beside it in plain words what JAX has to know of it: the trees
@@ -69,6 +69,16 @@ class Executable(_Part):
     donated: list[int]
     results: list[Array]
     trees: tuple[Any, Any]
+
+
+# Calls --------------------------------------------------------------------------------------------------------------
+
+
+def prepared(function: Any) -> tuple[Any, int] | None:
+    """What a compiled function is called by, and for how many kinds of arguments JAX has prepared it: for these, it is
+    C alone that calls it. `None`, if it is always Python that does."""
+    call: Any = getattr(function, "_call", None)
+    return (call, call._cache_size()) if hasattr(call, "_cache_size") else None
 
 
 # Between devices -----------------------------------------------------------------------------------------------------

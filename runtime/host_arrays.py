@@ -43,6 +43,7 @@ class HostArrays:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._inputs = frozenset(program.inputs)
+        self._is_refused = any(count > program.transfers for count in program.counts.values())
         self._expected = tuple((s, program.host_shape(s), s.dtype.as_jax()) for s in program.inputs)
 
     # In -------------------------------------------------------------------------------------------------------------
@@ -51,11 +52,12 @@ class HostArrays:
         """The arrays to run with, in the order of the program. All are checked before any is used.
 
         Raises:
-            ValueError: for a missing or unexpected stream, or an array of the wrong shape.
+            ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
             PopxlRuntimeError: for an array of the wrong dtype.
         """
-        self._program.check_transfers()
-        if not isinstance(inputs, Mapping):
+        if self._is_refused:
+            self._program.check_transfers()
+        if type(inputs) is not dict and not isinstance(inputs, Mapping):  # the second takes longer
             raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
         if inputs.keys() != self._inputs:
             _check_streams("input", self._program.inputs, inputs)
@@ -73,8 +75,7 @@ class HostArrays:
         self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
     ) -> Any:
         """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
-        array: Any = value if isinstance(value, jax.Array) else to_numpy(value, downcast=downcast)
-        array = self._fitted(stream, array, shape)
+        array = self._fitted(stream, _array(stream, value, downcast), shape)
         if isinstance(array, jax.Array):
             array = jax.device_put(array, self._program.feed_sharding(stream))
         host_dtype = stream.dtype.as_numpy()
@@ -113,9 +114,19 @@ class HostArrays:
         return {s: np.empty(self._program.host_shape(s), s.dtype.as_numpy()) for s in self._program.outputs}
 
     def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
-        """Check arrays that a run is to fill; errors as for `feeds`."""
+        """Check arrays that a run is to fill; errors as for `feeds`, and a `TypeError` for other things than arrays."""
         _check_streams("output", self._program.outputs, arrays)
         for s in self._program.outputs:
+            if not isinstance(arrays[s], np.ndarray):
+                raise TypeError(
+                    f"Session.run_with_outputs: expected a NumPy array for {s} to be filled; got {arrays[s]!r} "
+                    f"({type(arrays[s]).__name__})."
+                )
+            if not (arrays[s].flags.c_contiguous and arrays[s].flags.writeable):
+                raise ValueError(
+                    f"Session.run_with_outputs: the array for {s} cannot be filled: expected one that is C-contiguous "
+                    "and can be written, such as `create_host_outputs` makes."
+                )
             fitted = self._fitted(s, arrays[s], self._program.host_shape(s))
             if fitted.dtype != s.dtype.as_numpy():
                 raise PopxlRuntimeError(
@@ -132,6 +143,20 @@ class HostArrays:
             used = self._program.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
+
+
+def _array(stream: Stream, value: Any, downcast: bool) -> Any:
+    """A feed as an array of JAX, if it is one, or of NumPy. `ValueError` for what cannot be one."""
+    try:
+        if not isinstance(value, jax.Array):
+            return to_numpy(value, downcast=downcast)
+        if value.is_deleted():
+            raise ValueError("it has been deleted, or given to something that overwrote it.")
+        return value
+    except (TypeError, ValueError, RuntimeError) as problem:  # ragged lists, say, or tensors that NumPy does not know
+        raise ValueError(
+            f"Session.run: what was given for {stream}, a {type(value).__name__}, is no array: {problem}"
+        ) from problem
 
 
 def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:

@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from popxl.aliasing import callees_first, reachable, written_inputs
 from popxl.errors import PopxlError, PopxlInternalError
@@ -40,6 +38,7 @@ from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of
+from runtime.kept import kept
 from runtime.replicas import Replicas
 
 Array = Any
@@ -164,33 +163,45 @@ class Lowering:
         self.replicas = replicas
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
-        self._function = cache(self._jitted)
+        self._function = cache(self._function_of)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is traced once for several replicas, which one device runs."""
+        return self.replicas.count > 1 and self.replicas.mesh is None
 
     def run(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Environment:
         """Run ops of one graph, in order. Returns what is in its storages afterwards."""
-        return done(self._running(ops, values, channels))
+        return done(self.running(ops, values, channels))
 
-    def _running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
+    def running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
+        """The same, as work that is nested."""
         environment = Environment(values)
         for op in (part for each in ops for part in each.parts):
-            if op.kind in meanings:
-                inside = meanings[op.kind](self, op, environment, channels)
-                if inside is not None:
-                    yield inside
-            elif op.kind.put is None:  # a view is made when somebody looks through it
-                operands = [environment.read(t) for t in op.inputs]
-                try:
-                    self._check(op, operands, channels)
-                    results = self.apply(op, operands)
-                except PopxlError:  # says what it has to say
-                    raise
-                except Exception as problem:
-                    text = f"`{op.source.text}` " if op.source.text else ""
-                    raise PopxlError(
-                        f"Session: {op!r} in {op.graph.title}, at {text}({op.source}), cannot be run: {problem}"
-                    ) from problem
-                store_results(op, results, environment)
+            inside = self.carry_out(op, environment, channels)
+            if inside is not None:
+                yield inside
         return environment
+
+    def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
+        """Do what an op does: at once, or as nested work."""
+        if op.kind in meanings:
+            return meanings[op.kind](self, op, environment, channels)
+        if op.kind.put is not None:  # a view is made when somebody looks through it
+            return None
+        operands = [environment.read(t) for t in op.inputs]
+        try:
+            self._check(op, operands, channels)
+            results = self.apply(op, operands)
+        except PopxlError:  # says what it has to say
+            raise
+        except Exception as problem:
+            text = f"`{op.source.text}` " if op.source.text else ""
+            raise PopxlError(
+                f"Session: {op!r} in {op.graph.title}, at {text}({op.source}), cannot be run: {problem}"
+            ) from problem
+        store_results(op, results, environment)
+        return None
 
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op."""
@@ -217,22 +228,21 @@ class Lowering:
 
     def calling(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
         """The same, as work that is nested."""
-        if graph not in self._kept:
+        if graph not in self._kept or (channels.running is not None and effects.prints(graph)):
             return (yield self._inline(graph, inputs, channels))
         streams = channels_of(graph)
-        with set_xla_metadata(inlineable="false"):
-            outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
+        outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
         channels.put_back(streams, used)
         return Results(outputs, written)
 
     def _inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
-        environment = yield self._running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
+        environment = yield self.running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
         return Results(
             tuple(environment.read(t) for t in graph.outputs),
             {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
         )
 
-    def _jitted(self, graph: Graph) -> Callable[..., Any]:
+    def _function_of(self, graph: Graph) -> Callable[..., Any]:
         """The one function of a graph whose calls are kept."""
         streams = channels_of(graph)
 
@@ -242,7 +252,7 @@ class Lowering:
             return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "graph"
-        return jax.jit(function)
+        return kept(function)
 
 
 @contextmanager
@@ -312,7 +322,7 @@ meaning(print_tensor_kind)(effects.print_tensor)
 def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
     """Copy in, run, copy out; inputs by reference are copied back."""
     (graph,) = op.called_graphs
-    _check_bound(op)
+    check_bound(op)
     results = yield lowering.calling(graph, [environment.read(t) for t in op.inputs], channels)
     for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.write(t, value)
@@ -320,7 +330,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
         environment.write(op.inputs[i], results.written[i])
 
 
-def _check_bound(op: Op, own: int = 0) -> None:
+def check_bound(op: Op, own: int = 0) -> None:
     """`PopxlError` if a graph has gained inputs since an op that runs it was made; `own` inputs are the op's."""
     if len(op.inputs) - own < sum(len(graph.inputs) for graph in op.called_graphs):
         titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
@@ -333,61 +343,84 @@ def _check_bound(op: Op, own: int = 0) -> None:
 @meaning(conditional_kind)
 def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Run one branch. It alone moves on the streams that it uses."""
-    _check_bound(op, own=1)
+    check_bound(op, own=1)
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
     streams = channels_of(then_branch, else_branch)
     stepping = channels.stepping(streams)
 
-    def branch(graph: Graph, values: Sequence[Array]) -> Callable[[Any], Any]:
+    def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
         def run(positions: Any) -> Any:
             inside = stepping.at(positions)
+            if lowering.is_shared:
+                taken = cond.reshape(()) == when
+                inside.running = taken if channels.running is None else channels.running & taken
             results = lowering.call(graph, values, inside)
             return results.outputs[: len(op.outputs)], inside.positions(streams)
 
         return run
 
-    outputs, positions = lax.cond(
-        cond.reshape(()), branch(then_branch, inputs[:count]), branch(else_branch, inputs[count:]), stepping.start
-    )
+    branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
+    outputs, positions = lax.cond(cond.reshape(()), *branches, stepping.start)
     channels.put_back(streams, stepping.at(positions).take(streams))
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
 
 
+class Loop:
+    """What a loop does, turn by turn.
+
+    Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
+    but for those that each turn returns. Everything else is the same in every turn. Further results are those of all
+    turns, stacked.
+
+    Attributes:
+        start: what the first turn gets.
+    """
+
+    def __init__(self, op: Op, environment: Environment) -> None:
+        self._op = op
+        self._inputs = [environment.read(t) for t in op.inputs]
+        self._carried = op.attributes["carried"]
+        self._carried_too = returned_by_ref(op) if op.modified else frozenset()
+        by_ref = sorted(op.modified - self._carried_too)
+        self.start = (tuple(self._inputs[: self._carried]), {k: self._inputs[k] for k in by_ref})
+
+    def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
+        """One turn: what the next one gets, and the further results."""
+        results_before, contents = state
+        values = list(self._inputs)
+        for k, content in contents.items():
+            values[k] = content
+        values[: self._carried] = results_before
+        results = yield lowering.calling(self._op.attributes["graph"], [i, jnp.asarray(True), *values], channels)
+        after = {k: results.written.get(k + EXTRA_INPUTS, values[k]) for k in contents}
+        outputs = results.outputs[EXTRA_OUTPUTS:]
+        return (outputs[: self._carried], after), outputs[self._carried :]
+
+    def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
+        """Write the results, given what a further turn would get, and the further results of all turns."""
+        outputs, contents = state
+        for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
+            environment.write(t, value)
+        for k in sorted(self._op.modified):
+            environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
+
+
 @meaning(loop_kind)
 def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
-    """One compiled body, however many turns.
-
-    Carried from turn to turn are the first inputs, as many as there are carried results; the inputs by reference, but
-    for those that each turn returns; and the streams. Everything else is the same in every turn. Further results are
-    those of all turns, stacked.
-    """
-    graph, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
-    inputs = [environment.read(t) for t in op.inputs]
-    carried_too = returned_by_ref(op) if op.modified else frozenset()
-    by_ref = sorted(op.modified - carried_too)
-    streams = channels_of(graph)
+    """One compiled body, however many turns. The streams are carried, too."""
+    loop, streams = Loop(op, environment), channels_of(op.attributes["graph"])
     stepping = channels.stepping(streams)
 
     def turn(state: Any, i: Array) -> Any:
-        results_before, contents, positions = state
-        values = list(inputs)
-        for k in by_ref:
-            values[k] = contents[k]
-        values[:carried] = results_before
+        before, positions = state
         inside = stepping.at(positions)
-        results = lowering.call(graph, [i, jnp.asarray(True), *values], inside)
-        after = {k: results.written.get(k + EXTRA_INPUTS, values[k]) for k in by_ref}
-        outputs = results.outputs[EXTRA_OUTPUTS:]
-        return (outputs[:carried], after, inside.positions(streams)), outputs[carried:]
+        after, further = done(loop.turning(lowering, before, i, inside))
+        return (after, inside.positions(streams)), further
 
-    start = (tuple(inputs[:carried]), {k: inputs[k] for k in by_ref}, stepping.start)
-    state, stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
-    outputs, contents, positions = state
+    count = op.attributes["repeat_count"]
+    (state, positions), stacked = lax.scan(turn, (loop.start, stepping.start), jnp.arange(count, dtype=jnp.int32))
     channels.put_back(streams, stepping.at(positions).take(streams))
-    for t, value in zip(op.outputs, (*outputs, *stacked), strict=True):
-        environment.write(t, value)
-    for k in sorted(op.modified):
-        environment.write(op.inputs[k], outputs[k] if k in carried_too else contents[k])
+    loop.finish(state, stacked, environment)

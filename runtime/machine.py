@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from popxl.ir import Ir
 from runtime.devices import Device, devices_needed, find_device, ipus_used, model_device
 from runtime.program import Program, Ready
+from runtime.progress import Watch
 
 
 class Machine:
@@ -36,10 +37,10 @@ class Planned(Program):
     def _compiling(self, ir: Ir, ready: Ready | None, afresh: bool) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(True)
 
-    def _one_program(self, known: Sequence[Any] | None) -> None:
+    def _one_program(self, known: Sequence[Any] | None, watch: Watch) -> None:
         return None
 
-    def _plan(self, choice: Any, known: Sequence[Any] | None) -> Any:
+    def _plan(self, choice: Any, known: Sequence[Any] | None, watch: Watch) -> Any:
         return None
 
     @property
@@ -49,10 +50,16 @@ class Planned(Program):
     def executables(self) -> NoReturn:
         raise NothingRuns
 
+    def text(self) -> NoReturn:
+        raise NothingRuns
+
     def temporaries(self) -> NoReturn:
         raise NothingRuns
 
     def recording(self) -> NoReturn:
+        raise NothingRuns
+
+    def debugging(self, infinities: bool) -> NoReturn:
         raise NothingRuns
 
     def upload(self) -> None:

@@ -188,8 +188,8 @@ class Piece(Step):
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
         return structure_of((*self.encoding.code, results, target.key()))
 
-    def compile(self, targets: Mapping[int, Target]) -> None:
-        """Compile the ops, unless ops of the same structure have been compiled before."""
+    def prepare(self, targets: Mapping[int, Target]) -> None:
+        """Find out what there is to compile, and put the constants that are passed to where the piece reads them."""
         target = targets[self.place]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
@@ -198,22 +198,24 @@ class Piece(Step):
         self._constants = {t: target.replicas.put(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
         self.structure = self.found(target)
-        if self.structure.executable is None:
-            start = perf_counter()
-            lowering = Lowering(self.ops, target.options, not target.inlines, target.replicas)
 
-            def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
-                channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
-                channels.move(self.channels, positions)
-                values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
-                environment = lowering.run(self.ops, values, channels)
-                return [environment.values[t] for t in self.makes], channels.positions(self.channels)
+    def compile(self, target: Target) -> None:
+        """Compile the ops, for everything of the same structure."""
+        start = perf_counter()
+        lowering = Lowering(self.ops, target.options, not target.inlines, target.replicas)
 
-            spread = target.replicas.spread(piece)
-            lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
-            self.structure.text = lowered.as_text
-            self.structure.executable = target.replicas.compile(lowered)
-            self.seconds = perf_counter() - start
+        def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
+            channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
+            channels.move(self.channels, positions)
+            values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
+            environment = lowering.run(self.ops, values, channels)
+            return [environment.values[t] for t in self.makes], channels.positions(self.channels)
+
+        spread = target.replicas.spread(piece)
+        lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
+        self.structure.text = lowered.as_text
+        self.structure.executable = target.replicas.compile(lowered)
+        self.seconds = perf_counter() - start
 
     def _arguments(self, target: Target) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -292,7 +294,7 @@ class Entry(Step):
     again: dict[Tensor, Tensor] = field(default_factory=dict)
     returns: tuple[tuple[Tensor, int], ...] = ()
 
-    def compile(self, targets: Mapping[int, Target]) -> None:
+    def prepare(self, targets: Mapping[int, Target]) -> None:
         """Put the constants that are passed to where the steps read them."""
         self._constants = {
             inner: targets[self.inside.starts.get(inner, self.place)].replicas.put(to_device(t.data, t.dtype))

@@ -25,7 +25,8 @@ from popxl.tensor import Tensor
 from runtime.effects import FAILURE, Channel, Channels, Failure
 from runtime.lower import no_value
 from runtime.pieces import Array, Piece, Run, Target
-from runtime.planning import Steps
+from runtime.planning import Life, Steps
+from runtime.progress import Watch
 from runtime.structure import Structure
 from runtime.timeline import Recorder
 
@@ -46,6 +47,7 @@ class Plan:
         ends: for each place with streams two compiled JAX functions: what makes the first state of its channels of the
             feeds, where `None` in place of the transfers of a feed means the feed itself; and what makes the fetches of
             the last state.
+        watch: is told what is being compiled.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Plan:
         channels: Mapping[int, Sequence[Stream | Failure]],
         targets: Mapping[int, Target],
         ends: Mapping[int, tuple[Any, Any]],
+        watch: Watch,
     ) -> None:
         self._steps = steps
         self._variables = (*changed, *read)
@@ -83,7 +86,14 @@ class Plan:
         for piece in self.pieces:
             piece.shared = tuple(c for c in piece.channels if c in self._shared)
         for step, _ in steps.all():
-            step.compile(targets)
+            step.prepare(targets)
+        fresh: dict[Structure, Piece] = {}
+        for piece in self.pieces:
+            if piece.structure.executable is None:
+                fresh.setdefault(piece.structure, piece)
+        for number, piece in enumerate(fresh.values()):
+            watch.begins(piece.name, number, len(fresh))
+            piece.compile(targets[piece.place])
 
     def __call__(
         self,
@@ -161,12 +171,14 @@ class Plan:
         """What was compiled, each piece once."""
         return "\n".join(structure.text() for structure in self.structures)
 
-    def curve(self) -> list[tuple[Piece, int, int]]:
+    def curve(self) -> tuple[list[tuple[Piece, int, int]], list[Life]]:
         """The pieces in order, each with the bytes that are in use on its device while it runs, besides the variables
-        and the feeds: of values that were made before, and of what it makes and needs by itself."""
+        and the feeds: of values that were made before, and of what it makes and needs by itself. Then the values that
+        are held between pieces."""
         copies = next(iter(self._targets.values())).replicas.per_device
         return done(self._steps.curve(copies))
 
     def temporaries(self) -> int:
         """Bytes that one run needs at most on one device, besides the variables and the feeds."""
-        return max((held + inside for _, held, inside in self.curve()), default=0)
+        pieces, _ = self.curve()
+        return max((held + inside for _, held, inside in pieces), default=0)

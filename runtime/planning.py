@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from popxl.aliasing import storages
 from popxl.graph import Graph
@@ -26,6 +26,16 @@ begins the next; the fewer, the less there is to compile."""
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
 cores, and would be kept waiting by the host."""
+
+
+class Life(NamedTuple):
+    """A value between pieces: where it is, its bytes, and the numbers of the pieces that make it and use it last."""
+
+    tensor: Tensor
+    place: int
+    size: int
+    first: int
+    last: int
 
 
 class Steps:
@@ -308,15 +318,16 @@ class Steps:
             else:
                 yield step.running(values, run)
 
-    def curve(self, copies: int) -> Nested[list[tuple[Piece, int, int]]]:
+    def curve(self, copies: int) -> Nested[tuple[list[tuple[Piece, int, int]], list[Life]]]:
         """The pieces in order, each with bytes that are in use in its place while it runs, besides what goes into the
-        steps: of values that were made before, and of what it makes and needs by itself. `copies` are there of each
-        value."""
-        alive: dict[Tensor, tuple[int, int]] = {}
+        steps: of values that were made before, and of what it makes and needs by itself. Then the values that are held
+        between pieces. `copies` are there of each value."""
+        alive: dict[Tensor, tuple[int, int, int]] = {}
         curve: list[tuple[Piece, int, int]] = []
+        lives: list[Life] = []
 
         def held(place: int) -> int:
-            return sum(size for p, size in alive.values() if p == place)
+            return sum(size for p, size, _ in alive.values() if p == place)
 
         for step in self.steps:
             made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
@@ -324,9 +335,13 @@ class Steps:
                 needed = step.structure.executable.memory_analysis().temp_size_in_bytes
                 curve.append((step, held(step.place), sum(made.values()) + needed))
             else:  # what an entry makes, its steps make
-                inner = yield step.inside.curve(copies)
+                inner, within = yield step.inside.curve(copies)
+                lives += (Life(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within)
                 curve += [(piece, held(piece.place) + before, inside) for piece, before, inside in inner]
-            alive |= {t: (step.ends[t], size) for t, size in made.items()}
+            now = len(curve) - 1
+            alive |= {t: (step.ends[t], size, now) for t, size in made.items()}
             for t in step.frees:
-                alive.pop(t, None)
-        return curve
+                if t in alive:
+                    lives.append(Life(t, *alive.pop(t), now))
+        lives += (Life(t, *known, len(curve) - 1) for t, known in alive.items())
+        return curve, lives

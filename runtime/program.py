@@ -6,9 +6,10 @@ The device may be several of JAX's. They are of the replicas, or each of an IPU 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from time import perf_counter
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +24,7 @@ from popxl.dtypes import dtype
 from popxl.errors import ApplicationRuntimeError, PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import to_device, to_host
 from popxl.ir import Ir
-from popxl.nesting import done
+from popxl.nesting import Nested, done
 from popxl.remote_buffer import RemoteBuffer
 from popxl.sharding import parts_of
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
@@ -31,13 +32,17 @@ from popxl.tensor import Tensor, Variable
 from runtime import remote
 from runtime.cache import compiling, compiling_afresh
 from runtime.choice import REPEATED, SMALLEST, Choice
+from runtime.debugging import Debugged, together
 from runtime.devices import Device
 from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
+from runtime.executables import prepared
+from runtime.interrupts import uninterrupted
 from runtime.lower import Lowering, room_to_recurse
 from runtime.pieces import Target
 from runtime.placement import Places
 from runtime.plan import Plan
 from runtime.planning import Steps
+from runtime.progress import Watch
 from runtime.replicas import DividedReplicas, Replicas
 from runtime.structure import Structure, forget
 from runtime.timeline import Recorder, Timeline
@@ -83,6 +88,9 @@ class Program:
         is_loaded: whether the variables are on the device.
         values_of_all: the values on all replicas of the variables that are read from all, as they were when they were
             last copied to the host.
+        runs: how often it has been run.
+        run_seconds: how long the host was busy with these runs.
+        timeline: the last recording.
     """
 
     def __init__(self, ir: Ir, device: Device, ready: Ready | None = None, afresh: bool = False) -> None:
@@ -121,6 +129,8 @@ class Program:
         self._main = main
         self._options = ir.options
         self.is_loaded = False
+        self.runs, self.run_seconds = 0, 0.0
+        self.timeline: Timeline | None = None
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
         self.values_of_all: dict[Variable, np.ndarray] = {}
@@ -153,13 +163,20 @@ class Program:
         ]
         self._shared = frozenset(alone if self.replicas.count > 1 else ())
         start = perf_counter()
-        with self._precision(), room_to_recurse(main), self._compiling(ir, ready, afresh) as self._taken:
+        cache = self._compiling(ir, ready, afresh)
+        with self._precision(), room_to_recurse(main), cache as self._taken, Watch() as watch:
             known = None if ready is None else ready.executables
-            self.executable = self._plan(choice, known) if self.calls == "dispatched" else self._one_program(known)
+            if self.calls == "dispatched":
+                self.executable = self._plan(choice, known, watch)
+            else:
+                self.executable = self._one_program(known, watch)
         if self._taken and isinstance(self.executable, Plan):
             _taken.update(self.executable.structures)
         self.seconds = perf_counter() - start
-        self._call = self.executable
+        self._call: Callable[..., Any] = self.executable
+        self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
+        self._quick: Any = None  # calls the executable by C alone, where the feeds are of these types
+        self._quick_for: tuple[type, ...] | None = None
 
     # Where it runs --------------------------------------------------------------------------------------------------
 
@@ -200,6 +217,11 @@ class Program:
         used = {device for target in self._targets.values() for device in target.replicas.sharding().device_set}
         return tuple(device for device in self.device.jax_devices if device in used)
 
+    @property
+    def ipus(self) -> tuple[int, ...]:
+        """The IPUs that are devices of their own; 0, which stands for all, if none is."""
+        return tuple(self._targets)
+
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
         """The IPU that a variable, stream or buffer is on, if IPUs are devices of their own."""
         if len(self._targets) == 1:
@@ -235,28 +257,20 @@ class Program:
             return (*ends, *(structure.executable for structure in self.executable.structures))
         return (self.executable,)
 
-    def _one_program(self, known: Sequence[Any] | None) -> Any:
+    def _one_program(self, known: Sequence[Any] | None, watch: Watch) -> Any:
         """The whole program as one executable."""
         if known is not None:
             (executable,) = known
             self.text: Callable[[], str] = executable.as_text
             return executable
+        watch.begins("the program", 0, 1)
         lowering = Lowering(self._main.ops, self._options, self.calls == "kept", self.replicas)
         own = tuple(v for v in self._read if v not in self._shared)
         shared = tuple(v for v in self._read if v in self._shared)
 
         def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
-            """One run of the main graph by one replica."""
-            count = len(self._changed)
-            values: dict[Tensor, Array] = dict(
-                zip((*self._changed, *own, *shared), (*changing[:count], *constant, *others), strict=True)
-            )
-            channels = Channels(dict(zip(self._channels, self._begin(feeds, self._channels), strict=True)))
-            for buffer, slots in zip(self._buffers, changing[count:], strict=True):
-                channels.set_slots(buffer, slots)
-            environment = lowering.run(self._main.ops, values, channels)
-            changed = (*(environment.values[t] for t in self._changed), *map(channels.slots, self._buffers))
-            return changed, self._end(channels.results(), self._channels)
+            read = dict(zip((*own, *shared), (*constant, *others), strict=True))
+            return done(self._of_one(lowering, changing, read, feeds))
 
         spread = self.replicas.spread(of_one, shared=True)
 
@@ -275,7 +289,20 @@ class Program:
         self.text = lowered.as_text
         return self.replicas.compile(lowered)
 
-    def _plan(self, choice: Choice, known: Sequence[Any] | None) -> Plan:
+    def _of_one(
+        self, lowering: Lowering, changing: Sequence[Array], read: Mapping[Tensor, Array], feeds: Sequence[Array]
+    ) -> Nested[tuple[tuple[Array, ...], tuple[Array, ...]]]:
+        """One run of the main graph by one replica."""
+        count = len(self._changed)
+        values = {**dict(zip(self._changed, changing[:count], strict=True)), **read}
+        channels = Channels(dict(zip(self._channels, self._begin(feeds, self._channels), strict=True)))
+        for buffer, slots in zip(self._buffers, changing[count:], strict=True):
+            channels.set_slots(buffer, slots)
+        environment = yield lowering.running(self._main.ops, values, channels)
+        changed = (*(environment.values[t] for t in self._changed), *map(channels.slots, self._buffers))
+        return changed, self._end(channels.results(), self._channels)
+
+    def _plan(self, choice: Choice, known: Sequence[Any] | None, watch: Watch) -> Plan:
         """The program as pieces that the host runs one after the other."""
         steps: Steps = done(Steps(self._main, choice, self._changed, self._changed).planned())
         self._homes = steps.starts | steps.homes()
@@ -291,7 +318,7 @@ class Program:
             self._ends = dict(zip(with_ends, pairs, strict=False))
             held = self._adopt(steps, known[2 * len(with_ends) :])
         streams = (self.inputs, self.outputs)
-        plan = Plan(steps, self._changed, self._read, buffers, *streams, channels, self._targets, self._ends)
+        plan = Plan(steps, self._changed, self._read, buffers, *streams, channels, self._targets, self._ends, watch)
         del held  # by now the pieces have them
         self.text = plan.text
         return plan
@@ -439,8 +466,9 @@ class Program:
     @contextlib.contextmanager
     def recording(self) -> Iterator[Timeline]:
         """Note, while the block lasts, when what runs on which device. It is all there at the end of the block."""
-        timeline = Timeline()
+        timeline = self.timeline = Timeline()
         recorder, before = Recorder(timeline), self._call
+        self._quick_for = None
         if isinstance(self.executable, Plan):
             self._call = partial(self.executable, recorder=recorder)
         else:
@@ -451,19 +479,64 @@ class Program:
             self._call = before
             recorder.finish()
 
+    @contextlib.contextmanager
+    def debugging(self, infinities: bool) -> Iterator[None]:
+        """While the block lasts, run op by op; see `Session.debugging`."""
+        if self._divided is not None:
+            raise NotImplementedError(
+                f"Session.debugging: the program runs on {self.replicas}, and what other processes compute cannot be "
+                "looked at here. Run it in one process: with `popxl.Ir(replication=...)`, without `poprun`."
+            )
+        before, self._by_ops, self._quick_for = self._by_ops, infinities, None
+        try:
+            yield
+        finally:
+            self._by_ops = before
+
+    def _op_by_op(self, state: Sequence[Array], feeds: Sequence[Array], infinities: bool) -> Any:
+        """What the executable does, without giving anything up."""
+        count, mesh = self.replicas.count, self.replicas.mesh
+        devices = [self.replicas.device] * count if mesh is None else list(mesh.devices.flat)
+
+        def shares(array: Array, is_shared: bool = False) -> list[Array]:
+            """What each replica has of an array, on its device, from wherever it is."""
+            whole = self.replicas.fetched(array)
+            alike = is_shared or count == 1
+            return [jax.device_put(whole if alike else whole[i], device) for i, device in enumerate(devices)]
+
+        def joined(parts: Sequence[Array], like: Array) -> Array:
+            """The array of all replicas. It is a copy: arrays that are given up later must not be somebody else's."""
+            whole = np.stack(parts) if count > 1 else np.array(parts[0])
+            return self.replicas.place(whole, like.sharding)
+
+        own = self._replicas_first([np.array(feed) for feed in feeds])
+        changing, fed = (list(map(shares, arrays)) for arrays in (state, own))
+        constant = [shares(array, t in self._shared) for t, array in zip(self._read, self._constant, strict=True)]
+        lowerings = [Debugged(self._main.ops, self._options, self.replicas, i, infinities) for i in range(count)]
+        works = []
+        for i, lowering in enumerate(lowerings):
+            of_one = [[shares[i] for shares in each] for each in (changing, constant, fed)]
+            read = dict(zip(self._read, of_one[1], strict=True))
+            works.append(self._of_one(lowering, of_one[0], read, of_one[2]))
+        runs = together(works, lowerings, devices)
+        changed = tuple(map(joined, zip(*(changed for changed, _ in runs), strict=True), state))
+        fetched = zip(*(fetches for _, fetches in runs), strict=True)
+        fetches = [np.stack(parts) if count > 1 else parts[0] for parts in fetched]
+        return changed, self._transfers_first(fetches, self._channels)
+
     def upload(self) -> None:
         """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
         slots = [None] * len(self._buffers) if self._changing is None else self._changing[len(self._changed) :]
         buffers = zip(self._in_buffers.items(), slots, strict=True)
         self.replicas.meet("Session.weights_from_host")
         with self._precision():
-            self._changing = (
+            changing = (
                 *(self._put(t) for t in self._changed),
                 *(self._filled(buffer, vs, before) for (buffer, vs), before in buffers),
             )
-            self._constant = tuple(self._put(t) for t in self._read)
-        self.is_loaded = True
+            constant = tuple(self._put(t) for t in self._read)
         self.device.loads(self)
+        self._changing, self._constant, self.is_loaded = changing, constant, True  # no signal comes between
 
     def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
         target = self._target(buffer)
@@ -487,26 +560,35 @@ class Program:
         count = len(self._changed)
         if self._changed or self.stored_to:
             self.replicas.meet("Session.weights_to_host")
+        taken: list[_Taken] = []
         with self._precision():
             for t, value in zip(self._changed, self._state()[:count], strict=True):
-                self._take(self._held[t], self.replicas.fetched(value))
+                taken.append(self._taken_from(self._held[t], self.replicas.fetched(value)))
             for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
                 if vs and buffer in self.stored_to:
                     for v, array in remote.parts_in(buffer, vs, self.replicas.fetched(slots)).items():
-                        self._take(v, array)
+                        taken.append(self._taken_from(v, array))
+        uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
 
-    def _take(self, v: Variable, array: np.ndarray) -> None:
-        """Make what the replicas hold of a variable its host copy. Elements that they have no room for stay."""
+    def _taken_from(self, v: Variable, array: np.ndarray) -> _Taken:
+        """What the replicas hold of a variable: its host copy to be, and the values on all replicas if these are
+        wanted. Elements that they have no room for are left out."""
         if self.replicas.count == 1 and not v.location_info.isRemote():
-            np.copyto(v.data, to_host(array, v.dtype))
-            return
+            return v, to_host(array, v.dtype).reshape(1, -1), None
         parts, rows = parts_of(v), array.reshape(self.replicas.count, -1)
         values = to_host(parts.values(rows), v.dtype)
-        v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
         if v.retrieval_mode == "all_replicas" and v.replica_grouping.group_size > 1:
-            of_all = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
-            of_all[:, : values.shape[1]] = to_host(parts.values(rows, all_replicas=True), v.dtype)
-            self.values_of_all[v] = of_all.reshape(-1, *v.shape)
+            return v, values, to_host(parts.values(rows, all_replicas=True), v.dtype)
+        return v, values, None
+
+    def _take(self, taken: Iterable[_Taken]) -> None:
+        """Make what the replicas hold of variables their host copies."""
+        for v, values, of_all in taken:
+            v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
+            if of_all is not None:
+                whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
+                whole[:, : of_all.shape[1]] = of_all
+                self.values_of_all[v] = whole.reshape(-1, *v.shape)
 
     def release(self) -> None:
         """Free the device memory of the variables."""
@@ -520,19 +602,23 @@ class Program:
             ApplicationRuntimeError: if an op was given numbers that it cannot take. The variables hold what the run
                 made of them.
         """
-        state = self._state()
+        start = perf_counter()
+        state = self._changing if self._changing is not None else self._state()
         if self._divided is not None:
             shapes = map(self._shape_of_all, self.inputs)
             feeds = tuple(self._divided.joined(*feed, self._axis) for feed in zip(feeds, shapes, strict=True))
             self._divided.runs += 1
+        results: list[Any] = []
         try:
-            if self._wide:
-                with self._precision():
-                    self._changing, fetches = self._call(state, self._constant, feeds)
+            if self._quick_for == (*map(type, feeds),):
+                # Signals are handled, and may raise, after calls that Python makes, and `state` is given up. So C calls
+                # the executable, and no other call comes before what it gives is kept.
+                results += starmap(self._quick, ((state, self._constant, feeds),))
+                ((self._changing, fetches),) = results
             else:
-                self._changing, fetches = self._call(state, self._constant, feeds)
+                fetches = self._call_whole(state, feeds)
         except BaseException:
-            if any(value.is_deleted() for value in state):
+            if self._changing is state and any(value.is_deleted() for value in state):
                 self._changing = None
             raise
         if self._divided is not None:
@@ -545,7 +631,29 @@ class Program:
             rows = [row for failure in fetches[count:] for row in np.asarray(failure).reshape(-1, 2).tolist()]
             self._raise_failure(*min((row for row in rows if row[0]), default=(0, 0)))
             fetches = fetches[:count]
+        self.runs += 1
+        self.run_seconds += perf_counter() - start
         return fetches
+
+    def _call_whole(self, state: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Call the executable where that takes steps of Python: JAX has to prepare something, or the host carries out a
+        plan. Meanwhile signals wait. Returns what is fetched."""
+        if self._by_ops is not None:
+            with self._precision():
+                self._changing, fetches = self._op_by_op(state, feeds, self._by_ops)
+            return fetches
+        before = prepared(self._call)
+        fetched: list[tuple[Array, ...]] = []
+
+        def call() -> None:
+            self._changing, fetches = self._call(state, self._constant, feeds)
+            fetched.append(fetches)
+
+        with self._precision():
+            uninterrupted(call)
+        if before is not None and before == prepared(self._call) and not self._wide:
+            (self._quick, _), self._quick_for = before, (*map(type, feeds),)
+        return fetched[0]
 
     def _raise_failure(self, id: int, number: int) -> None:
         """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
@@ -574,6 +682,8 @@ class Program:
                 f"was {self.transfers} when the session was made. Set it to at least {count} before that."
             )
 
+
+_Taken = tuple[Variable, np.ndarray, np.ndarray | None]
 
 _taken: WeakSet[Structure] = WeakSet()  # pieces that may have come from a file or cache, whichever program has them
 

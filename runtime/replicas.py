@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runtime import processes
+from runtime.kept import kept
 
 Array = Any
 
@@ -101,9 +102,12 @@ class Replicas:
         return of_all
 
     def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
+        # On CPUs XLA would fuse the reshapes below with updates, and then not overwrite what is donated, but copy it.
+        whole = kept(function) if self.device.platform == "cpu" else function
+
         def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
-            results = function(*jax.tree.map(lambda block: block[0], own), *others)
+            results = whole(*jax.tree.map(lambda block: block[0], own), *others)
             return jax.tree.map(lambda result: result[None], results)
 
         def of_all(*trees: Any) -> Any:

@@ -1,29 +1,46 @@
 """`Report`: what a user wants to know of a compiled program, as a page, as JSON, and as a picture of its memory.
 
-All of it is known before the program runs. What runs when is in a `runtime.timeline.Timeline`.
+Nearly all of it is known before the program runs. What runs when is in a `runtime.timeline.Timeline`, which is on the
+page if there is one.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from popxl.aliasing import callees_first, reachable
+from popxl.estimate import Estimate, estimate_of
+from popxl.flops import moved, own_flops
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.memory import Memory, Moment, constants_of, moments_of, size
+from popxl.memory import (
+    DeviceMemory,
+    LiveTensor,
+    Memory,
+    Moment,
+    constants_of,
+    moments_of,
+    runs_of,
+    size,
+    variables_on_host,
+)
 from popxl.op import Op
-from popxl.pages import OnPage, Page, Table, bytes_text, seconds_text
+from popxl.ops.call import call_kind
+from popxl.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.printing import definition
+from popxl.remote_buffer import RemoteBuffer
 from popxl.spec import brief
 from runtime.plan import Plan
 from runtime.program import Program
 from runtime.structure import Structure
-
-LONGEST = 12
-"""A table on a page has so many rows at most, the largest ones; `model_dump` has all."""
+from runtime.timeline import Timeline
 
 
 class _Part(BaseModel):
@@ -59,6 +76,7 @@ class BufferReport(_Part):
         spec: dtype and shape of a slot.
         bytes: all slots, of the replicas that one device runs.
         memory: whose memory they are in.
+        loaded, stored: bytes that one replica loads and stores in a run, at most.
         ipu: as for variables.
     """
 
@@ -67,6 +85,8 @@ class BufferReport(_Part):
     spec: str
     bytes: int
     memory: Literal["device", "host"]
+    loaded: int
+    stored: int
     ipu: int | None = None
 
 
@@ -90,6 +110,22 @@ class StreamReport(_Part):
     ipu: int | None = None
 
 
+class CollectiveReport(_Part):
+    """What the replicas do together.
+
+    Attributes:
+        op: the type of the ops.
+        group_size: how many replicas talk to each other.
+        runs: how many such ops a run of the program carries out, at most.
+        bytes: what all of them move, of one replica.
+    """
+
+    op: str
+    group_size: int
+    runs: int
+    bytes: int
+
+
 class GraphReport(_Part):
     """A graph.
 
@@ -97,22 +133,60 @@ class GraphReport(_Part):
         name: its name; that of the main graph is empty.
         ops: how many ops it has; calls count as one.
         runs: how often one run of the program runs it, at most.
+        flops: floating point operations of its own ops in one run of it.
+        text: its schedule, as it is printed.
     """
 
     name: str
     ops: int
     runs: int
+    flops: int
+    text: str
+
+
+class WorkReport(_Part):
+    """The ops of one type, those of all graphs together.
+
+    Attributes:
+        op: the type.
+        runs: how many of them a run of the program carries out, at most; of a conditional, both branches.
+        flops: their floating point operations, on one replica.
+    """
+
+    op: str
+    runs: int
+    flops: int
+
+
+class SizeReport(_Part):
+    """How large the program is, and how large it would be if nothing were outlined: every call written out.
+
+    Attributes:
+        ops: ops of all graphs, each graph counted once.
+        ops_written_out: the same with every call written out; loops have their graphs once.
+        text: characters that XLA is given to compile.
+        text_written_out: the same with every call written out; `None` for programs from files, whose text is not kept.
+    """
+
+    ops: int
+    ops_written_out: int
+    text: int
+    text_written_out: int | None
 
 
 class PieceReport(_Part):
-    """Something that was compiled.
+    """Something that was compiled. Its sizes are what XLA says of the executable, in bytes on one device.
 
     Attributes:
         name: what it does.
         runs: how often it is run, in one run of the program.
         ops: how many ops it stands for, those of called graphs included at each call.
         text: length of the text that XLA was given, in characters.
-        temporaries: bytes that it needs on the way, besides arguments and results.
+        arguments: all that goes in, variables among it.
+        outputs: what comes out, without what overwrites arguments.
+        temporaries: what it needs on the way, besides arguments and outputs.
+        code: machine code; `None` where XLA does not say.
+        host: what it needs in the host's memory.
         seconds: how long it took to trace and compile it; 0 if it had been compiled before.
     """
 
@@ -120,12 +194,18 @@ class PieceReport(_Part):
     runs: int
     ops: int
     text: int
+    arguments: int
+    outputs: int
     temporaries: int
+    code: int | None
+    host: int
     seconds: float
 
 
 class Report(OnPage, _Part):
     """What a compiled program consists of and needs. Sizes are bytes on one device.
+
+    Called with a path, it is written there, as one HTML page.
 
     Attributes:
         program: which Ir it is.
@@ -134,14 +214,22 @@ class Report(OnPage, _Part):
         replicas: how many there are, over all processes.
         calls: how called graphs were compiled: "dispatched", a plan of executables; "kept" or "inlined", one program.
         reason: why so.
-        variables, buffers, streams, graphs: what the program has.
+        variables, buffers, streams, graphs: what the program has. The main graph comes first.
+        collectives: what its replicas do together.
+        size: how large it is, with and without outlining.
+        work: floating point operations, by the types of ops, the most first.
         pieces: what was compiled, in the order in which it is first run.
         seconds: how long compiling took, with all around it.
         memory: what the program needs.
+        runs: how often it has been run so far.
+        run_seconds: how long the host was busy with these runs; devices go on working meanwhile, and afterwards.
+        timeline: the last recording, if there is one.
+        estimate: what the program would cost on IPUs; only for the device "ipu_model".
 
     Example:
         >>> session = popxl.Session(ir)
         >>> print(session.report)
+        >>> session.report("report.html")
         >>> session.report.memory.device  # bytes, at most
         >>> session.report.model_dump_json()
     """
@@ -156,9 +244,16 @@ class Report(OnPage, _Part):
     buffers: tuple[BufferReport, ...]
     streams: tuple[StreamReport, ...]
     graphs: tuple[GraphReport, ...]
+    collectives: tuple[CollectiveReport, ...]
+    size: SizeReport
+    work: tuple[WorkReport, ...]
     pieces: tuple[PieceReport, ...]
     seconds: float
     memory: Memory
+    runs: int
+    run_seconds: float
+    timeline: Timeline | None = None
+    estimate: Estimate | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -166,11 +261,26 @@ class Report(OnPage, _Part):
         """How many executables one run queues."""
         return sum(piece.runs for piece in self.pieces)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def flops(self) -> int:
+        """Floating point operations of one run, on one replica."""
+        return sum(each.flops for each in self.work)
+
     def __repr__(self) -> str:
         return f"Report[{self.program} on {self.device}]"
 
+    def __call__(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a file, as one HTML page that loads nothing from elsewhere. `save` is the same.
+
+        Example:
+            >>> session = popxl.Session(ir)
+            >>> session.report("report.html")
+        """
+        self.save(path)
+
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """What `print`, notebooks and browsers show."""
         replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
         count = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
         where = f"{replicas} on {count} ({self.device}): {', '.join(self.devices)}."
@@ -178,28 +288,71 @@ class Report(OnPage, _Part):
             f"Report of {self.program}",
             [
                 where,
-                *self._compiled(),
-                *self._table("Graphs", ["graph", "ops", "runs"], map(_graph_row, self.graphs)),
-                *self._of_variables(),
-                *self._table(
-                    "Remote buffers", ["buffer", "slots", "slot", "bytes", "memory"], map(_buffer_row, self.buffers)
-                ),
-                *self._table(
-                    "Streams", ["stream", "direction", "a transfer", "a run", "bytes"], map(_stream_row, self.streams)
-                ),
+                self._facts(),
+                *self._schedule(),
                 self.memory.page(),
+                *self._compiled(),
+                self._sizes(),
+                *self._flops(),
+                *self._of_variables(),
+                *_section(
+                    "Streams", ["stream", "direction", "a transfer", "a run", "bytes"], map(_stream, self.streams)
+                ),
+                *self._of_buffers(),
+                *self._between_replicas(),
+                *self._times(),
+                *([self.estimate.page()] if self.estimate is not None else []),
             ],
         )
 
-    def _compiled(self) -> list[Any]:
+    def _facts(self) -> Facts:
+        crossing = sum(stream.bytes for stream in self.streams)
+        known = [
+            ("memory of a device", bytes_text(self.memory.device)),
+            ("work of a run", f"{count_text(self.flops)}FLOP"),
+            ("ops of all graphs", count_text(self.size.ops)),
+            ("in and out in a run", bytes_text(crossing)),
+            ("compiled in", seconds_text(self.seconds)),
+        ]
+        if self.estimate is not None:
+            known.append(("an IPU, estimated", f"{count_text(self.estimate.cycles)} cycles"))
+        return Facts(known)
+
+    def _schedule(self) -> list[Page]:
+        rows = [[g.name or "main graph", str(g.ops), str(g.runs), count_text(g.flops)] for g in self.graphs]
+        table = Table.cut(["graph", "ops", "runs", "FLOP of its own ops"], rows)
+        texts = [Listing(f"{g.name or 'main graph'}: {g.ops} ops, run {_times(g.runs)}", g.text) for g in self.graphs]
+        return [Page("Schedule", [*table, *texts])]
+
+    def _compiled(self) -> list[str | Page]:
         way = _WAYS[self.calls].format(pieces=len(self.pieces), dispatches=self.dispatches)
-        columns = ["piece", "runs", "ops", "text", "temporaries", "compiled in"]
+        columns = ["piece", "runs", "ops", "text", "arguments", "outputs", "temporaries", "compiled in"]
         rows = [
-            [p.name, str(p.runs), str(p.ops), bytes_text(p.text), bytes_text(p.temporaries), _seconds(p.seconds)]
+            [
+                *(p.name, str(p.runs), str(p.ops)),
+                *map(bytes_text, (p.text, p.arguments, p.outputs, p.temporaries)),
+                seconds_text(p.seconds) if p.seconds else "known before",
+            ]
             for p in self.pieces
         ]
-        page = self._table("Compiled", columns, rows)
-        return [f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}.", *page]
+        told = f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}."
+        return [Page("Compiled", [told, *Table.cut(columns, rows)])]
+
+    def _sizes(self) -> Page:
+        size = self.size
+        rows = [["ops", str(size.ops), str(size.ops_written_out)]]
+        if size.text_written_out is not None:
+            rows.append(["text that is compiled", bytes_text(size.text), bytes_text(size.text_written_out)])
+        return Page("Size of the program", [Table(["", "outlined", "every call written out"], rows)])
+
+    def _flops(self) -> list[Page]:
+        total = self.flops
+        rows = [
+            [w.op, str(w.runs), count_text(w.flops), f"{100 * w.flops / total:.1f} %"] for w in self.work if w.flops
+        ]
+        if rows:
+            rows.insert(0, ["in all", str(sum(w.runs for w in self.work if w.flops)), count_text(total), ""])
+        return _section("Floating point operations", ["op", "in a run", "FLOP", "share"], rows)
 
     def _of_variables(self) -> list[Page]:
         rows = sorted(self.variables, key=lambda v: -v.bytes)
@@ -209,13 +362,38 @@ class Report(OnPage, _Part):
         shown = [[v.name, v.spec, bytes_text(v.bytes), _place(v) + ", changes" * v.changes] for v in rows]
         if rows:
             shown.insert(0, total)
-        return self._table("Variables", ["variable", "shape", "bytes", "place"], shown)
+        return _section("Variables", ["variable", "shape", "bytes", "place"], shown)
 
-    def _table(self, title: str, columns: list[str], rows: Iterable[list[str]]) -> list[Page]:
-        """A part of the page; none, if there is nothing to say."""
-        found = list(rows)
-        more = [f"and {len(found) - LONGEST} more"] if len(found) > LONGEST else []
-        return [Page(title, [Table(columns, found[:LONGEST]), *more])] if found else []
+    def _of_buffers(self) -> list[Page]:
+        rows = [
+            [
+                str(b.number),
+                str(b.entries),
+                b.spec,
+                bytes_text(b.bytes),
+                b.memory,
+                *map(bytes_text, (b.loaded, b.stored)),
+            ]
+            for b in self.buffers
+        ]
+        columns = ["buffer", "slots", "slot", "bytes", "memory", "loaded in a run", "stored in a run"]
+        return _section("Remote buffers", columns, rows)
+
+    def _between_replicas(self) -> list[Page]:
+        rows = [[c.op, str(c.group_size), str(c.runs), bytes_text(c.bytes)] for c in self.collectives]
+        return _section("Between replicas", ["op", "replicas of a group", "in a run", "bytes of a replica"], rows)
+
+    def _times(self) -> list[Page]:
+        if not self.runs:
+            return []
+        busy = seconds_text(self.run_seconds / self.runs)
+        told = (
+            f"Run {_times(self.runs)}. The host was busy with a run for {busy}, on average; devices work on their own "
+            "meanwhile, and afterwards."
+        )
+        if self.timeline is None:
+            return [Page("Runs", [told, "`session.recording()` notes when what runs on which device."])]
+        return [Page("Runs", [told, self.timeline.page()])]
 
 
 _WAYS = {
@@ -225,24 +403,22 @@ _WAYS = {
 }
 
 
+def _section(title: str, columns: list[str], rows: Iterable[list[str]]) -> list[Page]:
+    """A part of the page; none, if there is nothing to say."""
+    table = Table.cut(columns, rows)
+    return [Page(title, table)] if table else []
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _place(variable: VariableReport) -> str:
     return variable.place if variable.ipu is None else f"IPU {variable.ipu}"
 
 
-def _graph_row(graph: GraphReport) -> list[str]:
-    return [graph.name or "main graph", str(graph.ops), str(graph.runs)]
-
-
-def _buffer_row(buffer: BufferReport) -> list[str]:
-    return [str(buffer.number), str(buffer.entries), buffer.spec, bytes_text(buffer.bytes), buffer.memory]
-
-
-def _stream_row(stream: StreamReport) -> list[str]:
+def _stream(stream: StreamReport) -> list[str]:
     return [stream.name, stream.direction, stream.spec, str(stream.transfers), bytes_text(stream.bytes)]
-
-
-def _seconds(seconds: float) -> str:
-    return seconds_text(seconds) if seconds else "known before"
 
 
 # Of a program --------------------------------------------------------------------------------------------------------
@@ -250,9 +426,8 @@ def _seconds(seconds: float) -> str:
 
 def report_of(ir: Ir, program: Program) -> Report:
     """The report of a compiled program. See `Session.report`."""
-    main = ir.main_graph
-    ops, runs = _counts(main)
-    variables, buffers, streams = _variables(ir, program), _buffers(program), _streams(program)
+    main, runs = ir.main_graph, runs_of(ir.main_graph)
+    ops = _stood_for(main)
     return Report(
         program=repr(ir),
         device=program.device.name,
@@ -260,32 +435,98 @@ def report_of(ir: Ir, program: Program) -> Report:
         replicas=program.replicas.count,
         calls=program.calls,
         reason=program.reason,
-        variables=variables,
-        buffers=buffers,
-        streams=streams,
-        graphs=tuple(GraphReport(name=g.name, ops=len(g.ops), runs=runs[g]) for g in reachable(main)),
+        variables=_variables(ir, program),
+        buffers=_buffers(program, runs),
+        streams=_streams(program),
+        graphs=tuple(_graph(graph, runs[graph]) for graph in reachable(main)),
+        collectives=_collectives(runs),
+        size=_size(main, program),
+        work=_work(runs),
         pieces=_pieces(main, program, ops),
         seconds=program.seconds,
-        memory=_memory(ir, program, variables, buffers, streams),
+        memory=memory_of_program(ir, program),
+        runs=program.runs,
+        run_seconds=program.run_seconds,
+        timeline=program.timeline,
+        estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
     )
 
 
-def _counts(main: Graph) -> tuple[dict[Graph, int], Counter[Graph]]:
-    """For each graph, how many ops it stands for, and how often it runs."""
-    graphs = callees_first(main)
+def _stood_for(main: Graph) -> dict[Graph, int]:
+    """For each graph, how many ops it stands for."""
     ops: dict[Graph, int] = {}
-    for graph in graphs:
+    for graph in callees_first(main):
         ops[graph] = sum(_stands_for(op, ops) for op in graph.ops)
-    runs = Counter({main: 1})
-    for graph in reversed(graphs):
-        for op in graph.ops:
-            for callee in op.called_graphs:
-                runs[callee] += runs[graph] * op.attributes.get("repeat_count", 1)
-    return ops, runs
+    return ops
 
 
 def _stands_for(op: Op, ops: dict[Graph, int]) -> int:
     return 1 + sum(ops[callee] for callee in op.called_graphs)
+
+
+def _graph(graph: Graph, runs: int) -> GraphReport:
+    flops = sum(own_flops(op).total for op in graph.ops)
+    return GraphReport(name=graph.name, ops=len(graph.ops), runs=runs, flops=flops, text=definition(graph))
+
+
+def _parts(runs: Counter[Graph]) -> Iterator[tuple[Op, int]]:
+    """The ops that a program carries out, each with how often a run does."""
+    return ((part, count) for graph, count in runs.items() for op in graph.ops for part in op.parts)
+
+
+def _work(runs: Counter[Graph]) -> tuple[WorkReport, ...]:
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for op, count in _parts(runs):
+        found[op.op_type].update(runs=count, flops=count * own_flops(op).total)
+    work = (WorkReport(op=op, **counts) for op, counts in found.items())
+    return tuple(sorted(work, key=lambda each: -each.flops))
+
+
+def _collectives(runs: Counter[Graph]) -> tuple[CollectiveReport, ...]:
+    found: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    for op, count in _parts(runs):
+        if op.kind.between_replicas:
+            found[op.op_type, op.attributes["group_size"]].update(runs=count, bytes=count * moved(op))
+    return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in found.items())
+
+
+def _size(main: Graph, program: Program) -> SizeReport:
+    written_out: dict[Graph, int] = {}
+    for graph in callees_first(main):
+        inner = (written_out[callee] for op in graph.ops for callee in op.called_graphs)
+        written_out[graph] = sum(op.kind is not call_kind for op in graph.ops) + sum(inner)
+    plan = program.executable if isinstance(program.executable, Plan) else None
+    texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
+    pieces = [piece.structure for piece in plan.pieces] if plan is not None else [None]
+    whole = {structure: _text_written_out(text) for structure, text in texts.items()}
+    return SizeReport(
+        ops=sum(len(graph.ops) for graph in written_out),
+        ops_written_out=written_out[main],
+        text=sum(map(len, texts.values())),
+        text_written_out=None if None in whole.values() else sum(whole[piece] or 0 for piece in pieces),
+    )
+
+
+_FUNCTION = re.compile(r"^  func\.func \w+ @([\w.$-]+|\"[^\"]*\")\(.*?^  }$", re.MULTILINE | re.DOTALL)
+_CALL = re.compile(r"\bcall @([\w.$-]+|\"[^\"]*\")\(")
+
+
+def _text_written_out(text: str) -> int | None:
+    """The length of a lowered text with each call replaced by what it calls; `None` for text of another kind."""
+    bodies = {match[1]: match[0] for match in _FUNCTION.finditer(text)}
+    if "main" not in bodies:
+        return None
+    lengths: dict[str, int] = {}
+    waiting = ["main"]
+    while waiting:  # functions call each other as deep as graphs do
+        callees = _CALL.findall(bodies[waiting[-1]])
+        new = [name for name in dict.fromkeys(callees) if name not in lengths]
+        if new:
+            waiting += new
+        else:
+            name = waiting.pop()
+            lengths[name] = len(bodies[name]) + sum(lengths[callee] for callee in callees)
+    return len(text) - sum(map(len, bodies.values())) + lengths["main"]
 
 
 def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
@@ -304,17 +545,24 @@ def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
     return tuple(found)
 
 
-def _buffers(program: Program) -> tuple[BufferReport, ...]:
+def _buffers(program: Program, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
+    traffic: defaultdict[RemoteBuffer, Counter[str]] = defaultdict(Counter)
+    for op, count in _parts(runs):
+        if op.kind.exchange == "buffer":
+            way = "stored" if not op.outputs else "loaded"
+            traffic[op.attributes["buffer"]][way] += count * moved(op)
     return tuple(
         BufferReport(
             number=buffer.remote_buffer_id,
             entries=buffer.entries,
             spec=f"{buffer.tensor_dtype.short}[{', '.join(map(str, buffer.tensor_shape))}]",
             bytes=bytes,
-            memory="host" if on_host else "device",
+            memory="host" if is_on_host else "device",
+            loaded=traffic[buffer]["loaded"],
+            stored=traffic[buffer]["stored"],
             ipu=program.ipu_of(buffer),
         )
-        for buffer, (bytes, on_host) in program.buffers().items()
+        for buffer, (bytes, is_on_host) in program.buffers().items()
     )
 
 
@@ -336,11 +584,9 @@ def _streams(program: Program) -> tuple[StreamReport, ...]:
 def _pieces(main: Graph, program: Program, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
     if not isinstance(program.executable, Plan):
         (executable,) = program.executables()
-        needed, text = executable.memory_analysis().temp_size_in_bytes, len(program.text())
-        whole = PieceReport(
-            name="the program", runs=1, ops=ops[main], text=text, temporaries=needed, seconds=program.seconds
-        )
-        return (whole,)
+        text = len(program.text())
+        sizes = _sizes(executable)
+        return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
     pieces = program.executable.pieces
     runs = program.executable.runs
     compiling: dict[Structure, float] = defaultdict(float)
@@ -353,38 +599,98 @@ def _pieces(main: Graph, program: Program, ops: dict[Graph, int]) -> tuple[Piece
             runs=count,
             ops=sum(_stands_for(op, ops) for op in first[structure].ops),
             text=len(structure.text()),
-            temporaries=structure.executable.memory_analysis().temp_size_in_bytes,
             seconds=compiling[structure],
+            **_sizes(structure.executable),
         )
         for structure, count in runs.items()
     )
 
 
-def _memory(
-    ir: Ir,
-    program: Program,
-    variables: tuple[VariableReport, ...],
-    buffers: tuple[BufferReport, ...],
-    streams: tuple[StreamReport, ...],
-) -> Memory:
-    main, copies = ir.main_graph, program.replicas.per_device
-    held: list[VariableReport | BufferReport | StreamReport] = [*variables, *buffers, *streams]
-    ipus: set[int | None] = {each.ipu for each in held if each.ipu is not None} or {None}
-    fullest = max(ipus, key=lambda ipu: sum(each.bytes for each in held if each.ipu == ipu))
-    if isinstance(program.executable, Plan):
-        curve = program.executable.curve()
-        moments = [Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve]
-    else:
-        of_one = moments_of(main)
-        moments = [Moment(name=m.name, held=copies * m.held, inside=copies * m.inside) for m in of_one]
-    return Memory(
-        of=f"{ir!r}, on each device" if len(program.devices) > 1 else repr(ir),
-        source="pieces" if isinstance(program.executable, Plan) else "program",
-        variables=sum(v.bytes for v in variables if v.place == "device" and v.ipu == fullest),
-        buffers=sum(b.bytes for b in buffers if b.memory == "device" and b.ipu == fullest),
-        buffers_on_host=sum(b.bytes for b in buffers if b.memory == "host"),
-        streams=sum(s.bytes for s in streams if s.ipu == fullest),
-        constants=sum(map(size, constants_of(main))),
-        temporaries=program.temporaries(),
-        moments=tuple(moments),
+def _sizes(executable: Any) -> dict[str, Any]:
+    """What XLA says of an executable."""
+    found = executable.memory_analysis()
+    host = (found.host_argument_size_in_bytes, found.host_output_size_in_bytes, found.host_temp_size_in_bytes)
+    return {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": found.output_size_in_bytes - found.alias_size_in_bytes,
+        "temporaries": found.temp_size_in_bytes,
+        "code": found.generated_code_size_in_bytes or None,
+        "host": sum(host) - found.host_alias_size_in_bytes,
+    }
+
+
+# Its memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_of_program(ir: Ir, program: Program) -> Memory:
+    """What a compiled program needs. See `Session.memory`."""
+    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.ipus}
+    per_replica = [*parts.values()]
+    devices = tuple(
+        per_replica[i % len(per_replica)].model_copy(update={"name": str(device)})
+        for i, device in enumerate(program.devices)
     )
+    fullest = max(parts, key=lambda ipu: parts[ipu].device)
+    moments, tensors = _steps(ir, program, fullest)
+    buffers = sum(bytes for bytes, is_on_host in program.buffers().values() if is_on_host)
+    analyses = [executable.memory_analysis() for executable in program.executables()]
+    return Memory(
+        **parts[fullest].model_dump(exclude={"name", "device"}),
+        name=f"{ir!r}, on each device" if len(program.devices) > 1 else repr(ir),
+        source="pieces" if isinstance(program.executable, Plan) else "program",
+        devices=devices,
+        buffers_on_host=buffers,
+        variables_on_host=variables_on_host(ir.main_graph),
+        temporaries_on_host=max(found.host_temp_size_in_bytes for found in analyses),
+        moments=moments,
+        tensors=tensors,
+    )
+
+
+def _of_ipu(ir: Ir, program: Program, ipu: int) -> DeviceMemory:
+    """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
+
+    def here(thing: Any) -> bool:
+        return program.ipu_of(thing) in (None, ipu)
+
+    held, buffers = program.held(), program.buffers()
+    copies = program.transfers * program.replicas.per_device
+    moments, _ = _steps(ir, program, ipu)
+    temporaries = max((m.held + m.inside for m in moments), default=0)
+    executables = program.executables()
+    if isinstance(program.executable, Plan):
+        pieces = {piece.structure: piece for piece in program.executable.pieces if piece.place == ipu}
+        executables = tuple(structure.executable for structure in pieces)
+    else:
+        temporaries = program.temporaries()
+    return DeviceMemory(
+        name=f"IPU {ipu}",
+        variables=sum(bytes for v, (bytes, _) in held.items() if here(v)),
+        buffers=sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
+        arguments=copies * sum(size(s.tensor) for s in program.inputs if here(s)),
+        outputs=copies * sum(size(s.tensor) for s in program.outputs if here(s)),
+        constants=sum(map(size, constants_of(ir.main_graph))),
+        temporaries=temporaries,
+        code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
+    )
+
+
+def _steps(ir: Ir, program: Program, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
+    """The steps on the device of an IPU, and the values that are held there between them."""
+    if not isinstance(program.executable, Plan):
+        copies = program.replicas.per_device
+        return moments_of(ir.main_graph, lambda t: copies * size(t))
+    curve, lives = program.executable.curve()
+    there = [i for i, (piece, *_) in enumerate(curve) if piece.place == ipu]
+    moments = (Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve if piece.place == ipu)
+    tensors = (
+        LiveTensor(
+            name=f"{t.name}: {brief(t)}",
+            bytes=bytes,
+            first=bisect_right(there, first) - 1,
+            last=bisect_right(there, last) - 1,
+        )
+        for t, place, bytes, first, last in lives
+        if place == ipu
+    )
+    return tuple(moments), tuple(tensors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -74,13 +75,15 @@ class About(BaseModel):
     executables: list[Executable]
 
 
+def _versions() -> dict[str, str]:
+    return {"popxl": popxl.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+
+
 def target_of(device: Device) -> Target:
     """What is compiled for this device is compiled for."""
     client = device.jax_devices[0].client
     return Target(
-        popxl=popxl.__version__,
-        jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        **_versions(),
         platform=client.platform,
         platform_version=client.platform_version,
         processor=processor(device),
@@ -117,6 +120,8 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tupl
     """A compiled program from a file; see `Session.load`."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
+        if differences := _other_versions(header["target"]):  # who may have written all the rest in another way
+            raise PopxlError(_compiled(path, "by other versions", differences))
         about = About.model_validate(header)
         contents = [parts[f"{_EXECUTABLE}{number}"] for number in range(len(about.executables))]
         ir = _ir(parts)
@@ -125,13 +130,26 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tupl
         raise ValueError(f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}") from problem
     device = find_device(about.device if device_desc is None else device_desc, ir)
     if differences := about.target.differences(target_of(device)):
-        raise PopxlError(
-            f"Session.load: the program in {os.fspath(path)!r} was compiled for something else than {device}: "
-            f"{differences}. Compile it again: `popxl.Session(ir)`, with the Ir from `Ir.load` or built anew."
-        )
+        raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     _log.debug(f"Loading serialized PopART executable from {os.fspath(path)}")
     executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
     return ir, device, Ready(about.calls, executables)
+
+
+def _other_versions(target: Mapping[str, object]) -> str:
+    """Which versions differ, in words."""
+    return "; ".join(
+        f"{name}: {target[name]!r} in the file, {ours!r} here"
+        for name, ours in _versions().items()
+        if target[name] != ours
+    )
+
+
+def _compiled(path: str | os.PathLike[str], how: str, differences: str) -> str:
+    return (
+        f"Session.load: the program in {os.fspath(path)!r} was compiled {how}: {differences}. Compile it again: "
+        "`popxl.Session(ir)`, with the Ir from `Ir.load` or built anew."
+    )
 
 
 def _ir(parts: dict[str, bytes]) -> Ir:

@@ -6,6 +6,7 @@ same one, also if they belong to different programs.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
@@ -41,13 +42,15 @@ class Structure:
 
 
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
+_lock = threading.RLock()  # threads share what is known
 
 
 def structure_of(code: tuple[Any, ...]) -> Structure:
     """The one structure with this content. It lives as long as somebody holds it."""
-    found = _known.get(code)
-    if found is None:
-        found = _known[code] = Structure(code)
+    with _lock:
+        found = _known.get(code)
+        if found is None:
+            found = _known[code] = Structure(code)
     return found
 
 

@@ -268,16 +268,19 @@ class Recorder:
         base = self._seen[id(looked_at)]
         place = _replaced(dict(arguments), looked_at, LOOKED_AT)
         shapes = tuple(tuple(t.shape) for t in results)
+        # What makes tensors (`torch.zeros`) ends with a `detach`. Later on gradients may well flow through these.
+        is_same = node.op == "aten.detach" and not looked_at.requires_grad
         for i, t in enumerate(results):
             value = self.result(node, shapes[i], t.dtype)
             view = View(node.op, node.overload, place, shapes, t.dtype, i)
-            self._seen[id(t)] = _Seen(t, base.cell, (*base.lens, view), value, base.cell.version)
+            lens = base.lens if is_same else (*base.lens, view)
+            self._seen[id(t)] = _Seen(t, base.cell, lens, value, base.cell.version)
             self._await(base.cell, value, t)
         return True
 
     @contextmanager
     def parts(self) -> Iterator[list[torch.Tensor]]:
-        """Record what an op is made of. PyTorch tracks no gradients within, only of what it is asked to list: results."""
+        """Record what an op is made of. PyTorch tracks no gradients within: those to be listed, its results, alone."""
         whole: list[torch.Tensor] = []
         self._parts += 1
         try:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Ambient
+from poptorch.capture.modules import averaging
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.torch_private import (
     UNREADABLE,
@@ -138,7 +139,7 @@ class Tracer:
         given = _by_name(op, args, kwargs)
         written = {name: given[name] for name in written_arguments(op) if name in given}
         name = f"{op.namespace}.{op._opname}"
-        if written and name not in _OVERWRITING:
+        if written and name not in _OVERWRITING and not name.endswith("__"):
             name = name.removesuffix("_")
         if not self._lowered(name, op._overloadname) and (made_of := decomposition(op)) is not None:
             with self.recorder.parts() as whole, self._ops:
@@ -288,6 +289,7 @@ def capture(
         if module is not None:
             stack.enter_context(with_tensors(module, fakes))
             stack.enter_context(not_rebound(module))
+            stack.enter_context(averaging())
             if with_scopes:
                 stack.enter_context(_scopes(module, recorder.scopes))
         _tracers.append(tracer)

@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from poptorch.errors import createPoptorchError
+
 __all__ = ["LOSSES", "WHOLE", "Whole", "as_activation"]
 
 
@@ -151,6 +153,32 @@ def _attention(
 ) -> None: ...
 
 
+def _shaped_as_bincount(
+    input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor:
+    if minlength == 0:
+        raise createPoptorchError(
+            "bincount: without `minlength` the shape of the result depends on the numbers in the tensor. Give one that "
+            "is larger than all of them."
+        )
+    return torch.zeros(minlength, dtype=torch.int64 if weights is None else weights.dtype)
+
+
+def _shaped_as_cov(
+    input: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows = input.reshape(-1, input.shape[-1]) if input.dim() else input.reshape(1, 1)
+    return (rows @ rows.T) if input.dim() > 1 else rows.sum()
+
+
+def _shaped_as_corrcoef(input: torch.Tensor) -> torch.Tensor:
+    return _shaped_as_cov(input)
+
+
 WHOLE: tuple[Whole, ...] = (
     *_WHOLE_LOSSES,
     _whole(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
@@ -167,6 +195,19 @@ WHOLE: tuple[Whole, ...] = (
     ),
     _whole(F.rms_norm, torch.rms_norm, like=lambda input, normalized_shape, weight=None, eps=None: None),
     _whole(F.pad),
+    *(
+        _whole(
+            getattr(torch, name),
+            getattr(torch.Tensor, name),
+            like=lambda input, q, dim=None, keepdim=False, *, interpolation="linear": None,
+        )
+        for name in ("quantile", "nanquantile")
+    ),
+    _whole(torch.bincount, torch.Tensor.bincount, like=_shaped_as_bincount, shaped_as=_shaped_as_bincount),
+    _whole(
+        torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov
+    ),
+    _whole(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
     _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
     _whole(F.linear, like=lambda input, weight, bias=None: None),
     _whole(F.bilinear, like=lambda input1, input2, weight, bias=None: None),

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 import popxl
+from poptorch.lowering.operands import axis_of, promoted
+from poptorch.lowering.random import uniform
+from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.ops.families import camel
 from popxl.ops.precision import rounded_once
 from popxl.shapes import broadcast, like_first
-from poptorch.lowering.operands import axis_of, promoted
-from poptorch.lowering.random import uniform
-from poptorch.lowering.registry import jax_op, lowers
 
 lowers("aten.relu")(lambda input: ops.relu(input))
 lowers("aten.silu")(lambda input: ops.swish(input))
@@ -32,13 +32,18 @@ def _activation(function: Callable[..., Any]) -> OpKind:
     return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(rounded_once(function))
 
 
-# What is computed in a branch that is not taken has to be finite, for the gradient to be right: hence `below`, and so on.
+# What a branch that is not taken computes has to be finite, for the gradient to be right: hence `below`.
 
 
 @_activation
 def elu(input: Any, *, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     below = jnp.where(input > 0, 0, input)
     return jnp.where(input > 0, scale * input, scale * alpha * jnp.expm1(below * input_scale))
+
+
+@lowers("aten.celu")
+def celu(input: popxl.Tensor, alpha: float = 1) -> popxl.Tensor:
+    return elu(input, alpha=alpha, input_scale=1 / alpha)
 
 
 @_activation

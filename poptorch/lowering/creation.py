@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import popxl
-from popxl import ops
 from poptorch.dtypes import to_numpy
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
 
 # One number everywhere ------------------------------------------------------------------------------------------------
 

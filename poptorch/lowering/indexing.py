@@ -8,17 +8,18 @@ of them; for the others each number stays in its line (`aligned`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import popxl
-from popxl import dtypes, ops
-from popxl.ops.precision import widened
+from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, lined, reshaped, together
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import dtypes
+from popxl.ops.precision import widened
 
 
 def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
@@ -121,7 +122,7 @@ def scattered(
     input: Any, source: Any, *indices: Any, reduce: str, dims: tuple[int, ...], aligned: bool, include_self: bool
 ) -> Any:
     """What is there, combined with sources (`reduce` is `"set"` where they replace it)."""
-    at = lambda t: _at(t, indices, dims, aligned)  # noqa: E731
+    at = partial(_at, indices=indices, dims=dims, aligned=aligned)
     if reduce == "set":
         return at(input).set(source)
     t = widened(input)
@@ -157,8 +158,11 @@ def _shared(
 
     A mean is shared evenly; an extreme by those that are equal to it; a product gives each the product of the others.
     """
-    at = lambda t: _at(t, indices, dims, aligned)  # noqa: E731
-    seen = lambda t: at(t).get(mode="clip") if of_source else t  # noqa: E731
+    at = partial(_at, indices=indices, dims=dims, aligned=aligned)
+
+    def seen(t: Any) -> Any:
+        return at(t).get(mode="clip") if of_source else t
+
     g, input, source = map(widened, (g, input, source))
     source = jnp.broadcast_to(source, jax.eval_shape(lambda t: at(t).get(), input).shape)
     takes_part = jnp.ones(g.shape, bool) if include_self else at(jnp.ones(g.shape, bool)).set(False)
@@ -188,16 +192,12 @@ def _scatter(
     include_self: bool = True,
 ) -> popxl.Tensor:
     numbers = together(source, input.dtype)
-    return scattered(
-        input, numbers, *indices, reduce=reduce, dims=dims, aligned=aligned, include_self=include_self
-    )
+    return scattered(input, numbers, *indices, reduce=reduce, dims=dims, aligned=aligned, include_self=include_self)
 
 
-_REDUCTIONS = {"add": "sum", "multiply": "prod"}
-"""Other names of reductions."""
+_OTHER_NAMES = {"add": "sum", "multiply": "prod"}
 
 
-@lowers("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
 def scatter(
     input: popxl.Tensor,
     dim: int,
@@ -207,11 +207,79 @@ def scatter(
     reduce: str = "set",
     include_self: bool = True,
 ) -> popxl.Tensor:
-    source = value
+    index, source = lined(index), value
     if src is not None:  # it may be larger than the index
-        source = lined(src)[tuple(slice(0, size) for size in lined(index).shape)]
-    reduction = _REDUCTIONS.get(reduce, reduce)
+        source = lined(src)[tuple(slice(0, size) for size in index.shape)]
+    where: dict[str, Any] = {"dims": (axis_of(input, dim),), "aligned": True}
+    reduction = _OTHER_NAMES.get(reduce, reduce)
+    return _scatter(lined(input), source, index, reduce=reduction, include_self=include_self, **where)
+
+
+lowers("aten.scatter", "aten.scatter_reduce")(scatter)
+lowers("aten.scatter_add")(partial(scatter, reduce="sum"))
+
+
+def index_update(
+    input: popxl.Tensor,
+    dim: int,
+    index: popxl.Tensor,
+    source: popxl.Tensor | None = None,
+    value: Number | popxl.Tensor = 0,
+    alpha: Number = 1,
+    reduce: str = "set",
+    include_self: bool = True,
+) -> popxl.Tensor:
+    rows = value if source is None else lined(source) if alpha == 1 else lined(source) * alpha
     dims = (axis_of(input, dim),)
-    return _scatter(
-        lined(input), source, lined(index), dims=dims, reduce=reduction, aligned=True, include_self=include_self
-    )
+    return _scatter(lined(input), rows, lined(index), dims=dims, reduce=reduce, include_self=include_self)
+
+
+lowers("aten.index_copy", "aten.index_fill", "aten.index_reduce")(index_update)
+lowers("aten.index_add")(partial(index_update, reduce="sum"))
+
+
+@lowers("aten.put")
+def put(input: popxl.Tensor, index: popxl.Tensor, source: popxl.Tensor, accumulate: bool = False) -> popxl.Tensor:
+    flat, content = reshaped(input, (input.nelms,)), reshaped(source, index.shape)
+    return _scatter(flat, content, index, dims=(0,), reduce="sum" if accumulate else "set")
+
+
+@lowers("aten.index_put", "aten._index_put_impl", "aten._unsafe_index_put")
+def index_put(
+    input: popxl.Tensor,
+    indices: Sequence[popxl.Tensor | None],
+    values: popxl.Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> popxl.Tensor:
+    dims, given = _split(indices)
+    if not any(each.dtype in (dtypes.bool, dtypes.uint8) for each in given):
+        return _scatter(input, values, *given, dims=dims, reduce="sum" if accumulate else "set")
+    if len(given) > 1:
+        raise ValueError(
+            "a mask stands beside other indices: how many places there are depends on its numbers. Write with "
+            "`torch.where` and a mask of the whole tensor."
+        )
+    return masked_update(input, together(values, input.dtype), *given, axis=dims[0], accumulate=accumulate)
+
+
+@lowers("aten.masked_scatter")
+def masked_scatter(input: popxl.Tensor, mask: popxl.Tensor, source: popxl.Tensor) -> popxl.Tensor:
+    shape = emission().wanted[0].shape
+    t, where = (each if each.shape == shape else broadcast(each, shape=shape) for each in (input, mask))
+    return masked_update(t, reshaped(source, (source.nelms,)), where, axis=0, accumulate=False)
+
+
+@jax_op(title="MaskedUpdate")
+def masked_update(input: Any, values: Any, mask: Any, *, axis: int, accumulate: bool) -> Any:
+    """Write where a mask of the dimensions from `axis` on is true: one value everywhere, or one after the other."""
+    masked = range(axis, axis + mask.ndim)
+    lines = jnp.moveaxis(input, masked, range(mask.ndim))
+    before, after = input.shape[:axis], input.shape[masked.stop :]
+    count = values.shape[-len(after) - 1] if values.ndim > len(after) else 1
+    new = jnp.moveaxis(jnp.broadcast_to(values, (*before, count, *after)), axis, 0)
+    if count > 1:
+        new = new.at[jnp.cumsum(mask.reshape(-1)) - 1].get(mode="clip")
+        new = new.reshape(lines.shape)
+    chosen = jnp.expand_dims(mask != 0, range(mask.ndim, input.ndim))
+    return jnp.moveaxis(jnp.where(chosen, lines + new if accumulate else new, lines), range(mask.ndim), masked)

@@ -94,35 +94,6 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
     return jnp.cross(input, other, axis=dim)
 
 
-# Distances ------------------------------------------------------------------------------------------------------------
-
-
-@jax_op("aten._cdist_forward", title="PairwiseDistances")
-@rounded_once
-def distances(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any:
-    return norm(x1[..., :, None, :] - x2[..., None, :, :], p)
-
-
-@lowers("aten._euclidean_dist")
-def euclidean(x1: popxl.Tensor, x2: popxl.Tensor) -> popxl.Tensor:
-    return distances(x1, x2, p=2.0)
-
-
-def norm(rows: Any, p: float) -> Any:
-    """The p-norm along the last axis. Where it is 0, so is its gradient, as in PyTorch."""
-    sizes = jnp.abs(rows)
-    if p == 0:
-        return (rows != 0).sum(-1).astype(rows.dtype)
-    if p == 1:
-        return sizes.sum(-1)
-    if p == float("inf"):
-        return sizes.max(-1)
-    # A power has no slope to speak of where it is 0 itself, and infinity times 0 would be no number.
-    inside = jnp.where(sizes > 0, sizes, 1) ** p
-    total = jnp.where(sizes > 0, inside, 0).sum(-1)
-    return jnp.where(total > 0, jnp.where(total > 0, total, 1) ** (1 / p), 0)
-
-
 # Solved and decomposed ------------------------------------------------------------------------------------------------
 #
 # PyTorch's ops have further results, which tell how it went or are for its own gradients. They are not made: a program

@@ -17,9 +17,9 @@ from jax.scipy.special import xlogy
 import popxl
 from popxl import OpKind, ops
 from popxl.ops.precision import rounded_once, widened
-from poptorch.lowering.linalg import norm
 from poptorch.lowering.nn import log_softmax
 from poptorch.lowering.operands import together
+from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 
 # Reductions -----------------------------------------------------------------------------------------------------------
@@ -172,23 +172,19 @@ def binary_cross_entropy(input: Any, target: Any, weight: Any = None) -> Any:
     return losses if weight is None else losses * weight
 
 
-def _logarithms(input: Any) -> tuple[Any, Any]:
-    """Those of a probability and of the opposite one; never less than -100."""
-    return jnp.maximum(jnp.log(input), -100), jnp.maximum(jnp.log1p(-input), -100)
-
-
 @jax.custom_jvp
 def _cross_entropy_of_two(input: Any, target: Any) -> Any:
-    log, opposite = _logarithms(input)
+    """No logarithm is less than -100; slopes are those without that limit, as in PyTorch."""
+    log, opposite = jnp.maximum(jnp.log(input), -100), jnp.maximum(jnp.log1p(-input), -100)
     return -(target * log + (1 - target) * opposite)
 
 
 @_cross_entropy_of_two.defjvp
 def _slope(operands: Any, changes: Any) -> Any:
     input, target = operands
-    log, opposite = _logarithms(input)
     of_input = (input - target) / jnp.maximum(input * (1 - input), 1e-12)
-    return _cross_entropy_of_two(input, target), of_input * changes[0] + (opposite - log) * changes[1]
+    of_target = jnp.log1p(-input) - jnp.log(input)
+    return _cross_entropy_of_two(input, target), of_input * changes[0] + of_target * changes[1]
 
 
 @_loss
@@ -212,9 +208,13 @@ def cosine_embedding_loss(input1: Any, input2: Any, target: Any, *, margin: floa
 def triplet_margin_loss(
     anchor: Any, positive: Any, negative: Any, *, margin: float, p: float, eps: float, swap: bool
 ) -> Any:
-    near, far = norm(anchor - positive + eps, p), norm(anchor - negative + eps, p)
+    def distance(one: Any, other: Any) -> Any:
+        difference = one - other + eps
+        return norm(difference, float(p), (difference.ndim - 1,))
+
+    near, far = distance(anchor, positive), distance(anchor, negative)
     if swap:
-        far = jnp.minimum(far, norm(positive - negative + eps, p))
+        far = jnp.minimum(far, distance(positive, negative))
     return _above(margin + near - far)
 
 
@@ -315,7 +315,8 @@ def _nll_grad(
     g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float
 ) -> Any:
     of_logs, _ = _shares(logs, target, weight, ignore_index, label_smoothing)
-    return -of_logs * jnp.expand_dims(g, _class_axis(logs))
+    # Not a product: the mean over no elements is not a number.
+    return jnp.where(of_logs == 0, 0, -of_logs * jnp.expand_dims(g, _class_axis(logs)))
 
 
 @jax_op(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, ops
 from popxl.ops.precision import rounded_once, widened
+from poptorch.lowering.norms import renormed
 from poptorch.lowering.operands import axis_of, together
 from poptorch.lowering.registry import jax_op, lowers
 
@@ -25,7 +26,8 @@ def _along_a_dim(name: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
         half_to_float: bool = False,
         _stacklevel: int = 3,
     ) -> popxl.Tensor:
-        return kind(input if dtype is None else together(input, dtype), axis=axis_of(input, dim))
+        t = ops.reshape(input if dtype is None else together(input, dtype), input.shape or (1,))
+        return ops.reshape(kind(t, axis=axis_of(input, dim)), input.shape)
 
     return lowers(f"torch.{name}", f"aten.{name}", f"aten._{name}")(lowering)
 
@@ -108,12 +110,10 @@ def aten_embedding(
 
 
 @jax_op("aten.embedding_renorm")
-def renormed(input: Any, indices: Any, *, max_norm: float, norm_type: float) -> Any:
+def embedding_renorm(input: Any, indices: Any, *, max_norm: float, norm_type: float) -> Any:
     """The table, with the rows that are looked up scaled down to a norm."""
-    wide = widened(input)
-    norms = jnp.linalg.norm(wide, norm_type, axis=1, keepdims=True)
     used = jnp.zeros((len(input), 1), bool).at[indices.reshape(-1)].set(True)
-    return jnp.where(used & (norms > max_norm), wide * (max_norm / (norms + 1e-7)), wide)
+    return jnp.where(used, renormed(widened(input), p=norm_type, dim=0, maxnorm=max_norm), input)
 
 
 @lowers("torch.embedding_bag")
@@ -133,7 +133,7 @@ def embedding_bag(
         bag_of = popxl.constant([bag for bag in range(bags) for _ in range(length)], popxl.int32)
     else:
         bags = offsets.shape[0] - include_last_offset
-        bag_of = _bag_of(offsets, count=input.nelms, bags=bags)
+        bag_of = _bag_of(offsets, count=input.nelms)
     flat = ops.reshape(input, (-1,))
     rows = _looked_up(weight, flat, padding_idx, scale_grad_by_freq)
     if per_sample_weights is not None:
@@ -143,9 +143,9 @@ def embedding_bag(
 
 
 @jax_op(title="BagOf")
-def _bag_of(offsets: Any, *, count: int, bags: int) -> Any:
-    """The number of the bag of each row. Bags begin where offsets say."""
-    return jnp.searchsorted(offsets[:bags], jnp.arange(count), side="right").astype(jnp.int32) - 1
+def _bag_of(offsets: Any, *, count: int) -> Any:
+    """The number of the bag of each row. Bags begin where offsets say; after a last offset there is none."""
+    return jnp.searchsorted(offsets, jnp.arange(count), side="right").astype(jnp.int32) - 1
 
 
 @jax_op(title="Bag")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -13,6 +14,7 @@ import popxl
 from popxl import ops
 from popxl.ops.precision import rounded_once, wide_dtype, widened
 from poptorch.lowering.operands import together
+from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 
 # The one op -----------------------------------------------------------------------------------------------------------
@@ -196,3 +198,16 @@ def _by_statistics(
 def _normalised_by(input: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float) -> Any:
     mean, var = widened(mean), widened(var)
     return _scaled((widened(input) - mean) * lax.rsqrt(var + eps), weight, bias)
+
+
+# Of slices ------------------------------------------------------------------------------------------------------------
+
+
+def renormed(input: Any, *, p: float, dim: int, maxnorm: float) -> Any:
+    """Slices along an axis, those with a larger norm scaled down to it."""
+    axes = tuple(axis for axis in range(input.ndim) if axis != dim % input.ndim)
+    norms = jnp.expand_dims(norm(input, float(p), axes), axes)
+    return input * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
+
+
+jax_op("aten.renorm", title="Renorm")(rounded_once(renormed))

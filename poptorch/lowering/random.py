@@ -1,4 +1,4 @@
-"""Random numbers. Each op draws from a seed of its own, so the same seed of the program gives the same numbers again."""
+"""Random numbers. Each op draws from a seed of its own, so a seed of the program gives the same numbers again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 import popxl
+from poptorch.lowering.emission import emission
+from poptorch.lowering.operands import Number, together
+from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.op import VJP, OpKind
 from popxl.ops.families import camel
 from popxl.ops.precision import rounded_once
-from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, together
-from poptorch.lowering.registry import jax_op, lowers
 
 Shape = tuple[int, ...]
 

@@ -68,7 +68,9 @@ def _layer(step: _Step, states: int) -> Callable[..., Any]:
 
 
 def _kind(name: str, step: _Step, states: int) -> OpKind:
-    return OpKind(name, rounded_once(_layer(step, states)), key=f"poptorch.{name}", result=("out", "h", "c")[: states + 1])
+    return OpKind(
+        name, rounded_once(_layer(step, states)), key=f"poptorch.{name}", result=("out", "h", "c")[: states + 1]
+    )
 
 
 _LAYERS = {
@@ -113,9 +115,7 @@ def _stacked(name: str) -> Callable[..., Any]:
                 outs.append(out)
                 last.append(end)
             x = ops.concat(outs, 2) if bidirectional else outs[0]
-        ends = [
-            ops.concat([ops.reshape(t, (1, *t.shape)) for t in each], 0) for each in zip(*last, strict=True)
-        ]
+        ends = [ops.concat([ops.reshape(t, (1, *t.shape)) for t in each], 0) for each in zip(*last, strict=True)]
         return [ops.transpose(x, (1, 0, 2)) if batch_first else x, *ends]
 
     return lowering

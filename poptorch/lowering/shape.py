@@ -14,13 +14,13 @@ from jax import lax
 from torch.utils import _pytree as pytree
 
 import popxl
-from popxl import ops
-from popxl.ops.precision import rounded_once, widened
 from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.dtypes import to_numpy
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, reshaped, together
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
+from popxl.ops.precision import rounded_once, widened
 
 # Constants ------------------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,15 @@ def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
     """A tensor in which what a view sees has been replaced."""
     if view.op == "aten.view" and view.overload == "dtype":
         return bits(content, dtype=base.dtype)
+    if view.op == "aten.detach":
+        return replaced(base, content)
     return _put(base, content, view.op, view.overload, view.arguments, view.result)
+
+
+@jax_op(title="Replace", gradient={"base": lambda g: g})
+def replaced(base: Any, content: Any) -> Any:
+    """Other numbers, without a change to what PyTorch differentiates."""
+    return content
 
 
 _PARTS = ("aten.select", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.unbind")
@@ -196,7 +204,7 @@ def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -
     padding = [(0, 0, 0)] * base.ndim
     padding[axis] = (start, size - start - (count - 1) * step - 1, step - 1)
     place = jnp.arange(size) - start
-    is_written = jnp.expand_dims((place >= 0) & (place % step == 0), range(1, base.ndim - axis))
+    is_written = jnp.expand_dims((place >= 0) & (place < count * step) & (place % step == 0), range(1, base.ndim - axis))
     return jnp.where(is_written, lax.pad(content, jnp.zeros((), base.dtype), padding), base)
 
 

@@ -184,6 +184,9 @@ def print_tensor(
 ) -> Tensor:
     """Write a tensor to standard error each time the op runs, and pass it on.
 
+    Lines come in the order in which the ops run. Of several replicas each prints its own, and in any order: only under
+    `session.debugging()` they come one replica after the other.
+
     Args:
         t: tensor of any shape.
         title: printed before it; `print_<name of t>` by default.

@@ -104,11 +104,11 @@ def _interpolate(
     t = widened(t)
     for axis, (size, scale) in enumerate(zip(t.shape, scale_factor, strict=True)):
         if scale != 1:
-            t = _tapped(t, axis, _taps(size, scale, mode, nearest_mode, coordinate_transformation_mode))
+            t = tapped(t, axis, _taps(size, scale, mode, nearest_mode, coordinate_transformation_mode))
     return t
 
 
-def _tapped(t: Any, axis: int, taps: Taps) -> Any:
+def tapped(t: Any, axis: int, taps: Taps) -> Any:
     """An axis made anew. The factor 0 takes nothing, not even infinities and NaN."""
 
     def term(position: Any, factor: Any) -> Any:
@@ -128,11 +128,11 @@ def _interpolate_backward(g: Any, *, shape: tuple[int, ...], scale_factor: tuple
     g = widened(g)
     for axis, (size, scale) in reversed(list(enumerate(zip(shape, scale_factor, strict=True)))):
         if scale != 1:
-            g = _tapped(g, axis, _transposed(_taps(size, scale, **modes), size))
+            g = tapped(g, axis, transposed(_taps(size, scale, **modes), size))
     return g
 
 
-def _transposed(taps: Taps, size: int) -> Taps:
+def transposed(taps: Taps, size: int) -> Taps:
     """Of an old axis of this size, on the resized one. (Gathering is many times faster than JAX's scattering.)"""
     length = len(taps[0][0])
     read = np.concatenate([position.astype(np.int64) * length + np.arange(length) for position, _ in taps])

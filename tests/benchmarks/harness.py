@@ -93,6 +93,11 @@ def megabytes(value: float) -> str:
     return f"{value / 1e6:.3g} MB"
 
 
+def gigabytes_per_second(value: float) -> str:
+    """Seconds for a gigabyte, as what is moved in a second."""
+    return f"{1 / value:.3g} GB / s"
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of the table.

@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from popxl.utils import table_to_string
-from tests.benchmarks import blocks, building, empty_run, gpt, importing, network, pipeline
+from tests.benchmarks import blocks, building, empty_run, gpt, importing, network, parallel, pipeline, remote
 from tests.benchmarks.harness import HEADER, Result, Size, measure, progress
 
-ROWS = (*network.ROWS, *blocks.ROWS, *gpt.ROWS, *pipeline.ROWS, *building.ROWS, *empty_run.ROWS, *importing.ROWS)
+FILES = (network, blocks, gpt, pipeline, parallel, remote, building, empty_run, importing)
+ROWS = tuple(row for file in FILES for row in file.ROWS)
 
 
 def machine() -> dict[str, Any]:

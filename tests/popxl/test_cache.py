@@ -181,22 +181,24 @@ def test_a_folder_of_the_options(session, folder, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
-@pytest.mark.parametrize("damage", ["empty", "text", "short", "changed", "of another kind"])
+@pytest.mark.parametrize("damage", ["empty", "text", "short", "changed", "named otherwise", "of another kind"])
 def test_damaged_files_are_ignored(damage, calls, session, folder):
     session(Program(calls=calls))
     (file,) = files(folder)
     content = file.read_bytes()
+    line = content.index(b'"jit_')  # the name of a part
     flipped = content[:-20] + bytes([content[-20] ^ 1]) + content[-19:]
     bad = {
         "empty": b"",
         "text": b"not a program\n",
         "short": content[:-1],
         "changed": flipped,
+        "named otherwise": content[: line + 5] + b"X" + content[line + 6 :],
         "of another kind": pack("something", {}, {"a": b"b"}),
     }[damage]
     file.write_bytes(bad)
     lines, compiled, _ = session(Program(calls=calls))
-    assert compiled and any("Ignoring cache file because it does not contain" in line for line in lines)
+    assert compiled and any("[warn] Ignoring cache file because it does not contain" in line for line in lines)
     assert not session(Program(calls=calls))[1]  # it has been written again
 
 

@@ -160,12 +160,14 @@ def test_modules_beside_the_program_are_found_and_pictures_drawn(command: Any, t
             popxl.variable(START) + 1
         popxl.Session(ir)
     """
-    pictures = tmp_path / "deep" / "pictures"
+    pictures, pages = tmp_path / "deep" / "pictures", tmp_path / "pages"
     for name in ("show", "report"):
-        assert command(program, name, "--pictures", str(pictures), "FILE")[0] == 0
+        assert command(program, name, "--pictures", str(pictures), "--pages", str(pages), "FILE")[0] == 0
     memory, session = sorted(pictures.iterdir())
     assert memory.name.startswith("memory_") and session.name == "session_0.svg"
     assert session.read_text(encoding="utf-8").startswith("<svg")
+    assert [page.name for page in sorted(pages.iterdir())] == [f"{memory.stem}.html", "session_0.html"]
+    assert all(page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") for page in pages.iterdir())
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
 import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ import popxl
 import popxl.pages
 from popxl import ops
 from popxl.memory import Memory
-from popxl.pages import Page, Table, bytes_text, seconds_text
+from popxl.pages import Facts, Listing, Page, Table, bytes_text, seconds_text
 from popxl.pictures import bars
 from runtime import structure
 from runtime.report import Report
@@ -66,7 +68,8 @@ def test_memory_of_an_ir_is_counted_op_by_op(ir: popxl.Ir) -> None:
     memory = ir.memory()
     assert memory.variables == 140
     assert memory.constants == 2 * F32
-    assert memory.streams == F32
+    assert (memory.arguments, memory.outputs, memory.code) == (0, F32, None)
+    assert memory.host == memory.variables_on_host == 140 + 400
     assert [(m.name, m.held, m.inside) for m in memory.moments] == [
         ("Mul", 0, 140),
         ("Add", 140, 140),
@@ -154,8 +157,9 @@ def test_memory_as_a_picture(tmp_path: Any) -> None:
     ir, _ = network(3)
     picture = ir.memory().picture()
     tooltips = [element.text for element in parsed(picture).iter() if element.tag.endswith("title")]
-    assert len(tooltips) == len(ir.memory().moments)
+    assert len(tooltips) == len(ir.memory().moments) + len(ir.memory().tensors)
     assert any(text.startswith("AddLhsInplace: ") for text in tooltips if text)
+    assert "x_hostload: f32[2, 3]: 24 B, steps 3 to 3" in tooltips
     picture.save(tmp_path / "memory.svg")
     assert (tmp_path / "memory.svg").read_text(encoding="utf-8") == picture == picture._repr_svg_()
 
@@ -216,13 +220,15 @@ def test_report_is_a_page(golden: Any) -> None:
     ir, _ = network(9, "dispatched")
     report = popxl.Session(ir).report
     pieces = tuple(p.model_copy(update={"seconds": 0.012, "text": 1234, "temporaries": 96}) for p in report.pieces)
-    memory = report.memory.model_copy(update={"of": "Ir[id=0]", "temporaries": 96})
-    known = report.model_copy(update={"program": "Ir[id=0]", "pieces": pieces, "seconds": 0.5, "memory": memory})
+    memory = report.memory.model_copy(update={"name": "Ir[id=0]", "temporaries": 96})
+    size = report.size.model_copy(update={"text": 6290, "text_written_out": 20300})
+    changes = {"program": "Ir[id=0]", "pieces": pieces, "seconds": 0.5, "memory": memory, "size": size}
+    known = report.model_copy(update=changes)
     golden(str(known))
     assert repr(known) == "Report[Ir[id=0] on cpu]"
     html = known._repr_html_()
     assert "&lt;lambda&gt;" in html and "<lambda>" not in html
-    assert html.count("<table>") == 5 and "<svg" in html
+    assert html.count("<table>") == 7 and "<svg" in html
 
 
 def test_long_tables_are_cut_and_json_has_all() -> None:
@@ -233,9 +239,8 @@ def test_long_tables_are_cut_and_json_has_all() -> None:
     assert len(data["variables"]) == 40
     assert data["dispatches"] == 1
     assert data["memory"]["device"] == report.memory.device
-    read_again = {key: value for key, value in data.items() if key != "dispatches"}
-    del read_again["memory"]["device"]
-    assert Report.model_validate(read_again) == report
+    assert data["flops"] == report.flops
+    assert Report.model_validate(data) == report
 
 
 def test_the_memory_of_a_report_is_what_xla_says() -> None:
@@ -246,8 +251,12 @@ def test_the_memory_of_a_report_is_what_xla_says() -> None:
         report, found = session.report, session.program.executable.memory_analysis()
         in_and_out = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
         pointers = 8 * len(session.program.outputs + session.program.variables)  # XLA counts those of results
-        assert in_and_out - pointers <= report.memory.variables + report.memory.streams <= in_and_out
-        assert report.memory.temporaries == found.temp_size_in_bytes
+        memory = report.memory
+        assert in_and_out - pointers <= memory.variables + memory.arguments + memory.outputs <= in_and_out
+        assert found.argument_size_in_bytes == memory.variables + memory.arguments == report.pieces[0].arguments
+        assert memory.temporaries == report.pieces[0].temporaries == found.temp_size_in_bytes
+        assert [device.name for device in memory.devices] == list(report.devices)
+        assert {device.device for device in memory.devices} == {memory.device}
         assert len(report.devices) == replicas
         assert report.streams[0].bytes == 3 * 24
 
@@ -276,9 +285,9 @@ def test_remote_variables_in_a_report(ir: popxl.Ir) -> None:
         ("far", 12, "buffer 1, slot 1", True),
         ("nobody", 0, "unused", False),
     ]
-    assert [b.model_dump() for b in report.buffers] == [
-        {"number": 1, "entries": 5, "spec": "f32[3]", "bytes": 60, "memory": "device", "ipu": None}
-    ]
+    (buffer,) = report.buffers
+    assert (buffer.number, buffer.entries, buffer.spec, buffer.bytes, buffer.memory) == (1, 5, "f32[3]", 60, "device")
+    assert (buffer.loaded, buffer.stored) == (12, 12)
     assert (report.memory.variables, report.memory.buffers, report.memory.buffers_on_host) == (0, 60, 0)
     ir.options.remoteBuffers = "host"
     assert popxl.Session(ir).report.memory.buffers_on_host == 60
@@ -424,6 +433,190 @@ def test_pictures_of_nothing_and_of_odd_names() -> None:
 def test_memory_is_data() -> None:
     ir, _ = network(2)
     memory = ir.memory()
-    assert Memory.model_validate(memory.model_dump(exclude={"device"})) == memory
+    assert Memory.model_validate(memory.model_dump()) == memory
     with pytest.raises(ValueError, match="frozen"):
         memory.variables = 3  # type: ignore[misc]
+
+
+# One HTML page -------------------------------------------------------------------------------------------------------
+
+
+class Checker(HTMLParser):
+    """Notes what an HTML document holds, and whether its elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "line", "rect", "polygon") or (tag in ("rect", "polygon") and not self.closes_itself):
+            self.open.append(tag)
+
+    @property
+    def closes_itself(self) -> bool:
+        return (self.get_starttag_text() or "").endswith("/>")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_report_is_written_as_one_page(tmp_path: Any) -> None:
+    ir, x_in = network(9, "dispatched")
+    with popxl.Session(ir, "ipu_model") as session:
+        session.run({x_in: np.ones((2, 3))})
+        with session.recording():
+            session.run({x_in: np.ones((2, 3))})
+        session.report(tmp_path / "report.html")
+        session.report.save(tmp_path / "saved.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Checker(text)
+    assert page.open == []
+    tags = [tag for tag, _ in page.found]
+    assert tags.count("svg") == 2 and tags.count("details") == 2 and "nav" in tags
+    assert not {"script", "link", "img", "iframe"} & {*tags}
+    assert not re.search(r"(src|href)=\"(?!#)|url\(|@import", text)  # loads nothing
+    links = {found["href"] for tag, found in page.found if tag == "a"}
+    assert links == {f"#{found['id']}" for tag, found in page.found if tag == "section"}
+    for part in ("Schedule", "Memory of", "Compiled", "Size of the program", "Streams", "Runs", "Estimate for IPUs"):
+        assert f"<h2>{part}" in text
+    assert "MatMul(x, w)" in text and "2 times" in text
+    assert (tmp_path / "saved.html").stat().st_size == pytest.approx(len(text.encode()), rel=0.05)
+
+
+def test_memory_and_timelines_are_pages_too(tmp_path: Any) -> None:
+    ir, _ = network(2)
+    for name, record in (("memory", ir.memory()), ("timeline", Timeline())):
+        record.save(tmp_path / name)
+        assert Checker((tmp_path / name).read_text(encoding="utf-8")).open == []
+
+
+def test_text_leaves_out_facts_and_listings() -> None:
+    page = Page("title", [Facts([("a", "1 < 2")]), Listing("long", "x & y"), "end"])
+    assert str(page) == "title\n\n  end"
+    assert "<dt>a</dt><dd>1 &lt; 2</dd>" in page.html()
+    assert "<summary>long</summary>" in page.html() and "x &amp; y</pre>" in page.html()
+
+
+# What a program costs ------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_session() -> None:
+    ir, _ = network(2, transfers=3)
+    session = popxl.Session(ir)
+    memory = session.memory()
+    assert memory == session.report.memory
+    assert (memory.variables, memory.arguments, memory.outputs, memory.constants) == (72, 3 * 24, 3 * 24, F32)
+    assert memory.code is None  # of CPUs, XLA does not say
+    assert memory.host == memory.variables_on_host == 72
+    assert memory.device == 72 + 6 * 24 + F32 + memory.temporaries
+    assert "In the host's memory: 72 B for variables." in str(memory)
+
+
+def test_each_device_has_its_own_memory(ir: popxl.Ir) -> None:
+    ir.options.placement = "several"
+    with ir.main_graph:
+        with popxl.ipu(0):
+            x = ops.exp(popxl.variable(np.ones(10), popxl.float32, "x")).copy_to_ipu(1)
+        with popxl.ipu(1):
+            y = x * popxl.variable(np.ones((30, 10)), popxl.float32, "w")
+            ops.host_store(popxl.d2h_stream(y.shape, popxl.float32), y)
+    memory = popxl.Session(ir, "ipu_hw").memory()
+    first, second = memory.devices
+    assert (first.name, first.variables, first.outputs) == ("cpu:0", 40, 0)
+    assert (second.name, second.variables, second.outputs) == ("cpu:1", 1200, 1200)
+    assert memory.device == second.device > first.device
+    assert "device   variables   outputs   temporaries" in str(memory)
+
+
+def test_live_tensors_are_what_is_held() -> None:
+    for calls, layers in (("kept", 3), ("dispatched", 9)):
+        ir, _ = network(layers, calls)
+        memory = popxl.Session(ir).memory()
+        for step, moment in enumerate(memory.moments):
+            assert sum(t.bytes for t in memory.tensors if t.first < step <= t.last) == moment.held
+        assert any(t.name.startswith("tanh_out") for t in memory.tensors)
+
+
+def test_many_live_tensors_are_drawn_in_one_layer(ir: popxl.Ir) -> None:
+    with ir.main_graph:
+        x = popxl.variable(np.ones(3), popxl.float32)
+        kept = [x * i for i in range(250)]
+        ops.concat(kept)
+    picture = ir.memory().picture()
+    assert picture.count('class="value') == 200
+    parsed(picture)
+
+
+def test_size_with_and_without_outlining() -> None:
+    sizes = {}
+    for calls in ("kept", "dispatched"):
+        ir, _ = network(9, calls)
+        sizes[calls] = popxl.Session(ir).report.size
+        assert (sizes[calls].ops, sizes[calls].ops_written_out) == (13 + 3, 4 + 9 * 3)
+        assert 2 * sizes[calls].text < (sizes[calls].text_written_out or 0)
+    ir, _ = network(9, "inlined")
+    inlined = popxl.Session(ir).report.size
+    assert sizes["kept"].text_written_out == pytest.approx(inlined.text, rel=0.25)
+
+
+def test_the_text_of_a_program_from_a_file_is_not_known(tmp_path: Any) -> None:
+    ir, _ = network(2)
+    with popxl.Session(ir) as session:
+        session.save(tmp_path / "saved")
+    report = popxl.Session.load(tmp_path / "saved").report
+    assert report.size.text_written_out is None
+    assert "text that is compiled" not in str(report)
+
+
+def test_work_is_counted_by_op() -> None:
+    ir, _ = network(9)
+    report = popxl.Session(ir).report
+    work = {each.op: (each.runs, each.flops) for each in report.work}
+    assert work["MatMul"] == (9, 9 * 2 * 2 * 3 * 3)
+    assert work["Tanh"] == (9, 9 * 6)
+    assert work["HostLoad"] == (1, 0)
+    assert report.flops == sum(flops for _, flops in work.values())
+    main, layer = report.graphs
+    assert report.flops == main.flops + 9 * layer.flops
+    assert layer.text.startswith("network.<lambda>_subgraph(0)(x: f32[2, 3], w: f32[3, 3]):")
+
+
+def test_traffic_of_remote_buffers_and_between_replicas() -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((3,), popxl.float32, 5)
+
+        def turn(i: popxl.Tensor) -> popxl.Tensor:
+            x = ops.remote_load(buffer, i)
+            ops.remote_store(buffer, i, ops.collectives.replicated_all_reduce(x))
+            return i + 1
+
+        start = popxl.variable(0, popxl.uint32)
+        ops.repeat(ir.create_graph(turn, start), 4, start)
+        ops.remote_load(buffer, 0)
+    report = popxl.Session(ir, "ipu_model").report
+    assert [(b.loaded, b.stored) for b in report.buffers] == [(5 * 12, 4 * 12)]
+    assert [c.model_dump() for c in report.collectives] == [
+        {"op": "ReplicatedAllReduce", "group_size": 2, "runs": 4, "bytes": 48}
+    ]
+    assert "Between replicas" in str(report)
+
+
+def test_runs_are_in_the_report() -> None:
+    ir, x_in = network(2)
+    with popxl.Session(ir) as session:
+        assert (session.report.runs, session.report.timeline) == (0, None)
+        assert "Runs" not in str(session.report)
+        session.run({x_in: np.ones((2, 3))})
+        assert session.report.runs == 1 and session.report.run_seconds > 0
+        assert "Run once." in str(session.report) and "session.recording()" in str(session.report)
+        with session.recording() as timeline:
+            session.run({x_in: np.ones((2, 3))})
+    assert session.report.timeline == timeline
+    assert "Timeline of" in str(session.report)

@@ -12,6 +12,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from runtime.devices import model_device
 from tests.popxl.evaluate import evaluate
 
 F32 = popxl.float32
@@ -694,6 +695,31 @@ def test_refused_writes(program, counter):
         session.run()
         assert session.get_tensor_data(v) == 2
         assert session.get_tensor_data(w).tolist() == [6, 6]
+
+
+def test_a_read_only_memory_map_is_not_written(ir, tmp_path):
+    """Nor is what was to be written with it."""
+    np.zeros(2, np.float32).tofile(tmp_path / "map")
+    with ir.main_graph, popxl.in_sequence():
+        v = popxl.variable([1.0, 2.0])
+        fixed = popxl.variable(np.memmap(tmp_path / "map", np.float32, "r"))
+        ops.host_store(popxl.d2h_stream((2,), F32), v + fixed)
+    new = np.ones(2, np.float32)
+    with popxl.Session(ir) as session:
+        with pytest.raises(ValueError, match="write_variable_data: .* is a read-only memory map"):
+            session.write_variables_data({v: new, fixed: new})
+        assert session.get_tensor_data(v).tolist() == [1, 2]
+
+
+def test_another_device_object_that_is_not_attached(counter):
+    device = model_device()
+    session = popxl.Session(counter, device)
+    with session:
+        session._set_device(model_device())
+        with pytest.raises(ValueError, match="not attached"):
+            session.run()
+    session._set_device(device)
+    assert session.is_attached and session.run() == {}
 
 
 def test_float8_variables(ir):

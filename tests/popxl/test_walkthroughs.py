@@ -1,9 +1,14 @@
 """Whole programs with known numbers: calls, loops, conditionals, in-place changes, gradients, and all of them at once.
 
-Every program runs with its called graphs compiled in each of the three ways.
+Every program runs with its called graphs compiled in each of the three ways. Those of several replicas are in
+`replicated_programs.py`; they run with more devices than replicas and with fewer, in one process and in two.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +18,7 @@ import popxl
 from popxl import TensorByRef, TensorSpec, ops
 from popxl.errors import PopxlError
 from popxl.transforms import autodiff, decompose_sum, merge_exchange
+from tests.popxl import replicated_programs
 
 F32 = popxl.float32
 SCALAR = TensorSpec((), F32)
@@ -1012,3 +1018,33 @@ def test_a_load_and_a_store_become_one_exchange(ir):
     with popxl.Session(ir, "ipu_model") as session:
         outputs = session.run({x_s: 3.0})
         assert [float(outputs[s]) for s in sinks] == [1, 2, 3]
+
+
+# Several replicas -----------------------------------------------------------------------------------------------------
+
+
+def run_replicated_programs(*launcher: str, **environment: str) -> list[str]:
+    """Run those programs, which check their numbers, in another process, or several. Returns what they print."""
+    command = [sys.executable, *launcher, "-m", replicated_programs.__name__]
+    root, variables = Path(__file__).parents[2], os.environ | environment
+    done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_replicated_programs_in_one_process(devices):
+    names = run_replicated_programs(POPXL_CPU_DEVICES=str(devices))
+    assert names == [replicated_programs.name_of(program) for _, program in replicated_programs.PROGRAMS]
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 6, 8, 16])
+def test_replicated_programs_in_two_processes(replicas):
+    """Each with half of the replicas, on as many devices."""
+    poprun = ("-m", "runtime.poprun", "--num-instances", "2", "--num-replicas", str(replicas), "--timeout", "60")
+    lines = run_replicated_programs(*poprun, sys.executable)
+    programs = [program for count, program in replicated_programs.PROGRAMS if count == replicas]
+    names = [replicated_programs.name_of(program) for program in programs]
+    assert names
+    for tag in ("[0] ", "[1] "):
+        assert [line.removeprefix(tag) for line in lines if line.startswith(tag)] == names

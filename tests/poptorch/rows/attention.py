@@ -18,7 +18,9 @@ def _attention(**settings: Any) -> Callable[..., torch.Tensor]:
     return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **settings)
 
 
-def _module(inputs: int, settings: dict[str, Any], call: dict[str, Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+def _module(
+    inputs: int, settings: dict[str, Any], call: dict[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     module = torch.nn.MultiheadAttention(6, 2, **settings)
     names = [name for name, _ in module.named_parameters()]
 
@@ -43,10 +45,18 @@ ROWS = [
     Row("attention, causal", _attention(is_causal=True), (_Q, _K, _V)),
     Row("attention, mask", _attention(), (_Q, _K, _V, _ALLOWED)),
     Row("attention, bias", _attention(scale=0.3), (_Q, _K, _V, normal(4, 5))),
-    Row("attention, shared heads", _attention(enable_gqa=True), (normal(2, 4, 3, 6), normal(2, 2, 5, 6), normal(2, 2, 5, 6))),
+    Row(
+        "attention, shared heads",
+        _attention(enable_gqa=True),
+        (normal(2, 4, 3, 6), normal(2, 2, 5, 6), normal(2, 2, 5, 6)),
+    ),
     _heads("heads", _X),
     _heads("heads, batch first, no weights", _X, call={"need_weights": False}, batch_first=True),
-    _heads("heads, masks", _X, call={"attn_mask": _LATER, "key_padding_mask": torch.tensor([[False] * 5, [False] * 4 + [True]])}),
+    _heads(
+        "heads, masks",
+        _X,
+        call={"attn_mask": _LATER, "key_padding_mask": torch.tensor([[False] * 5, [False] * 4 + [True]])},
+    ),
     _heads("heads, weights of each", _X, call={"average_attn_weights": False}),
     _heads("heads, more keys", _X, bias=True, add_bias_kv=True, add_zero_attn=True),
     _heads("heads, other widths", _X, normal(4, 2, 3), normal(4, 2, 5), kdim=3, vdim=5),

@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from tests.poptorch.operators import Row, normal
 
-_IMAGE, _FILTERS, _BIAS = normal(2, 4, 5, 6), normal(6, 4, 3, 2), normal(6)
-
 
 def _conv(name: str, shape: tuple[int, ...], weight: tuple[int, ...], **how: Any) -> Row:
     function = getattr(F, name)
@@ -19,12 +17,12 @@ def _conv(name: str, shape: tuple[int, ...], weight: tuple[int, ...], **how: Any
     return Row(title, lambda *given: function(*given, **how), (normal(*shape), normal(*weight), normal(channels)), half_tolerance=1e-2)
 
 
-def _module(title: str, make: Any, *shape: int) -> Row:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        return make().to(x.dtype)(x)
+def _module(title: str, module: torch.nn.Module, *args: Any) -> Row:
+    def function(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x, *args))
 
-    return Row(title, function, (normal(*shape),), half_tolerance=1e-2)
+    tensors = (normal(2, 2, 4, 5), normal(*module.weight.shape), normal(*module.bias.shape))
+    return Row(title, function, tensors, half_tolerance=1e-2)
 
 
 ROWS = [
@@ -34,7 +32,7 @@ ROWS = [
     _conv("conv1d", (2, 3, 7), (4, 3, 4), padding="same", dilation=2),
     _conv("conv2d", (2, 3, 5, 6), (4, 3, 3, 2)),
     _conv("conv2d", (2, 4, 5, 6), (4, 1, 3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=4),
-    _conv("conv2d", (3, 5, 6), (4, 3, 3, 2), padding="same"),
+    _conv("conv2d", (3, 5, 6), (4, 3, 3, 5), padding="same"),
     _conv("conv2d", (2, 3, 5, 6), (4, 3, 3, 2), padding="valid"),
     _conv("conv3d", (2, 3, 4, 5, 6), (4, 3, 2, 3, 1)),
     _conv("conv3d", (1, 4, 4, 5, 3), (2, 2, 2, 3, 2), stride=2, padding=(1, 0, 1), groups=2),
@@ -46,6 +44,7 @@ ROWS = [
     _conv("conv_transpose3d", (1, 2, 3, 2, 4), (2, 3, 2, 3, 1)),
     _conv("conv_transpose3d", (1, 2, 3, 2, 4), (2, 3, 2, 3, 1), stride=2, padding=1, output_padding=1),
     Row("conv2d without bias", lambda x, w: F.conv2d(x, w, padding=1), (normal(2, 3, 5, 6), normal(4, 3, 3, 2)), half_tolerance=1e-2),
-    *(_module(f"Conv2d, padded by {mode}", lambda m=mode: torch.nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode=m), 2, 2, 4, 5) for mode in ("reflect", "replicate", "circular")),
-    _module("ConvTranspose2d, output_size", lambda: torch.nn.ConvTranspose2d(2, 3, 3, stride=2), 2, 2, 4, 5),
+    *(_module(f"Conv2d, padded by {mode}", torch.nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode=mode)) for mode in ("reflect", "replicate", "circular")),
+    _module("Conv2d, padded by circular to the same size", torch.nn.Conv2d(2, 3, 3, padding="same", padding_mode="circular")),
+    _module("ConvTranspose2d, output_size", torch.nn.ConvTranspose2d(2, 3, 3, stride=2), (10, 11)),
 ]

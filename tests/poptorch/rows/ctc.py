@@ -24,5 +24,10 @@ ROWS = [
     *(Row(f"ctc, {r}", _loss(reduction=r), _GIVEN, half=False) for r in ("sum", "none")),
     Row("ctc, labels in a row", _loss(), (_GIVEN[0], torch.tensor([1, 2, 2, 3, 1]), *_GIVEN[2:]), half=False),
     Row("ctc, another blank", _loss(blank=3), (_GIVEN[0], _LABELS.clamp(max=2), *_GIVEN[2:]), half=False),
-    Row("ctc, impossible", _loss(zero_infinity=True), (normal(3, 2, 4), _LABELS, torch.tensor([3, 3]), torch.tensor([3, 2])), half=False),
+    Row(
+        "ctc, impossible",
+        _loss(zero_infinity=True),
+        (normal(3, 2, 4), _LABELS, torch.tensor([3, 3]), torch.tensor([3, 2])),
+        half=False,
+    ),
 ]

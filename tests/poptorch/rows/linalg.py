@@ -77,11 +77,6 @@ ROWS = [
     Row("linear of a vector", F.linear, (normal(3), normal(4, 3), normal(4))),
     Row("bilinear", F.bilinear, (normal(2, 3), normal(2, 4), normal(5, 3, 4), normal(5))),
     Row("bilinear without bias", F.bilinear, (normal(6, 2, 3), normal(6, 2, 4), normal(5, 3, 4))),
-    # Distances
-    Row("cdist", lambda x, y: torch.cdist(x, y), (normal(2, 3, 4), normal(2, 5, 4)), half=False, tolerance=1e-4),
-    Row("cdist, p", lambda x, y: [torch.cdist(x, y, p=p) for p in (1.0, 1.5, 3.0, float("inf"))], (normal(3, 4), normal(5, 4)), half=False),
-    Row("cdist, many", torch.cdist, (normal(26, 2), normal(27, 2)), half=False, tolerance=1e-4),
-    Row("cdist to itself", lambda x: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist"), (normal(3, 4),), half=False),
     # Solved and decomposed
     _of_square("det", torch.linalg.det),
     _of_square("slogdet", lambda x: torch.linalg.slogdet(x)[1]),

@@ -17,7 +17,7 @@ _MODES = [("nearest", 1), ("nearest", 2), ("nearest", 3), ("nearest-exact", 1), 
 
 def _resize(mode: str, axes: int, **how: Any) -> Row:
     said = ", ".join(f"{key} {value}" for key, value in how.items())
-    return Row(f"{mode} {axes}d, {said}", lambda x: F.interpolate(x, mode=mode, **how), (normal(*_SHAPES[axes]),), tolerance=2e-5)
+    return Row(f"{mode} {axes}d, {said}", lambda x: F.interpolate(x, mode=mode, **how), (normal(*_SHAPES[axes]),), half="antialias" not in how, tolerance=2e-5)
 
 
 def _sample(mode: str, padding: str, align_corners: bool, axes: int = 2) -> Row:

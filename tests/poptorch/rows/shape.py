@@ -21,7 +21,7 @@ def _writing(name: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Row:
         seen.mul_(2).add_(y)
         return base, seen, before
 
-    return Row(f"writing through {name}", function, (_cube, normal(1)))
+    return Row(f"writing through {name}", function, (_cube, normal(1)), half=False)
 
 
 def _mixed_writing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,11 +108,13 @@ _CHAINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "unflatten, select": lambda t: t.unflatten(1, (2, 2))[:, 0],
 }
 
-_PADDINGS = {
-    "1d": (normal(2, 3, 4), (2, 1)),
-    "2d": (normal(2, 1, 3, 4), (1, 2, 2, 1)),
-    "3d": (normal(1, 2, 3, 4, 2), (1, 0, 2, 1, 0, 2)),
-}
+
+def _padded(mode: str) -> Row:
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+        return F.pad(x, (2, 1), mode), F.pad(y, (1, 2, 2, 1), mode), F.pad(z, (1, 0, 2, 1, 0, 2), mode)
+
+    return Row(f"pad, {mode}", function, (normal(2, 3, 4), normal(2, 1, 3, 4), normal(1, 2, 3, 4, 2)))
+
 
 _small = normal(2, 3)
 _cube = normal(3, 4, 5)
@@ -208,11 +210,7 @@ ROWS = [
         (_cube,),
     ),
     Row("pad of integers", lambda x: (F.pad(x, (1, 2), value=7), F.pad(x > 2, (1, 0))), (whole(2, 3),)),
-    *(
-        Row(f"pad, {mode} {name}", lambda x, sizes, mode: F.pad(x, sizes, mode=mode), (*inputs, mode))
-        for mode in ("reflect", "replicate", "circular")
-        for name, inputs in _PADDINGS.items()
-    ),
+    *map(_padded, ("reflect", "replicate", "circular")),
     Row(
         "pad, reflect, cropped",
         lambda x: (F.pad(x, (2, -1), "reflect"), F.pad(x, (-1, 2), "replicate")),
@@ -237,9 +235,14 @@ ROWS = [
             torch.slice_scatter(x, y[:, ::2], 1, 0, 3, 2),
             torch.select_scatter(x, y[0], 0, 1),
             torch.diagonal_scatter(x, y[0, :2], 1),
-            torch.as_strided_scatter(x, y[0], (3,), (2,), 1),
         ),
         (normal(2, 3), normal(2, 3, seed=1)),
+    ),
+    Row(  # PyTorch's gradient is that of the overwritten numbers
+        "as_strided_scatter",
+        lambda x, y: torch.as_strided_scatter(x, y, (3,), (2,), 1),
+        (normal(2, 3), normal(3)),
+        gradient=False,
     ),
     Row("fill_diagonal_", lambda x: (x * 1).fill_diagonal_(2), (_small,)),
     *(_writing(name, view) for name, view in _CHAINS.items()),

@@ -1,0 +1,46 @@
+"""The devices that models run on."""
+
+from __future__ import annotations
+
+import popart
+from poptorch.ambient import MAX_UNITS
+from poptorch.errors import createPoptorchError
+from poptorch.options import Options
+
+__all__ = ["chosen_device", "ipuHardwareIsAvailable", "ipuHardwareVersion"]
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """Whether there is a device with so many units. It is there: the best accelerator that JAX sees, else the CPU.
+
+    One device stands for as many units as a program asks for, up to 64.
+
+    Args:
+        num_ipus: how many.
+    """
+    return 1 <= num_ipus <= MAX_UNITS
+
+
+def ipuHardwareVersion() -> int:
+    """The version of the hardware that devices stand for: 2."""
+    return 2
+
+
+def chosen_device(options: Options) -> str | popart.DeviceInfo:
+    """The device that options ask for, as `popxl.Session` takes it: `"ipu_model"` is the CPU, `"ipu_hw"` the best there
+    is.
+
+    Raises:
+        poptorch.Error: if there is none with the number that they name.
+    """
+    if options.ipu_model:
+        return "ipu_model"
+    if options.ipu_id is None:
+        return "ipu_hw"
+    found = popart.DeviceManager().enumerateDevices()
+    if not 0 <= options.ipu_id < len(found):
+        raise createPoptorchError(
+            f"useIpuId: there is no device {options.ipu_id}; there are {len(found)}, numbered from 0: "
+            f"{', '.join(map(str, found))}."
+        )
+    return found[options.ipu_id]

@@ -1,0 +1,113 @@
+"""Questions about each number, truth values and bits, and choices between numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+import popxl
+from poptorch.lowering.elementwise import Operand, binary, binary_op, unary, unary_op
+from poptorch.lowering.operands import promoted, together
+from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
+from popxl.shapes import broadcast, predicate
+
+# Questions ------------------------------------------------------------------------------------------------------------
+
+_greater_equal = binary_op("greater_equal", jnp.greater_equal, shape=predicate, gradient=None)
+
+binary("eq", ops.equal)
+binary("ne", lambda input, other: ops.logical_not(ops.equal(input, other)))
+binary("gt", ops.greater)
+binary("lt", lambda input, other: ops.greater(other, input))
+binary("ge", _greater_equal)
+binary("le", lambda input, other: _greater_equal(other, input))
+
+# Truth values and bits ------------------------------------------------------------------------------------------------
+
+unary("logical_not", ops.logical_not, of_floats=False)
+binary("logical_and", ops.logical_and)
+binary("logical_or", ops.logical_or)
+binary("logical_xor", binary_op("xor", jnp.logical_xor, shape=predicate, gradient=None))
+
+unary("bitwise_not", unary_op("bitwise_not", jnp.bitwise_not, gradient=None), of_floats=False)
+_OF_BITS: dict[str, Callable[..., Any]] = {
+    "bitwise_and": jnp.bitwise_and,
+    "bitwise_left_shift __lshift__ __ilshift__": jnp.left_shift,
+    "bitwise_or": jnp.bitwise_or,
+    "bitwise_right_shift __rshift__ __irshift__": jnp.right_shift,
+    "bitwise_xor": jnp.bitwise_xor,
+}
+for _names, _function in _OF_BITS.items():
+    binary(_names, binary_op(_names.split()[0], _function, gradient=None))
+
+# The larger, the smaller ----------------------------------------------------------------------------------------------
+
+_larger_grad = unary_op(
+    "larger_grad",
+    lambda g, larger, smaller: jnp.where(larger < smaller, 0, jnp.where(larger == smaller, g / 2, g)),
+    operands=("g", "larger", "smaller"),
+)
+
+
+def _to_larger(larger: str, smaller: str) -> dict[str, Callable[..., popxl.Tensor]]:
+    """Gradients of a choice of the larger operand: a tie is shared by both."""
+    rules = (
+        lambda g, input, other: _larger_grad(g, input, other),
+        lambda g, input, other: _larger_grad(g, other, input),
+    )
+    return dict(zip((larger, smaller), rules, strict=True))
+
+
+def _first_if(chosen: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A choice of one of two numbers: of a tie, the first; of NaN and a number, the number."""
+    return lambda lhs, rhs: jnp.where(chosen(lhs, rhs) | jnp.isnan(rhs), lhs, rhs)
+
+
+binary("maximum", binary_op("maximum", jnp.maximum, gradient=_to_larger("input", "other")))
+binary("minimum", binary_op("minimum", jnp.minimum, gradient=_to_larger("other", "input")))
+binary("fmax", binary_op("fmax", _first_if(jnp.greater_equal)))
+binary("fmin", binary_op("fmin", _first_if(jnp.less_equal)))
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+
+@lowers("aten.where")
+def where(condition: popxl.Tensor, input: Operand, other: Operand) -> popxl.Tensor:
+    return ops.where(condition, *promoted(input, other))
+
+
+@lowers("aten.masked_fill")
+def masked_fill(input: popxl.Tensor, mask: popxl.Tensor, value: Operand) -> popxl.Tensor:
+    return ops.where(mask, together(value, input.dtype), input)
+
+
+@lowers("aten.clamp", "aten.clamp_min", "aten.clamp_max")
+def clamp(input: popxl.Tensor, min: Operand | None = None, max: Operand | None = None) -> popxl.Tensor:
+    bounds = [bound for bound in (min, max) if bound is not None]
+    tensors = iter(promoted(input, *bounds))
+    return _clamp(next(tensors), *(None if bound is None else next(tensors) for bound in (min, max)))
+
+
+def limited(input: Any, min: Any = None, max: Any = None) -> Any:
+    """No less than `min`, and then no more than `max`. What is at a bound keeps its gradient, as in PyTorch."""
+    if min is not None:
+        input = jnp.where((input < min) | jnp.isnan(min), min, input)
+    if max is not None:
+        input = jnp.where((input > max) | jnp.isnan(max), max, input)
+    return input
+
+
+_clamp = jax_op(title="Clamp")(limited)
+
+
+@lowers("aten.heaviside")
+def heaviside(input: popxl.Tensor, values: popxl.Tensor) -> popxl.Tensor:
+    return _heaviside(*promoted(input, values))
+
+
+_heaviside = jax_op(title="Heaviside", shape=broadcast, gradient=None)(
+    lambda input, values: jnp.where(input == 0, values, (input > 0).astype(input.dtype))
+)

@@ -1,0 +1,58 @@
+"""Sets of points: a spread sample of them, and which is nearest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import popxl
+from popxl import ops
+from poptorch.lowering.emission import emission
+from poptorch.lowering.registry import jax_op, lowers
+
+
+@lowers("poptorch.fps")
+def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> popxl.Tensor:
+    found = []
+    for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
+        count = math.ceil(ratio * (stop - start))
+        seed = emission().seed() if random_start else None
+        found.append(_spread(src[start:stop], seed, count=count) + start)
+    return ops.concat(found, 0)
+
+
+@jax_op(title="FarthestPoints", gradient=None)
+def _spread(points: Any, seed: Any = None, *, count: int) -> Any:
+    """Numbers of points, each as far as possible from those before it."""
+    first = jnp.int32(0)
+    if seed is not None:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        first = jax.random.randint(key, (), 0, points.shape[0])
+
+    def turn(state: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], Any]:
+        chosen, nearest = state
+        nearest = jnp.minimum(nearest, jnp.sum((points - points[chosen]) ** 2, -1))
+        return (jnp.argmax(nearest).astype(jnp.int32), nearest), chosen
+
+    _, found = lax.scan(turn, (first, jnp.full(points.shape[0], jnp.inf, points.dtype)), length=count)
+    return found
+
+
+@lowers("poptorch.nearest")
+def nearest(
+    x: popxl.Tensor, y: popxl.Tensor, batch_x: popxl.Tensor | None = None, batch_y: popxl.Tensor | None = None
+) -> popxl.Tensor:
+    return _nearest(x, y, batch_x, batch_y)
+
+
+@jax_op(title="NearestPoint", gradient=None)
+def _nearest(x: Any, y: Any, batch_x: Any = None, batch_y: Any = None) -> Any:
+    distances = jnp.sum((x[:, None] - y[None]) ** 2, -1)
+    if batch_x is not None and batch_y is not None:
+        distances = jnp.where(batch_x[:, None] == batch_y[None], distances, jnp.inf)
+    return jnp.argmin(distances, 1).astype(jnp.int32)

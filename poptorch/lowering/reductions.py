@@ -1,0 +1,322 @@
+"""Ops that make one number of several, and running ones: sums, extremes, statistics, norms, distances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import popxl
+from poptorch.lowering.emission import emission
+from poptorch.lowering.operands import axes_of, axis_of, lined, promoted, reshaped, together
+from poptorch.lowering.registry import jax_op, lowers
+from popxl import dtypes, ops
+from popxl.ops.precision import rounded_once, widened
+
+Dims = int | Sequence[int] | None
+
+# Over dimensions ------------------------------------------------------------------------------------------------------
+
+
+def _over_dims(
+    name: str, op: Callable[[popxl.Tensor, tuple[int, ...]], popxl.Tensor], of: popxl.dtype | None = None
+) -> None:
+    """A reduction, of numbers of a dtype: by default that of the result."""
+
+    @lowers(f"aten.{name}")
+    def lowering(
+        input: popxl.Tensor, dim: Dims = None, keepdim: bool = False, dtype: popxl.dtype | None = None
+    ) -> popxl.Tensor:
+        return op(together(input, of or emission().wanted[0].dtype), axes_of(input, dim))
+
+
+def _of_axes(title: str, function: Callable[..., Any], **settings: Any) -> Callable[..., popxl.Tensor]:
+    """The op that a JAX function `(input, axes)` is."""
+    kind = jax_op(title=title, **settings)(lambda input, *, axes: function(input, axes))
+    return lambda t, axes: kind(t, axes=axes)
+
+
+_over_dims("sum", ops.sum)
+_over_dims("mean", ops.mean)
+_over_dims("prod", ops.prod)
+_over_dims("logsumexp", ops.logsumexp)
+# Unlike the ops of popxl, these share the gradient evenly among equal elements.
+_over_dims("amax", amax := _of_axes("Amax", jnp.max))
+_over_dims("amin", amin := _of_axes("Amin", jnp.min))
+_over_dims("any", _of_axes("Any", jnp.any, gradient=None), of=dtypes.bool)
+_over_dims("all", _of_axes("All", jnp.all, gradient=None), of=dtypes.bool)
+_over_dims("count_nonzero", _of_axes("CountNonzero", jnp.count_nonzero, gradient=None), of=dtypes.bool)
+lowers("aten.max.default")(lambda input: amax(input, axes_of(input, None)))
+lowers("aten.min.default")(lambda input: amin(input, axes_of(input, None)))
+
+
+# One element of each line ---------------------------------------------------------------------------------------------
+
+
+def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+    """To the element that was picked. Only its place is kept for it."""
+    (t,), (_, place) = forward.op.inputs, forward.op.outputs
+    if gs[0] is None or not forward.wants(0):
+        return {}
+    return {0: _put_back(gs[0], forward.read(place), axis=forward.op.attributes["axis"], size=t.shape)}
+
+
+@jax_op(title="PickGrad")
+def _put_back(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
+    g, place = (jnp.expand_dims(t, axis) for t in (g, place))
+    return jnp.where(lax.broadcasted_iota(place.dtype, size, axis) == place, g, jnp.zeros((), g.dtype))
+
+
+def picking(names: str, title: str, find: Callable[..., Any]) -> None:
+    """Ops that give one element of each line along a dimension, and its place.
+
+    Args:
+        names: of the ops of PyTorch.
+        title: name of the op in printed graphs.
+        find: JAX function of lines along the last axis, and of further attributes, which gives the places.
+    """
+
+    def pick(input: Any, *, axis: int, **how: Any) -> tuple[Any, Any]:
+        lines = jnp.moveaxis(input, axis, -1)
+        place = find(widened(lines), **how).astype(jnp.int32)
+        return jnp.take_along_axis(lines, place[..., None], -1)[..., 0], place
+
+    kind = jax_op(title=title, gradient=_picked_gradient, result=("values", "places"))(pick)
+
+    @lowers(*(f"aten.{name}" for name in names.split()))
+    def lowering(input: popxl.Tensor, dim: int = -1, keepdim: bool = False, **how: Any) -> Any:
+        return kind(lined(input), axis=axis_of(input, dim), **how)
+
+
+picking("max.dim", "Max", partial(jnp.argmax, axis=-1))
+picking("min.dim", "Min", partial(jnp.argmin, axis=-1))
+
+
+def _place(name: str) -> None:
+    @lowers(f"aten.{name}")
+    def lowering(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) -> popxl.Tensor:
+        lines = reshaped(input, (input.nelms,)) if dim is None else lined(input)
+        return getattr(ops, name)(lines, axis_of(lines, dim or 0))
+
+
+_place("argmax")
+_place("argmin")
+
+
+@lowers("aten.aminmax")
+def aminmax(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[popxl.Tensor, ...]:
+    axes = axes_of(input, dim)
+    return amin(input, axes), amax(input, axes)
+
+
+# Mean and variance ----------------------------------------------------------------------------------------------------
+
+
+@jax_op(title="Variance")
+@rounded_once
+def _variance(input: Any, *, axes: tuple[int, ...], correction: float, is_root: bool) -> Any:
+    count = math.prod(input.shape[axis] for axis in axes)
+    deviation = input - jnp.mean(input, axes, keepdims=True)
+    variance = jnp.sum(deviation * deviation, axes) / jnp.float32(max(count - correction, 0))
+    return _root(variance) if is_root else variance
+
+
+def _root(t: Any) -> Any:
+    """The square root, through which no gradient flows at 0."""
+    return jnp.where(t == 0, t, jnp.sqrt(jnp.where(t == 0, 1, t)))
+
+
+def _spread_of_numbers(name: str, is_root: bool, with_mean: bool) -> None:
+    @lowers(f"aten.{name}")
+    def lowering(
+        input: popxl.Tensor, dim: Dims = None, correction: float | None = None, keepdim: bool = False
+    ) -> popxl.Tensor | tuple[popxl.Tensor, popxl.Tensor]:
+        axes = axes_of(input, dim)
+        made = _variance(input, axes=axes, correction=1 if correction is None else correction, is_root=is_root)
+        return (made, ops.mean(input, axes)) if with_mean else made
+
+
+_spread_of_numbers("var", is_root=False, with_mean=False)
+_spread_of_numbers("std", is_root=True, with_mean=False)
+_spread_of_numbers("var_mean", is_root=False, with_mean=True)
+_spread_of_numbers("std_mean", is_root=True, with_mean=True)
+
+
+# Norms and distances --------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def norm(t: Any, order: float, axes: tuple[int, ...]) -> Any:
+    """(Σ |t|ᵖ)^(1/p), and its limits: the largest, the smallest, and the number of those that are not 0.
+
+    Where it is 0, and where an element is, the gradient is 0 (of orders up to 2; then it is so anyway).
+    """
+    size = jnp.abs(t)
+    if math.isinf(order):
+        return (jnp.max if order > 0 else jnp.min)(size, axes)
+    if order == 0:
+        return jnp.sum(size != 0, axes, dtype=t.dtype)
+    if order == 1:
+        return jnp.sum(size, axes)
+    if order == 2:
+        return jnp.sqrt(jnp.sum(size * size, axes))
+    return jnp.sum(size**order, axes) ** (1 / order)
+
+
+def _norm_forward(t: Any, order: float, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    out = norm(t, order, axes)
+    return out, (t, out)
+
+
+def _norm_backward(order: float, axes: tuple[int, ...], kept: tuple[Any, Any], g: Any) -> tuple[Any]:
+    t, out = kept
+    g, out = (jnp.expand_dims(each, axes) for each in (g, out))
+    size, is_zero = jnp.abs(t), (t == 0) | (out == 0)
+    if math.isinf(order):
+        winners = size == out
+        share = winners / jnp.sum(winners, axes, keepdims=True)
+    elif order == 0:
+        share = jnp.zeros_like(t)
+    else:
+        share = jnp.where(is_zero, 0, jnp.where(is_zero, 1, size / out) ** (order - 1))
+    return (g * jnp.sign(t) * share,)
+
+
+norm.defvjp(_norm_forward, _norm_backward)
+
+
+@jax_op(title="VectorNorm")
+@rounded_once
+def vector_norm(input: Any, *, order: float, axes: tuple[int, ...]) -> Any:
+    return norm(input, order, axes)
+
+
+@lowers("aten.linalg_vector_norm", "aten.norm")
+def linalg_vector_norm(
+    input: popxl.Tensor,
+    ord: float = 2,
+    p: float | None = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: popxl.dtype | None = None,
+) -> popxl.Tensor:
+    t = input if dtype is None else together(input, dtype)
+    return vector_norm(t, order=float(ord if p is None else p), axes=axes_of(input, dim))
+
+
+@lowers("aten.dist")
+def dist(input: popxl.Tensor, other: popxl.Tensor, p: float = 2) -> popxl.Tensor:
+    difference = ops.sub(*promoted(input, other))
+    return vector_norm(difference, order=float(p), axes=axes_of(difference, None))
+
+
+@jax_op("aten._cdist_forward", title="Cdist")
+@rounded_once
+def cdist(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any:
+    return norm(x1[..., :, None, :] - x2[..., None, :, :], p, (x1.ndim,))
+
+
+@jax_op("aten._euclidean_dist", title="EuclideanDistance")
+@rounded_once
+def euclidean_distance(x1: Any, x2: Any) -> Any:
+    """By a matrix product: less exact, and much quicker."""
+    lengths = jnp.sum(x1 * x1, -1)[..., :, None] + jnp.sum(x2 * x2, -1)[..., None, :]
+    return _root(jnp.maximum(lengths - 2 * jnp.matmul(x1, jnp.swapaxes(x2, -1, -2)), 0))
+
+
+@jax_op("aten._pdist_forward", title="Pdist")
+@rounded_once
+def pdist(input: Any, *, p: float = 2) -> Any:
+    first, second = np.triu_indices(input.shape[0], 1)
+    return norm(input[first] - input[second], p, (1,))
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def _running(name: str, function: Callable[..., Any]) -> None:
+    kind = jax_op(title=name.capitalize())(rounded_once(lambda input, *, axis: function(input, axis)))
+
+    @lowers(f"aten.{name}")
+    def lowering(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
+        return kind(lined(together(input, emission().wanted[0].dtype)), axis=axis_of(input, dim))
+
+
+_running("cumsum", lax.cumsum)
+_running("cumprod", lax.cumprod)
+_running("logcumsumexp", lax.cumlogsumexp)
+
+
+def _running_extreme(name: str, is_beyond: Callable[[Any, Any], Any]) -> None:
+    """Of equal elements, the last one counts; NaN counts as beyond all."""
+
+    def later(first: Any, second: Any) -> Any:
+        wins = jnp.isnan(second[0]) | (is_beyond(second[0], first[0]) & ~jnp.isnan(first[0]))
+        return tuple(jnp.where(wins, b, a) for a, b in zip(first, second, strict=True))
+
+    @jax_op(title=name.capitalize(), result=("values", "places"))
+    def running(input: Any, *, axis: int) -> tuple[Any, Any]:
+        numbered = lax.broadcasted_iota(jnp.int32, input.shape, axis)
+        _, places = lax.associative_scan(later, (lax.stop_gradient(input), numbered), axis=axis)
+        return jnp.take_along_axis(widened(input), places, axis).astype(input.dtype), places
+
+    @lowers(f"aten.{name}")
+    def lowering(input: popxl.Tensor, dim: int) -> Any:
+        return running(lined(input), axis=axis_of(input, dim))
+
+
+_running_extreme("cummax", jnp.greater_equal)
+_running_extreme("cummin", jnp.less_equal)
+
+
+# Counting -------------------------------------------------------------------------------------------------------------
+
+
+@jax_op("aten.histc", gradient=None)
+def histc(input: Any, *, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """How many elements are in each of some bins of the same width; those outside of all are not counted."""
+    t = input.reshape(-1)
+    low, high = (jnp.min(t), jnp.max(t)) if min == max else (min, max)
+    widen = jnp.where(low == high, 1, 0)  # all elements are the same
+    low, high = low - widen, high + widen
+    place = jnp.minimum(jnp.floor((t - low) / (high - low) * bins), bins - 1)
+    place = jnp.where((t >= low) & (t <= high), place, bins).astype(jnp.int32)
+    return jnp.zeros(bins, input.dtype).at[place].add(1, mode="drop")
+
+
+@jax_op("aten.histogram.bin_ct", gradient=None)
+def histogram(
+    input: Any, weight: Any = None, *, bins: int, range: tuple[float, float] | None = None, density: bool = False
+) -> tuple[Any, Any]:
+    return jnp.histogram(input, bins, range, weight, density)
+
+
+@lowers("torch.bincount")
+def bincount(input: popxl.Tensor, weights: popxl.Tensor | None = None, minlength: int = 0) -> popxl.Tensor:
+    return counted(input, weights, length=minlength)
+
+
+@jax_op(title="Bincount", gradient=None)
+def counted(input: Any, weights: Any = None, *, length: int) -> Any:
+    return jnp.bincount(input, weights, length=length)
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------
+
+
+@jax_op("torch.cov")
+@rounded_once
+def cov(input: Any, fweights: Any = None, aweights: Any = None, *, correction: int = 1) -> Any:
+    return jnp.cov(input, ddof=correction, fweights=fweights, aweights=aweights)
+
+
+@jax_op("torch.corrcoef")
+@rounded_once
+def corrcoef(input: Any) -> Any:
+    return jnp.corrcoef(input)

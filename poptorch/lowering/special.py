@@ -1,0 +1,126 @@
+"""Special functions of each number: error, gamma and Bessel functions, entropies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.special as special
+
+import popxl
+from poptorch.lowering.elementwise import Function, binary, binary_op, floating, unary, unary_op
+from poptorch.lowering.logic import limited
+from poptorch.lowering.registry import lowers
+from popxl import OpKind, ops
+from popxl.shapes import broadcast
+
+_OF_FLOATS: dict[str, Function] = {
+    "erf": special.erf,
+    "erfc": special.erfc,
+    "erfinv": special.erfinv,
+    "special_i0e": special.i0e,
+    "special_i1e": special.i1e,
+    "special_log_ndtr": special.log_ndtr,
+    "special_ndtri": special.ndtri,
+}
+for _name, _function in _OF_FLOATS.items():
+    unary(_name, unary_op(_name, _function))
+
+_i1 = unary_op("i1", special.i1)
+unary("special_i1", _i1)
+unary("i0", unary_op("i0", special.i0, gradient={"input": lambda g, input: g * _i1(input)}))  # JAX's is wrong at 0
+
+binary("igamma", binary_op("igamma", special.gammainc), of_floats=True)
+binary("igammac", binary_op("igammac", special.gammaincc), of_floats=True)
+
+# Gamma functions ------------------------------------------------------------------------------------------------------
+
+
+def hurwitz(s: Any, q: Any) -> Any:
+    """The sum of (q + k)^-s for k = 0, 1, ...; JAX's series is right above 0 alone, the terms before are added here."""
+    s, q = jnp.broadcast_arrays(s, q)
+    pole = (q <= 0) & (q == jnp.floor(q))
+
+    def with_term(sum_and_q: tuple[Any, Any]) -> tuple[Any, Any]:
+        total, q = sum_and_q
+        return jnp.where(q < 0, total + q**-s, total), jnp.where(q < 0, q + 1, q)
+
+    start = jnp.zeros_like(q), jnp.where(pole, 1, q)
+    total, rest = jax.lax.while_loop(lambda sum_and_q: jnp.any(sum_and_q[1] < 0), with_term, start)
+    return jnp.where(pole & (s > 1), jnp.inf, total + special.zeta(s, rest))
+
+
+def _derivative_of_digamma(input: Any, *, n: int) -> Any:
+    """See Abramowitz and Stegun, 6.4.10."""
+    if n == 0:
+        return jnp.where(input == 0, -jnp.copysign(jnp.inf, input), special.digamma(input))
+    return (-1) ** (n + 1) * math.factorial(n) * hurwitz(jnp.full_like(input, n + 1), input)
+
+
+_polygamma: OpKind = unary_op(
+    "polygamma", _derivative_of_digamma, gradient={"input": lambda g, input, n: g * _polygamma(input, n=n + 1)}
+)
+_zeta: OpKind = unary_op(
+    "zeta",
+    hurwitz,
+    shape=broadcast,
+    operands=("s", "q"),
+    gradient={"q": lambda g, s, q: -g * s * _zeta(s + 1, q)},
+)
+_lgamma = unary_op("lgamma", special.gammaln, gradient={"input": lambda g, input: g * _polygamma(input, n=0)})
+
+unary("lgamma", _lgamma)
+unary("digamma", lambda t: _polygamma(t, n=0))
+binary("special_zeta", _zeta, of_floats=True)
+
+
+@lowers("aten.polygamma")
+def polygamma(n: int, input: popxl.Tensor) -> popxl.Tensor:
+    return _polygamma(floating(input), n=n)
+
+
+# With logarithms ------------------------------------------------------------------------------------------------------
+
+
+@lowers("aten.logit")
+def logit(input: popxl.Tensor, eps: float | None = None) -> popxl.Tensor:
+    return _logit(floating(input), eps=eps)
+
+
+def _log_odds(input: Any, *, eps: float | None) -> Any:
+    t = input if eps is None else limited(input, eps, 1 - eps)
+    return jnp.log(t / (1 - t))
+
+
+_logit = unary_op("logit", _log_odds)
+
+_entr = unary_op(
+    "entr",
+    lambda input: jnp.where(input < 0, -jnp.inf, -special.xlogy(input, input)),
+    gradient={"input": lambda g, input: -g * (ops.log(input) + 1)},
+)
+unary("special_entr", _entr)
+
+
+def _weighted_log(name: str, log: Callable[[Any], Any], end: float) -> None:
+    """input · log(other), and 0 where `input` is, also outside of the logarithm, which ends at `end`."""
+
+    def product(input: Any, other: Any) -> Any:
+        return jnp.where((input == 0) & ~jnp.isnan(other), 0, input * log(other))
+
+    def slope(g: Any, input: Any, other: Any) -> Any:
+        return jnp.where((input == 0) & (other <= end), 0, g * log(other))
+
+    to_input = unary_op(f"{name}_grad", slope, shape=broadcast, operands=("g", "input", "other"))
+    rules = {
+        "input": lambda g, input, other: to_input(g, input, other),
+        "other": lambda g, input, other: g * input / (other - end),
+    }
+    binary(name, binary_op(name, product, gradient=rules), of_floats=True)
+
+
+_weighted_log("xlogy", jnp.log, 0)
+_weighted_log("special_xlog1py", jnp.log1p, -1)

@@ -1,0 +1,420 @@
+"""A compiled model in a file, so that it runs elsewhere, or later, without being captured or compiled again.
+
+The file is a ZIP archive of three parts:
+
+    about.json              what the rest is: arguments, results, options, the optimiser's numbers, the random state
+    tensors.safetensors     the numbers of parameters and buffers, and of constants
+    session                 the program with the values of its variables, as `popxl.Session.save` writes it
+
+All of it is read as data: no Python object is unpickled and no class is looked up by a name in the file, so the module
+that `poptorch.load` returns is a plain one, and models whose arguments or results hold objects of classes of one's own
+cannot be saved. The session does hold machine code, which runs when the model is called. Load files from those only
+whom you would let run programs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import secrets
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import safetensors
+import safetensors.torch
+import torch
+from pydantic import BaseModel, ConfigDict
+
+import popxl
+from poptorch import weights
+from poptorch.arguments import Batching, Signature, structure_of
+from poptorch.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
+from poptorch.compiled import Compiled, Ends, Result
+from poptorch.devices import chosen_device
+from poptorch.enums import ConnectionType, VariableRetrievalMode
+from poptorch.errors import createPoptorchError
+from poptorch.logging_ import logger
+from poptorch.options import Options
+from poptorch.replica_groups import GroupedParameter, ReplicaGroups
+from poptorch.trainer import Trainer
+from popxl.errors import PopxlError
+from popxl.saving import replace_file
+
+__all__ = ["Saved", "read", "save"]
+
+FORMAT = 1
+
+_ABOUT, _TENSORS, _SESSION = "about.json", "tensors.safetensors", "session"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Stamp(BaseModel):
+    """What every version of the file says of itself."""
+
+    format: int
+    poptorch: str
+
+
+class _Call(_Part):
+    """How the program is called, and what comes of it; see `Compiled`.
+
+    Attributes:
+        parameters: of `forward`: name, kind and default of each; no default is an empty list, a value a list of one.
+        args, kwargs: arguments, as data.
+        result: what `forward` returns, as data.
+        constants: numbers of the results that are constants.
+        results: shape, count and anchor of what the program returns.
+        rewritten: numbers of the inputs that are overwritten.
+    """
+
+    parameters: list[tuple[str, int, list[Any]]]
+    args: Any
+    kwargs: Any
+    result: Any
+    constants: list[int]
+    results: list[tuple[tuple[int, ...], int, str]]
+    rewritten: list[int]
+
+
+class _Ends(_Part):
+    """`Ends`, with the ids of streams and variables."""
+
+    inputs: dict[int, str]
+    outputs: list[str]
+    variables: dict[str, str]
+    written: list[str]
+    numbers: str | None
+    state: dict[str, str]
+    random: str | None
+    names: list[str]
+
+
+class _Tensor(_Part):
+    """A parameter or buffer of the module.
+
+    Attributes:
+        of: the name under which its numbers are: of tied ones, the first.
+        parameter: whether it is one.
+        requires_grad: whether it does.
+        persistent: of a buffer, whether `state_dict` has it.
+    """
+
+    of: str
+    parameter: bool
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+class _Model(_Part):
+    """The module and its optimiser, as they were when saved."""
+
+    training: bool
+    tensors: dict[str, _Tensor]
+    optimizer: OptimizerData | None
+
+
+class _About(_Part, _Stamp):
+    """The first part of the file.
+
+    Attributes:
+        training: whether the program trains.
+        options: the options.
+        call, ends: what goes in and out.
+        grouped: of parameters that differ between replicas: number of replicas, size, stride, how they come back.
+        seed: what random numbers began with; `None` if their state was not to be saved.
+        optimizer: the optimiser that the program was made with, as it was then.
+        model: the module; `None` if it was not to be saved.
+    """
+
+    training: bool
+    options: dict[str, Any]
+    call: _Call
+    ends: _Ends
+    grouped: dict[str, tuple[int, int, int, int]]
+    seed: int | None
+    optimizer: OptimizerData | None
+    model: _Model | None
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def save(
+    filename: str | os.PathLike[str],
+    compiled: Compiled,
+    options: Options,
+    module: torch.nn.Module | None,
+    grouped: Mapping[str, GroupedParameter],
+    trainer: Trainer | None,
+    export_model: bool,
+    save_rng_state: bool,
+) -> None:
+    """Write a compiled model to a file; see `PoplarExecutor.save`. The module has its weights by now.
+
+    Raises:
+        poptorch.Error: if something cannot be saved as data.
+    """
+    path = Path(filename)
+    if path.is_dir():
+        path /= "model.poptorch"
+        logger.warning("save: %s is a folder; the model is saved as %s.", os.fspath(filename), path)
+    call, tensors = _call(compiled)
+    model = None
+    if export_model:
+        own = weights.tensors_of(module)
+        tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
+        model = _model(module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
+    ends = compiled.ends
+    about = _About(
+        format=FORMAT,
+        poptorch=popxl.__version__,
+        training=trainer is not None,
+        options=options_to_data(options),
+        call=call,
+        ends=_Ends(
+            inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
+            outputs=[stream.tensor_id for stream in ends.outputs],
+            variables={name: v.id for name, v in ends.variables.items()},
+            written=sorted(ends.written),
+            numbers=ends.numbers.tensor_id if ends.numbers is not None else None,
+            state={name: v.id for name, v in ends.state.items()},
+            random=ends.random.id if ends.random is not None else None,
+            names=list(ends.names),
+        ),
+        grouped={
+            name: (each.groups.replicas, each.groups.size, each.groups.stride, each.retrieval.value)
+            for name, each in grouped.items()
+        },
+        seed=compiled.seed if save_rng_state else None,
+        optimizer=trainer.made_with if trainer is not None else None,
+        model=model,
+    )
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(_ABOUT, about.model_dump_json(indent=1))
+        archive.writestr(_TENSORS, safetensors.torch.save(tensors))
+        archive.writestr(_SESSION, _session(compiled.session))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, content.getvalue())
+
+
+def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
+    """How a program is called, and the numbers that belong to that."""
+    signature = compiled.signature
+    meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in signature.leaves]
+    args, kwargs = signature.arguments(meta)
+    places = [torch.empty(0, device="meta") for _ in compiled.structure.leaves()]
+    tensors = {f"constants/{i}": t.contiguous() for i, t in compiled.constants.items()}
+    parameters: list[tuple[str, int, list[Any]]] = []
+    for name, parameter in signature.parameters.items():
+        default = parameter.default
+        if isinstance(default, torch.Tensor):
+            tensors[f"defaults/{name}"] = default.detach().contiguous()
+        has_default = default is not parameter.empty
+        parameters.append((name, int(parameter.kind), [to_data(default, name)] if has_default else []))
+    call = _Call(
+        parameters=parameters,
+        args=to_data(list(args), "the arguments"),
+        kwargs=to_data(kwargs, "the arguments"),
+        result=to_data(compiled.structure.rebuild(places), "the result"),
+        constants=list(compiled.constants),
+        results=[(each.shape, each.count, each.anchor) for each in compiled.results],
+        rewritten=list(compiled.rewritten),
+    )
+    return call, tensors
+
+
+def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _Model:
+    if module is None:
+        return _Model(training=True, tensors={}, optimizer=optimizer)
+    first = {id(t): name for name, t in weights.tensors_of(module).items()}
+    parameters = torch.nn.Module.named_parameters(module, remove_duplicate=False)
+    buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
+    transient = {
+        f"{path}.{name}".lstrip(".")
+        for path, each in torch.nn.Module.named_modules(module, remove_duplicate=False)
+        for name in each._non_persistent_buffers_set
+    }
+    tensors = {n: _Tensor(of=first[id(p)], parameter=True, requires_grad=p.requires_grad) for n, p in parameters}
+    tensors |= {n: _Tensor(of=first[id(b)], parameter=False, persistent=n not in transient) for n, b in buffers}
+    return _Model(training=module.training, tensors=tensors, optimizer=optimizer)
+
+
+def _session(session: popxl.Session) -> bytes:
+    """A session as `popxl.Session.save` writes it."""
+    with tempfile.TemporaryDirectory(prefix="poptorch-") as folder:
+        path = Path(folder, _SESSION)
+        try:
+            session.save(path)
+        except PopxlError as problem:
+            raise createPoptorchError(f"The model cannot be saved: {problem}") from problem
+        return path.read_bytes()
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read(filename: str | os.PathLike[str]) -> Saved:
+    """What a file holds.
+
+    Raises:
+        poptorch.Error: if it is no such file, or damaged.
+        AssertionError: if another version has written it.
+    """
+    name = os.fspath(filename)
+    try:
+        with zipfile.ZipFile(filename) as archive:
+            about, tensors, session = (archive.read(part) for part in (_ABOUT, _TENSORS, _SESSION))
+        stamp = _Stamp.model_validate_json(about)
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as problem:
+        raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
+    ours = (FORMAT, popxl.__version__)
+    assert (stamp.format, stamp.poptorch) == ours, (
+        f"{name} was written by version {stamp.poptorch} of poptorch, format {stamp.format}, and this is {ours[1]}, "
+        f"format {ours[0]}. Compile and save the model with this version."
+    )
+    try:
+        return Saved(name, _About.model_validate_json(about), safetensors.torch.load(tensors), session)
+    except (ValueError, safetensors.SafetensorError) as problem:
+        raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
+
+
+class Saved:
+    """A compiled model that was read from a file.
+
+    Args:
+        name: of the file.
+        about: its first part.
+        tensors: numbers, by name.
+        session: the program.
+
+    Attributes:
+        training: whether the program trains.
+        grouped: the parameters that differ between replicas.
+        has_model: whether the module is in the file, too.
+    """
+
+    def __init__(self, name: str, about: _About, tensors: Mapping[str, torch.Tensor], session: bytes) -> None:
+        self.training = about.training
+        self.has_model = about.model is not None
+        self.grouped = {
+            each: GroupedParameter(ReplicaGroups(*groups), VariableRetrievalMode(retrieval))
+            for each, (*groups, retrieval) in about.grouped.items()
+        }
+        self._name, self._about, self._tensors, self._session = name, about, tensors, session
+
+    def options(self) -> Options:
+        """The options, for a device of this machine."""
+        options = options_from_data(self._about.options)
+        options._set(ipu_version=None)
+        if options.connection_type is ConnectionType.Never:
+            options.connectionType(ConnectionType.Always)
+        return options
+
+    def module(self) -> torch.nn.Module:
+        """A plain module with all parameters and buffers, whose `forward` is on the device only."""
+        assert self._about.model is not None
+        module = torch.nn.Module()
+        made: dict[str, torch.Tensor] = {}
+        for name, each in self._about.model.tensors.items():
+            if each.of not in made:
+                t = self._tensors[f"weights/{each.of}"]
+                made[each.of] = torch.nn.Parameter(t, each.requires_grad) if each.parameter else t
+            *path, last = name.split(".")
+            place = module
+            for part in path:
+                if part not in place._modules:
+                    place.add_module(part, torch.nn.Module())
+                place = place.get_submodule(part)
+            if each.parameter:
+                place.register_parameter(last, made[each.of])  # type: ignore[arg-type]
+            else:
+                place.register_buffer(last, made[each.of], each.persistent)
+        module.forward = self._forward()
+        return module.train(self._about.model.training)
+
+    def _forward(self) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> NoReturn:
+            raise createPoptorchError(
+                "A model that `poptorch.load` returned runs on the device only: its code is not in the file. Call the "
+                "wrapper; or make the model yourself, and use `loadExecutable`."
+            )
+
+        parameters = []
+        for name, kind, default in self._about.call.parameters:
+            value = [self._tensors.get(f"defaults/{name}", from_data(each)) for each in default]
+            given = value[0] if value else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(name, inspect._ParameterKind(kind), default=given))
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return forward
+
+    def optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer | None:
+        """The optimiser as it was when the model was saved, for the parameters of a module."""
+        assert self._about.model is not None
+        data = self._about.model.optimizer
+        return None if data is None else data.make(weights.tensors_of(module))
+
+    def check(self, module: torch.nn.Module | None, training: bool) -> None:
+        """Raise an `Error` if this is no program for a module."""
+        if training != self.training:
+            kinds = {True: "training", False: "inference"}
+            raise createPoptorchError(
+                f"{self._name} was saved by a model for {kinds[self.training]}, and this one is for {kinds[training]}."
+            )
+        have = weights.tensors_of(module)
+        if missing := [name for name in self._about.ends.variables if name not in have]:
+            raise createPoptorchError(
+                f"{self._name} was saved by another model: this one has no {', '.join(missing)}; it has "
+                f"{', '.join(have) or 'no parameters'}."
+            )
+
+    def prepare(self, trainer: Trainer, module: torch.nn.Module | None, options: Options) -> None:
+        """Have a trainer know what the program was made with."""
+        assert self._about.optimizer is not None
+        parameters = weights.tensors_of(module)
+        trainer.prepare(parameters, options, made_with=self._about.optimizer)
+
+    def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
+        """The compiled model, for a `forward` with the same parameters."""
+        call, ends = self._about.call, self._about.ends
+        with tempfile.TemporaryDirectory(prefix="poptorch-") as folder:
+            path = Path(folder, _SESSION)
+            path.write_bytes(self._session)
+            try:
+                session = popxl.Session.load(path, chosen_device(options), weights_to_host_on_exit=False)
+            except (PopxlError, ValueError) as problem:
+                raise createPoptorchError(f"{self._name} holds no program that can be run here: {problem}") from problem
+        variables = {v.id: v for v in session.ir.main_graph.variables}
+        inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
+        outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
+        compiled = Compiled(
+            Signature(forward, tuple(from_data(call.args)), from_data(call.kwargs)),
+            Batching.of(options, self.training),
+            structure_of(from_data(call.result), "result"),
+            {i: self._tensors[f"constants/{i}"] for i in call.constants},
+            [Result(*each) for each in call.results],
+            call.rewritten,
+            Ends(
+                {i: inputs[id] for i, id in ends.inputs.items()},
+                [outputs[id] for id in ends.outputs],
+                {name: variables[id] for name, id in ends.variables.items()},
+                frozenset(ends.written),
+                inputs[ends.numbers] if ends.numbers is not None else None,
+                {name: variables[id] for name, id in ends.state.items()},
+                variables[ends.random] if ends.random is not None else None,
+                tuple(ends.names),
+            ),
+            session,
+            secrets.randbits(31) if self._about.seed is None else self._about.seed,
+            options.Precision.floating_point_exceptions,
+        )
+        if self._about.seed is None:
+            compiled.reseed()
+        return compiled

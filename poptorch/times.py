@@ -1,0 +1,47 @@
+"""When a call gave its inputs to the device, and when its results were there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Latency", "Times"]
+
+Latency = tuple[float, float, float]
+
+
+@dataclass
+class Times:
+    """The times of the last call, in seconds since some moment.
+
+    All inputs of a call go to the device together, and all results come back together; so the steps of a call have the
+    same times.
+
+    Attributes:
+        inputs: for how many micro-batches each input is.
+        outputs: for how many micro-batches each result is.
+        asked, given: when the inputs were asked for, and when the device had them.
+        ready, taken: when the results were there, and when the host had them.
+    """
+
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    asked: float = 0.0
+    given: float = 0.0
+    ready: float = 0.0
+    taken: float = 0.0
+
+    def counters(self) -> dict[str, list[list[float]]]:
+        """See `PoplarExecutor.getPerfCounters`."""
+        if not self.taken:
+            return {name: [[]] for name in ("input", "input_complete", "output", "output_complete")}
+        return {
+            "input": [[self.asked] * n for n in self.inputs],
+            "input_complete": [[self.given] * n for n in self.inputs],
+            "output": [[self.ready] * n for n in self.outputs],
+            "output_complete": [[self.taken] * n for n in self.outputs],
+        }
+
+    @staticmethod
+    def between(start: float, end: float) -> Latency:
+        """The least, greatest and average time of a step."""
+        return (end - start,) * 3

@@ -1,0 +1,66 @@
+"""Work that no signal cuts in two.
+
+Python handles signals between any two of its own steps, in the main thread, and what handles them may raise: Ctrl-C
+raises `KeyboardInterrupt`. A run gives up the memory of the variables that it changes; were it left just then, they
+would be lost.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # of `signal`, without its look-up of names, which takes longest
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+HELD_BACK = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+    if hasattr(signal, name)
+)
+"""The signals that programs handle, as far as the system has them."""
+
+
+def uninterrupted(work: Callable[[], object]) -> None:
+    """Do some work; signals that come meanwhile are handled right after it, in time or not.
+
+    What handles one may raise then, so the work has to leave its results somewhere by itself. It should be short.
+
+    Example:
+        >>> import signal
+        >>> done = []
+        >>> def work():
+        ...     signal.raise_signal(signal.SIGINT)
+        ...     done.append("all of it")
+        >>> try:
+        ...     uninterrupted(work)
+        ... except KeyboardInterrupt:
+        ...     print("interrupted, but", *done)
+        interrupted, but all of it
+    """
+    if threading.current_thread() is not threading.main_thread():  # there are no signals in others
+        work()
+        return
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    is_working = True
+
+    def held_back(number: int, frame: Any) -> None:
+        if is_working:
+            came.append(number)
+        else:  # one of these signals has come, and raised, before all could be handled as before
+            before[number](number, frame)
+
+    try:
+        for number in HELD_BACK:
+            handler = _signal.getsignal(number)
+            if callable(handler):  # it is in Python
+                before[number] = handler
+                _signal.signal(number, held_back)
+        work()
+    finally:
+        is_working = False
+        for number, handler in before.items():
+            _signal.signal(number, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)

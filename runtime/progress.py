@@ -1,0 +1,129 @@
+"""How far a compilation is: told to whoever asked, and shown where somebody waits for it at a terminal.
+
+Nothing is shown before a compilation has taken some seconds, and nothing where standard error is no terminal. The
+environment variable `POPXL_PROGRESS` changes that: `off` shows nothing; `on` shows it there too, line by line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Self
+
+__all__ = ["CompilationProgress", "Watch", "compilation_progress"]
+
+PATIENCE = 3.0
+"""Seconds before anything is shown."""
+
+INTERVALS = {True: 1.0, False: 10.0}
+"""Seconds between what is shown: on a terminal, and elsewhere."""
+
+
+@dataclass(frozen=True)
+class CompilationProgress:
+    """How far the compilation of a program is.
+
+    Attributes:
+        done, total: how many executables have been compiled, and how many there are to compile; a program that is
+            compiled in one piece has 1.
+        what: what is being compiled, in a few words; empty at the end.
+        seconds: how long it has taken so far.
+    """
+
+    done: int
+    total: int
+    what: str
+    seconds: float
+
+    def __str__(self) -> str:
+        piece = f" {self.done + 1} of {self.total}" if self.total > 1 else ""
+        return f"Compiling{piece}: {self.what}, {self.seconds:.0f} s"
+
+
+Callback = Callable[[CompilationProgress], object]
+
+_callback: ContextVar[Callback | None] = ContextVar("compilation_progress", default=None)
+
+
+@contextmanager
+def compilation_progress(callback: Callback) -> Iterator[None]:
+    """Have a function called as compilations go on, while a block lasts, in place of the line on the terminal.
+
+    It is called in the thread that makes the session: before each executable that is compiled, and at the end. What
+    has been compiled before, or comes from a file, is not counted; if nothing is left, only the end is told.
+
+    Args:
+        callback: gets a `CompilationProgress`. What it raises ends the compilation.
+
+    Example:
+        >>> from popxl.session import compilation_progress
+        >>> told = []
+        >>> with compilation_progress(told.append):
+        ...     session = popxl.Session(ir)
+        >>> told[-1].done == told[-1].total
+        True
+    """
+    token = _callback.set(callback)
+    try:
+        yield
+    finally:
+        _callback.reset(token)
+
+
+class Watch:
+    """A compilation under way: `with Watch() as watch: watch.begins("the program", 0, 1); ...`."""
+
+    def __init__(self) -> None:
+        self._start = perf_counter()
+        self._now = CompilationProgress(0, 0, "", 0.0)
+        self._callback = _callback.get()
+        self._over = threading.Event()
+        self._line: threading.Thread | None = None
+
+    def begins(self, what: str, done: int, total: int) -> None:
+        """Something is being compiled now, after so many of all."""
+        self._now = CompilationProgress(done, total, what, 0.0)
+        if self._callback is not None:
+            self._callback(self._timed())
+        elif self._line is None and _is_shown():
+            self._line = threading.Thread(target=self._show, name="compilation progress", daemon=True)
+            self._line.start()
+
+    def _timed(self) -> CompilationProgress:
+        return replace(self._now, seconds=perf_counter() - self._start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        if self._line is not None:
+            self._line.join()
+        if self._callback is not None and exception is None:
+            self._now = replace(self._now, done=self._now.total, what="")
+            self._callback(self._timed())
+
+    def _show(self) -> None:
+        """Show the state now and then, until it is over. On a terminal it is one line, which is gone at the end."""
+        stream = sys.stderr
+        on_terminal = stream.isatty()
+        begin, end = ("\r\x1b[K", "") if on_terminal else ("", "\n")
+        waiting = PATIENCE
+        while not self._over.wait(waiting):
+            print(f"{begin}{self._timed()}", end=end, file=stream, flush=True)
+            waiting = INTERVALS[on_terminal]
+        if on_terminal and waiting != PATIENCE:
+            print(begin, end="", file=stream, flush=True)
+
+
+def _is_shown() -> bool:
+    chosen = os.environ.get("POPXL_PROGRESS") or "auto"
+    if chosen not in ("auto", "on", "off"):
+        raise ValueError(f"The environment variable POPXL_PROGRESS is {chosen!r}; expected 'auto', 'on' or 'off'.")
+    return sys.stderr is not None and (chosen == "on" or (chosen == "auto" and sys.stderr.isatty()))

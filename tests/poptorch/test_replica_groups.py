@@ -1,0 +1,110 @@
+"""Parameters and inputs that differ between groups of replicas, in training."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# ruff: noqa: E402 - poptorch needs torch
+import poptorch
+from poptorch import CommGroupType, VariableRetrievalMode, optim
+
+
+class Columns(torch.nn.Module):
+    """A product whose weight may be in shards of columns, one in each row; without, it is the whole problem."""
+
+    def __init__(self, shards: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(shards.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss(((x @ self.weight) ** 2).sum(), "sum")
+
+
+@pytest.mark.parametrize(
+    ("of_weight", "of_input"),
+    [
+        (CommGroupType.Orthogonal, CommGroupType.Consecutive),
+        (CommGroupType.Consecutive, CommGroupType.Orthogonal),
+    ],
+)
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_shards_train_as_the_whole(
+    of_weight: CommGroupType, of_input: CommGroupType, momentum: float | None
+) -> None:
+    torch.manual_seed(1)
+    whole, rows = torch.randn(3, 8) / 3, torch.randn(2, 2, 3)  # two groups of rows, of two
+    module = Columns(whole.reshape(3, 4, 2).swapaxes(0, 1).contiguous())
+    options = poptorch.Options().replicationFactor(8).inputReplicaGrouping(4, of_input)
+    options.outputMode(poptorch.OutputMode.All)
+    optimizer = optim.SGD(module.parameters(), lr=0.05, momentum=momentum)
+    model = poptorch.trainingModel(module, options, optimizer)
+    model.weight.replicaGrouping(of_weight, 2, VariableRetrievalMode.OnePerGroup)
+
+    reference = torch.nn.Parameter(whole.clone())
+    stepper = torch.optim.SGD([reference], lr=0.05, momentum=momentum or 0.0)
+    for _ in range(4):
+        losses = model(rows.reshape(4, 3))
+        stepper.zero_grad()
+        loss = ((rows @ reference) ** 2).sum() / 8
+        loss.backward()
+        stepper.step()
+        assert losses.shape == (8,)
+        torch.testing.assert_close(losses.sum() / 8, loss.detach(), rtol=1e-6, atol=1e-6)
+    found = module.weight.detach().swapaxes(0, 1).reshape(3, 8)
+    torch.testing.assert_close(found, reference.detach(), rtol=1e-6, atol=1e-6)
+    if momentum:
+        state = optimizer.state_dict()["ipu_state"]["Accl1___weight"]
+        assert state.shape == (4, 3, 2)
+        torch.testing.assert_close(
+            state.swapaxes(0, 1).reshape(3, 8), stepper.state[reference]["momentum_buffer"], rtol=1e-5, atol=1e-6
+        )
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(1.0, rows + 1)[:, None])
+        self.bias = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("group_type", "shards", "rows", "expected"),
+    [
+        (CommGroupType.Consecutive, 2, 2, [1, 1, 2, 2]),
+        (CommGroupType.Orthogonal, 2, 2, [1, 2, 1, 2]),
+        (CommGroupType.NoGrouping, 7, 4, [1, 2, 3, 4]),
+    ],
+)
+def test_groups_see_their_rows(group_type: CommGroupType, shards: int, rows: int, expected: list[float]) -> None:
+    model = poptorch.inferenceModel(Scale(rows), poptorch.Options().replicationFactor(4))
+    model.weight.replicaGrouping(group_type, shards, VariableRetrievalMode.OnePerGroup)
+    assert model(torch.ones(4)).tolist() == expected
+
+
+def test_all_is_one_value() -> None:
+    module = torch.nn.Linear(2, 1, bias=False)
+    model = poptorch.inferenceModel(module, poptorch.Options().replicationFactor(2))
+    model.weight.replicaGrouping(CommGroupType.All, 0, VariableRetrievalMode.OnePerGroup)
+    assert model(torch.ones(2, 2)).shape == (2, 1)
+
+
+def test_a_value_of_each_replica_comes_back() -> None:
+    module = Scale(2)
+    model = poptorch.inferenceModel(module, poptorch.Options().replicationFactor(4))
+    model.weight.replicaGrouping(CommGroupType.Orthogonal, 2, VariableRetrievalMode.AllReplicas)
+    model(torch.ones(4))
+    model.copyWeightsToHost()
+    assert module.weight.tolist() == [[1], [2], [1], [2]]
+
+
+def test_wrong_groups() -> None:
+    model = poptorch.inferenceModel(Scale(2), poptorch.Options().replicationFactor(4))
+    with pytest.raises(poptorch.Error, match="bias is a scalar"):
+        model.bias.replicaGrouping(CommGroupType.Consecutive, 2, VariableRetrievalMode.OnePerGroup)
+    with pytest.raises(poptorch.Error, match="its first dimension should be 4"):
+        model.weight.replicaGrouping(CommGroupType.NoGrouping, 1, VariableRetrievalMode.OnePerGroup)

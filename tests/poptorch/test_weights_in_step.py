@@ -1,0 +1,315 @@
+"""Weights on the host and on devices: what each event transfers, and what it does not."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# ruff: noqa: E402 - poptorch needs torch
+import poptorch
+from poptorch.compiled import Compiled
+from poptorch.executor import PoplarExecutor
+
+
+class Model(torch.nn.Module):
+    """One weight, a buffer that counts, and one that is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("count", torch.tensor(0.0))
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        y = self.w * x * self.scale
+        return poptorch.identity_loss(y.sum(), "sum") if self.training else y
+
+
+class Transfers:
+    """Counts transfers of weights of each compiled model since it was last asked."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[int, str]] = Counter()
+
+    def of(self, model: PoplarExecutor) -> tuple[int, int]:
+        """How often weights came to the host, and how often they went to the device."""
+        key = id(model._compiled)
+        return self.counts.pop((key, "weights"), 0), self.counts.pop((key, "write_weights"), 0)
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
+    found = Transfers()
+    for name in ("weights", "write_weights"):
+        original = getattr(Compiled, name)
+
+        def counted(self, *args, original=original, name=name):
+            found.counts[id(self), name] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(Compiled, name, counted)
+    return found
+
+
+X = torch.ones(2)
+
+
+def trained(module: Model) -> PoplarExecutor:
+    """A training model that has been compiled, and whose rate is 0.5: the gradient is 2, so each run subtracts 1."""
+    model = poptorch.trainingModel(module, None, torch.optim.SGD(module.parameters(), lr=0.5))
+    model.compile(X)
+    return model
+
+
+def test_compiling_brings_weights_to_the_device(transfers: Transfers) -> None:
+    assert transfers.of(trained(Model())) == (0, 1)
+
+
+def test_many_runs_and_one_read(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    transfers.of(model)
+    for _ in range(5):
+        model(X)
+    assert transfers.of(model) == (0, 0)
+    assert module.w.item() == -4
+    assert module.count.item() == 5
+    assert transfers.of(model) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: m.state_dict(),
+        lambda m: list(m.parameters()),
+        lambda m: dict(m.named_buffers()),
+        lambda m: m.w,
+        lambda m: torch.equal(torch.tensor(1.0), m.w),
+        lambda m: m(X),
+        lambda m: copy.deepcopy(m),
+        lambda m: torch.save(m, io.BytesIO()),
+        lambda m: repr(m.w),
+    ],
+)
+def test_every_way_of_reading_transfers_once(read, transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    transfers.of(model)
+    read(module)
+    assert transfers.of(model) == (1, 0)
+    read(module)
+    assert transfers.of(model) == (0, 0)
+
+
+def test_copies_that_are_asked_for(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    transfers.of(model)
+    assert not model.copyWeightsToHostIfNeeded()
+    assert transfers.of(model) == (0, 0)
+    model.copyWeightsToHost()
+    assert transfers.of(model) == (1, 0)
+    model(X)
+    assert model.copyWeightsToHostIfNeeded()
+    assert transfers.of(model) == (1, 0)
+    assert module.w.item() == 0
+
+
+def test_copying_to_the_device_loses_what_was_not_read(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    transfers.of(model)
+    model.copyWeightsToDevice()
+    assert transfers.of(model) == (0, 1)
+    assert module.w.item() == 1
+    assert transfers.of(model) == (0, 0)
+    assert model(X).item() == 2
+
+
+def test_inference_follows_training(transfers: Transfers) -> None:
+    module = Model()
+    training = trained(module)
+    inference = poptorch.inferenceModel(module.eval())
+    inference.compile(X)
+    transfers.of(training), transfers.of(inference)
+    training(X)
+    assert inference(X).tolist() == [0, 0]
+    assert transfers.of(training) == (1, 0)
+    assert transfers.of(inference) == (0, 1)
+    inference(X)
+    assert transfers.of(training) == transfers.of(inference) == (0, 0)
+    training(X)
+    training.copyWeightsToHost()
+    assert inference(X).tolist() == [-1, -1]
+    assert transfers.of(inference) == (0, 1)
+
+
+def test_inference_does_not_see_what_users_write(transfers: Transfers) -> None:
+    module = Model().eval()
+    inference = poptorch.inferenceModel(module)
+    inference(X)
+    with torch.no_grad():
+        module.w.fill_(5)
+    transfers.of(inference)
+    assert inference(X).tolist() == [1, 1]
+    assert transfers.of(inference) == (0, 0)
+    inference.copyWeightsToDevice()
+    assert inference(X).tolist() == [5, 5]
+
+
+def test_inference_of_a_wrapper_is_of_its_model() -> None:
+    module = Model()
+    training = trained(module)
+    inference = poptorch.inferenceModel(training)
+    assert inference.model is module
+    training(X)
+    assert module.w.item() == 0
+
+
+def test_load_state_dict_uploads(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    transfers.of(model)
+    result = model.load_state_dict({"w": torch.tensor(3.0), "other": torch.tensor(1.0)}, strict=False)
+    assert result.missing_keys == ["count", "scale"]
+    assert result.unexpected_keys == ["other"]
+    assert transfers.of(model)[1] == 1
+    assert model(X).item() == 6
+    before = poptorch.inferenceModel(Model())
+    before.load_state_dict({"w": torch.tensor(3.0), "count": torch.tensor(0.0), "scale": torch.tensor(2.0)})
+    assert not before.isCompiled()
+
+
+def test_setting_the_optimizer_transfers_nothing(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    transfers.of(model)
+    model.setOptimizer(torch.optim.SGD(module.parameters(), lr=0.25))
+    transfers_of_reading = transfers.of(model)
+    model(X)
+    assert transfers.of(model) == (0, 0)
+    assert transfers_of_reading[1] == 0
+    assert module.w.item() == -0.5
+
+
+def test_destroying_brings_weights_home(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    key = model._compiled
+    model.destroy()
+    assert transfers.counts[id(key), "weights"] == 1
+    assert type(module) is Model
+    assert type(module.w) is torch.nn.Parameter
+    assert module.w.item() == 0
+    assert not model.isCompiled()
+    assert not model.isAttachedToDevice()
+    model.destroy()
+    other = poptorch.trainingModel(module)
+    assert other(torch.ones(3)).item() == 0
+
+
+def test_destroyed_models_compile_again() -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    model.destroy()
+    assert model(torch.ones(3)).item() == 0  # a new shape
+    assert module.w.item() == -1.5
+    assert module.count.item() == 2
+
+
+def test_a_model_is_trained_by_one_wrapper_at_a_time() -> None:
+    module = Model()
+    model = poptorch.trainingModel(module)
+    with pytest.raises(RuntimeError, match=r"Call `destroy\(\)`"):
+        poptorch.trainingModel(module)
+    model.destroy()
+    poptorch.trainingModel(module)
+
+
+def test_detaching_and_attaching(transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    transfers.of(model)
+    model.detachFromDevice()
+    assert transfers.of(model) == (1, 0)
+    assert not model.isAttachedToDevice()
+    assert model.isCompiled()
+    with pytest.raises(poptorch.Error, match="Device is not attached"):
+        model.detachFromDevice()
+    assert module.w.item() == 0
+    model.attachToDevice()
+    assert transfers.of(model) == (0, 1)
+    with pytest.raises(poptorch.Error, match="already attached"):
+        model.attachToDevice()
+    assert model(X).item() == 0
+    model.detachFromDevice()
+    with torch.no_grad():
+        module.w.fill_(4)
+    assert model(X).item() == 8  # attaches by itself
+    assert module.w.item() == 3
+
+
+def test_a_wrapper_that_is_forgotten_leaves_a_trained_module() -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    del model
+    assert module.w.item() == 0
+    poptorch.trainingModel(module)
+
+
+def test_buffers_of_inference_stay_on_the_device() -> None:
+    module = Model().eval()
+    model = poptorch.inferenceModel(module)
+    for _ in range(3):
+        model(X)
+    assert module.count.item() == 0
+    model.copyWeightsToHost()
+    assert module.count.item() == 3
+
+
+def test_named_buffers() -> None:
+    module = Model().eval()
+    model = poptorch.inferenceModel(module, poptorch.Options().updatableNamedBuffers(["scale"]))
+    assert model(X).tolist() == [1, 1]
+    module.scale.fill_(3)
+    with torch.no_grad():
+        module.w.fill_(7)
+    model.copyNamedBuffersToDevice()
+    assert model(X).tolist() == [3, 3]
+    with pytest.raises(poptorch.Error, match="no buffers are named"):
+        poptorch.inferenceModel(module).copyNamedBuffersToDevice()
+    with pytest.raises(poptorch.Error, match="the model has no buffers named other; it has count, scale"):
+        poptorch.inferenceModel(module, poptorch.Options().updatableNamedBuffers(["other"])).compile(X)
+
+
+def test_buffers_of_several_replicas() -> None:
+    module = Model().eval()
+    with pytest.raises(poptorch.Error, match="PopTorch does not support broadcasting buffers.*'count'"):
+        poptorch.inferenceModel(module, poptorch.Options().replicationFactor(2))(torch.ones(2))
+    model = poptorch.inferenceModel(module, poptorch.Options().replicationFactor(2).broadcastBuffers(False))
+    model(torch.ones(2))
+    model(torch.ones(2))
+    model.copyWeightsToHost()
+    assert module.count.item() == 2
+
+
+def test_models_that_need_no_training() -> None:
+    with pytest.raises(poptorch.Error, match="an inference model has no optimizer"):
+        poptorch.inferenceModel(Model()).setOptimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    with pytest.raises(AssertionError, match="`optimizer` is for training"):
+        PoplarExecutor(Model(), None, False, "", torch.optim.SGD([torch.zeros(1)], lr=1.0))

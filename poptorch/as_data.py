@@ -54,8 +54,8 @@ def to_data(value: Any, name: str) -> Any:
     if isinstance(value, TensorLocationSettings):
         return {"location": to_data(value._values(), name)}
     raise createPoptorchError(
-        f"{name} is {value!r}, a {kind.__name__}, which cannot be saved: a file holds numbers, strings, tensors, dtypes "
-        "and tuples, lists and dictionaries of these, and no code."
+        f"{name} is {value!r}, a {kind.__name__}, which cannot be saved: a file holds numbers, strings, tensors, "
+        "dtypes and tuples, lists and dictionaries of these, and no code."
     )
 
 

@@ -196,7 +196,7 @@ class Compiled:
         program = Program(ir, captured, names, host, batching, options, returned, update, count, groupings, seed, title)
         labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
         results = [
-            Result(program.spec(each).shape, batching.returned(each.mode, each.period), label)
+            Result(program.spec(each).shape, program.count(each), label)
             for each, label in zip(returned, labels, strict=True)
         ]
         if options.executable_cache is not None:

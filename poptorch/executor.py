@@ -266,9 +266,11 @@ class PoplarExecutor:
 
     def __del__(self) -> None:
         """What has been trained and not read comes home now, if ever."""
-        if self.__dict__.get("_compiled") is not None and not sys.is_finalizing():
+        compiled, instrumented = self.__dict__.get("_compiled"), self.__dict__.get("_instrumented")
+        if compiled is not None and instrumented is not None and instrumented.is_stale and not sys.is_finalizing():
+            instrumented.is_stale = False
             with without_modes():  # a capture may be going on
-                self.copyWeightsToHostIfNeeded()
+                weights.write(self._module, compiled.weights(), self._grouped)
 
     # Devices --------------------------------------------------------------------------------------------------------
 

@@ -679,7 +679,7 @@ class Options(OptionsDict):
         "enableSyntheticData",
     )
     stable_norm: bool = setting(
-        False, "variances of normalisations are computed in two passes, which are more accurate", "enableStableNorm"
+        False, "variances of normalisations are computed in two passes in any case", "enableStableNorm"
     )
     ipu_model: bool = setting(
         False,
@@ -849,7 +849,7 @@ class Options(OptionsDict):
         return self._set(updatable_named_buffers=buffers)
 
     def enableStableNorm(self, enabled: bool) -> Self:
-        """Compute the variances of normalisations in two passes, which are slower and more accurate."""
+        """Compute the variances of normalisations in two passes, which is more accurate. Here it is always so."""
         return self._set(stable_norm=enabled)
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:

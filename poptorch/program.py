@@ -281,10 +281,8 @@ class Program:
         if micro_batches > 1:
             tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
             for number, result in enumerate(self._returned):
-                spec, slots = self.spec(result), self._batching.returned(result.mode, result.period)
-                if _is_updated(result):  # of each device iteration, there is one
-                    slots //= self._batching.gradient_accumulation
-                shape = spec.shape if result.mode in _SINGLE else (slots, *spec.shape)
+                spec = self.spec(result)
+                shape = spec.shape if result.mode in _SINGLE else (self.count(result), *spec.shape)
                 tensors[f"/output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
 
@@ -342,6 +340,13 @@ class Program:
                     accumulation = self._batching.gradient_accumulation
                     slot = _iteration_slot(slot, micro_batches=accumulation, period=result.period)
                 self._keep(result, t, tensors[f"/output{number}"], slot)
+
+    def count(self, result: Returned) -> int:
+        """How many of a result each replica returns."""
+        count = self._batching.returned(result.mode, result.period)
+        if _is_updated(result) and result.mode not in _SINGLE:  # of each device iteration, there is one
+            count //= self._batching.gradient_accumulation
+        return count
 
     def spec(self, result: Returned) -> popxl.TensorSpec:
         """Shape and dtype of what is returned of one micro-batch."""

@@ -282,8 +282,12 @@ def read(filename: str | os.PathLike[str]) -> Saved:
     )
     try:
         return Saved(name, _About.model_validate_json(about), safetensors.torch.load(tensors), session)
-    except (ValueError, safetensors.SafetensorError) as problem:
+    except (*_WRONG, safetensors.SafetensorError) as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
+
+
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError)
+"""What is raised for data that nobody has written."""
 
 
 class Saved:
@@ -309,10 +313,13 @@ class Saved:
             for each, (*groups, retrieval) in about.grouped.items()
         }
         self._name, self._about, self._tensors, self._session = name, about, tensors, session
+        self._args, self._kwargs = tuple(from_data(about.call.args)), from_data(about.call.kwargs)
+        self._result = from_data(about.call.result)
+        self._options = options_from_data(about.options)
 
     def options(self) -> Options:
         """The options, for a device of this machine."""
-        options = options_from_data(self._about.options)
+        options = self._options.clone()
         options._set(ipu_version=None)
         if options.connection_type is ConnectionType.Never:
             options.connectionType(ConnectionType.Always)
@@ -395,9 +402,9 @@ class Saved:
         inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
         outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
         compiled = Compiled(
-            Signature(forward, tuple(from_data(call.args)), from_data(call.kwargs)),
+            Signature(forward, self._args, self._kwargs),
             Batching.of(options, self.training),
-            structure_of(from_data(call.result), "result"),
+            structure_of(self._result, "result"),
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
             [Result(*each) for each in call.results],
             call.rewritten,

@@ -78,8 +78,10 @@ def line(op: Op) -> str:
     """An op as the line of its graph's definition.
 
     Example:
-        >>> print(line(main.ops[-1]))
-        y: f32[2] = Add(x, 1.0)
+        >>> with popxl.Ir().main_graph:
+        ...     y = popxl.variable([1.0, 2.0], name="x") + 1
+        >>> print(line(y.producer))
+        add_out: f32[2] = Add(x, 1.0)
     """
     results = ", ".join(map(_typed, op.outputs))
     return f"{results} = {_expression(op)}" if results else _expression(op)

@@ -27,3 +27,11 @@ def test_an_example_prints_what_is_shown(program: str, shown: str) -> None:
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) == 3
+
+
+def test_a_pytorch_model() -> None:
+    pytest.importorskip("torch")
+    (program,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(program, "README.md", "exec"), {})
+    assert printed.getvalue() == "torch.Size([4, 10])\n"

@@ -343,9 +343,9 @@ def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:
         0 <= begin and begin + last < dense.numel()
     ):
         raise createPoptorchError(
-            f"A tensor of the strides {seen.stride}, from {seen.offset} on, looks at memory that tensor with the shape "
-            f"{base.shape} and the strides {base.stride} has gaps in, or ends before. Make that tensor contiguous, or "
-            "use `view`, `select` and slices."
+            f"A tensor of shape {seen.shape} with the strides {seen.stride}, from {seen.offset} on, looks at memory of "
+            f"one of shape {base.shape} with the strides {base.stride}, which ends before, or has gaps there. Make the "
+            "latter contiguous, or use `view`, `select` and slices."
         )
     place = {"size": seen.shape, "stride": seen.stride, "storage_offset": begin}
     strided = View("aten.as_strided", "default", {"input": LOOKED_AT, **place}, (seen.shape,), dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,17 +16,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.distributions import Distribution
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
     "UNREADABLE",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "TorchDispatchMode",
     "decomposition",
     "fake_mode",
     "storage_key",
+    "unvalidated_distributions",
     "with_tensors",
     "without_modes",
     "written_arguments",
@@ -38,6 +42,17 @@ UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, Unsuppo
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and dtypes and no numbers; real ones are taken for such where they come."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """Have `torch.distributions` not look at the numbers that they are given."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def storage_key(t: torch.Tensor) -> int:

@@ -23,15 +23,17 @@ from poptorch.capture.modules import averaging
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.torch_private import (
     UNREADABLE,
+    DynamicOutputShapeException,
     TorchDispatchMode,
     decomposition,
     fake_mode,
     storage_key,
+    unvalidated_distributions,
     with_tensors,
     written_arguments,
 )
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.whole import WHOLE, Whole, as_activation
+from poptorch.capture.whole import COMPOSED_LOSSES, WHOLE, Whole, as_activation
 from poptorch.errors import createPoptorchError
 from poptorch.weights import not_rebound
 
@@ -132,6 +134,10 @@ class Tracer:
         self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         return t.detach_()
 
+    def loss(self, x: torch.Tensor) -> Any:
+        """A tensor, marked as a loss."""
+        return self.record("poptorch.identity_loss", lambda x, reduction: x.clone(), {"x": x, "reduction": "none"})
+
     def op(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """An op of PyTorch."""
         if self._suspended or op.namespace == "prim":
@@ -199,7 +205,8 @@ class _Functions(TorchFunctionMode):
         whole = None if self._tracer._suspended else _whole(func)
         args, kwargs = as_activation(func, args, kwargs or {})
         if whole is None:
-            return func(*args, **kwargs)
+            results = func(*args, **kwargs)
+            return self._tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
         return self._tracer.function(whole, func, args, kwargs)
 
 
@@ -294,14 +301,13 @@ def capture(
                 stack.enter_context(_scopes(module, recorder.scopes))
         _tracers.append(tracer)
         stack.callback(_tracers.pop)
+        stack.enter_context(unvalidated_distributions())
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
         except UNREADABLE as problem:
-            raise createPoptorchError(
-                "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever "
-                f"numbers come. Something needs them here ({recorder.source(_last_frame(problem))}): {problem}"
-            ) from problem
+            where = recorder.source(_last_frame(problem))
+            raise createPoptorchError(f"{_unreadable(problem)} It is needed here ({where}): {problem}") from problem
         leaves = [recorder.value_of(t) for t in flatten(result)]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
@@ -322,6 +328,20 @@ def _last_frame(problem: BaseException) -> FrameType | None:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     return last and last.tb_frame
+
+
+def _unreadable(problem: Exception) -> str:
+    if isinstance(problem, DynamicOutputShapeException):
+        return (
+            "The shape of a tensor cannot depend on numbers in another one: a model becomes one program, in which all "
+            "shapes are fixed. Keep the shape, with `torch.where(mask, x, 0)` in place of `x[mask]`, or state it where "
+            "a function has an `output_size` or `minlength`."
+        )
+    return (
+        "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever numbers "
+        "come. Choose by them with `torch.where` or `poptorch.cond`, index with `index_select`, `gather` or "
+        "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
+    )
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

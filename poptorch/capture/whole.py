@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["LOSSES", "WHOLE", "Whole", "as_activation"]
+__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation"]
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,16 @@ def _shaped_as_batch_norm(momentum: float | torch.Tensor, **given: Any) -> torch
 
 
 _WHOLE_LOSSES = (
-    *map(_whole, _LOSSES),
+    *(_whole(loss) for loss in _LOSSES),
     _whole(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
     _whole(F.ctc_loss, shaped_as=_shaped_as_ctc),
 )
 
 LOSSES = frozenset(whole.op for whole in _WHOLE_LOSSES)
 """Names of the ops that are losses."""
+
+COMPOSED_LOSSES = (F.triplet_margin_with_distance_loss,)
+"""Losses that run a function of the user's: their ops are captured one by one, and the result is marked."""
 
 def _shaped_as_combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     count = comb(len(input) + r - 1 if with_replacement else len(input), r)
@@ -183,6 +186,18 @@ WHOLE: tuple[Whole, ...] = (
     *_WHOLE_LOSSES,
     _whole(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
     _whole(F.instance_norm, writes=_statistics),
+    Whole(
+        "torch.batch_norm",
+        (torch.batch_norm,),
+        like=lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: None,
+        writes=_statistics,
+    ),
+    Whole(
+        "torch.instance_norm",
+        (torch.instance_norm,),
+        like=lambda input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled: None,
+        writes=_statistics,
+    ),
     _whole(
         F.layer_norm,
         torch.layer_norm,
@@ -230,7 +245,6 @@ WHOLE: tuple[Whole, ...] = (
     *(_whole(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
     _whole(F.dropout),
     _whole(F.embedding, applies=lambda given: given["max_norm"] is None),
-    _whole(F.embedding_bag, applies=lambda given: given["max_norm"] is None),
 )
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
@@ -252,5 +266,5 @@ def as_activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """Arguments of a function; of those that compute in the dtype of their input, with weight and bias cast to it."""
     if not any(function is each for each in _OF_THE_ACTIVATION):
         return args, kwargs
-    input = args[0] if args else kwargs.get("input", kwargs.get("input1"))
+    input = args[0] if args else kwargs["input1" if function is F.bilinear else "input"]
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(input.dtype), (args, kwargs))

@@ -8,9 +8,9 @@ from typing import Any
 from jax import lax
 
 import popxl
-from popxl import ops
 from poptorch.lowering.operands import promoted
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
 
 
 @lowers("aten.convolution")
@@ -26,9 +26,7 @@ def convolution(
     groups: int,
 ) -> popxl.Tensor:
     axes = len(input.shape) - 2
-    stride, padding, dilation, more = (
-        per_axis(sizes, axes) for sizes in (stride, padding, dilation, output_padding)
-    )
+    stride, padding, dilation, more = (per_axis(sizes, axes) for sizes in (stride, padding, dilation, output_padding))
     if not transposed:
         out = ops.conv(input, weight, stride, padding * 2, dilation, groups)
     else:

@@ -30,7 +30,7 @@ def _constant_fill(value: Number, *names: str) -> None:
 
 
 _EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-_constant_fill(0, "zeros", "zeros_like", "new_zeros", "zero", "zero_", *_EMPTY)
+_constant_fill(0, "zeros", "zeros_like", "new_zeros", "zero_", *_EMPTY)
 _constant_fill(1, "ones", "ones_like", "new_ones")
 
 

@@ -67,10 +67,10 @@ def binary_op(name: str, function: Function, **settings: Any) -> OpKind:
 
 for _name in ("exp", "log", "sqrt", "sin", "cos", "tanh"):
     unary(_name, getattr(ops, _name))
-for _name in ("abs", "ceil", "floor", "isnan", "isinf", "isfinite"):
+for _name in ("abs", "ceil", "floor", "isnan", "isinf"):
     unary(_name, getattr(ops, _name), of_floats=False)
 unary("neg", ops.negate, of_floats=False)
-unary("clone alias lift_fresh contiguous positive conj_physical", ops.identity, of_floats=False)
+unary("clone alias lift_fresh", ops.identity, of_floats=False)
 unary("detach", ops.detach, of_floats=False)
 
 _OF_FLOATS: dict[str, Function] = {
@@ -293,7 +293,7 @@ def _lerp(input: Any, end: Any, weight: Any) -> Any:
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
 
-@lowers("aten._to_copy", "aten.to")
+@lowers("aten._to_copy")
 def to(input: popxl.Tensor, dtype: popxl.dtype | None = None, copy: bool = False) -> popxl.Tensor:
     return ops.identity(input) if dtype is None else together(input, dtype)
 

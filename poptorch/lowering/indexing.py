@@ -1,8 +1,8 @@
 """Reading and writing where tensors of indices, or masks, say.
 
-Two ways to point are all there is. `aten.index` and what goes back to it has indices for some dimensions, which
-broadcast; the others are taken whole. `gather` and `scatter` have one index of as many dimensions as the tensor, for one
-of them; for the others each number stays in its line (`aligned`).
+There are two ways to point. `aten.index`, and what writes in the same way, have indices for some dimensions, which
+broadcast; the others are taken whole. `gather` and `scatter` have one index for one dimension, with as many dimensions
+as the tensor; in the others each number stays in its line (`aligned`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from popxl.ops.precision import widened
 def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
     """What JAX reads from and writes to."""
     if aligned:
-        places = [*jnp.indices(indices[0].shape, sparse=True)]
+        places: list[Any] = [*jnp.indices(indices[0].shape, sparse=True)]
     else:
         places = [slice(None)] * t.ndim
     for dim, index in zip(dims, indices, strict=True):

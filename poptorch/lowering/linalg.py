@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from popxl import ops
-from popxl.ops.precision import rounded_once, widened
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
+from popxl.ops.precision import rounded_once, widened
 
 # Products -------------------------------------------------------------------------------------------------------------
 
@@ -100,9 +101,12 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
 # cannot raise for the numbers that come. A matrix that cannot be factored gives NaN or infinity.
 
 
-def _of_matrices(name: str, function: Callable[..., Any], title: str = "") -> None:
-    plain = name.removeprefix("_").removeprefix("linalg_").removesuffix("_ex")
-    jax_op(f"aten.{name}", title=title or "".join(map(str.capitalize, plain.split("_"))))(function)
+def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> None:
+    first, *_ = names.split()
+    plain = first.removeprefix("_").removeprefix("linalg_").removesuffix("_ex")
+    jax_op(*(f"aten.{name}" for name in names.split()), title=title or "".join(map(str.capitalize, plain.split("_"))))(
+        function
+    )
 
 
 def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
@@ -118,20 +122,67 @@ def _solve(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> 
     return jnp.linalg.solve(A, B)
 
 
+def _of_one_batch(*matrices: Any) -> Any:
+    batch = jnp.broadcast_shapes(*(m.shape[:-2] for m in matrices))
+    return [jnp.broadcast_to(m, batch + m.shape[-2:]) for m in matrices]
+
+
 def _solve_triangular(input: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
-    batch = jnp.broadcast_shapes(input.shape[:-2], B.shape[:-2])
-    input, B = (jnp.broadcast_to(m, batch + m.shape[-2:]) for m in (input, B))
+    input, B = _of_one_batch(input, B)
     return lax.linalg.triangular_solve(input, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
 def _cholesky_solve(input: Any, input2: Any, *, upper: bool = False) -> Any:
-    batch = jnp.broadcast_shapes(input.shape[:-2], input2.shape[:-2])
-    input, input2 = (jnp.broadcast_to(m, batch + m.shape[-2:]) for m in (input, input2))
+    input, input2 = _of_one_batch(input, input2)
     return jax.scipy.linalg.cho_solve((input2, not upper), input)
 
 
 def _cholesky_inverse(input: Any, *, upper: bool = False) -> Any:
-    return _cholesky_solve(jnp.broadcast_to(jnp.eye(input.shape[-1], dtype=input.dtype), input.shape), input, upper=upper)
+    return _cholesky_solve(
+        jnp.broadcast_to(jnp.eye(input.shape[-1], dtype=input.dtype), input.shape), input, upper=upper
+    )
+
+
+def _lu(A: Any, *, pivot: bool = True) -> Any:
+    packed, _, rows = lax.linalg.lu(A)
+    size = min(A.shape[-2:])
+    lower = jnp.tril(packed[..., :size], -1) + jnp.eye(A.shape[-2], size, dtype=A.dtype)
+    return (
+        jnp.swapaxes(jax.nn.one_hot(rows, A.shape[-2], dtype=A.dtype), -1, -2),
+        lower,
+        jnp.triu(packed[..., :size, :]),
+    )
+
+
+def _lu_factor(A: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
+    packed, pivots, _ = lax.linalg.lu(A)
+    return packed, pivots + 1
+
+
+def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+    if not left:
+        return _lu_solve(LU, pivots, B.mT, adjoint=not adjoint).mT
+    LU, B = _of_one_batch(LU, B)
+    rows = jnp.broadcast_to(lax.linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1]), LU.shape[:-1])
+    solve = partial(lax.linalg.triangular_solve, LU, left_side=True, transpose_a=adjoint)
+    if adjoint:
+        out = solve(solve(B), lower=True, unit_diagonal=True)
+        return jnp.take_along_axis(out, jnp.argsort(rows)[..., None], -2)
+    return solve(solve(jnp.take_along_axis(B, rows[..., None], -2), lower=True, unit_diagonal=True))
+
+
+def _householder_product(input: Any, tau: Any) -> Any:
+    """The first columns of the product of all reflections; JAX's own has no derivative."""
+    rows, columns = input.shape[-2:]
+    out = jnp.broadcast_to(jnp.eye(rows, columns, dtype=input.dtype), input.shape)
+    vectors = jnp.moveaxis(jnp.tril(input, -1) + out, -1, 0)
+
+    def reflected(t: Any, reflection: Any) -> tuple[Any, None]:
+        vector, factor = reflection
+        return t - factor[..., None, None] * vector[..., None] * (vector[..., None, :] @ t), None
+
+    factors = jnp.moveaxis(tau, -1, 0)
+    return lax.scan(reflected, out, (vectors[: len(factors)], factors), reverse=True)[0]
 
 
 def _eigh(A: Any, *, UPLO: str = "L", compute_v: bool = True) -> Any:
@@ -165,7 +216,11 @@ _of_matrices("_linalg_det", lambda A: jnp.linalg.det(A), "Determinant")
 _of_matrices("_linalg_slogdet", lambda A: tuple(jnp.linalg.slogdet(A)), "LogDeterminant")
 _of_matrices("linalg_inv_ex", lambda A, *, check_errors=False: jnp.linalg.inv(A), "Inverse")
 _of_matrices("linalg_matrix_exp", lambda input: jax.scipy.linalg.expm(input))
-_of_matrices("linalg_cholesky_ex", _cholesky)
+_of_matrices("linalg_cholesky_ex cholesky", _cholesky)
+_of_matrices("linalg_lu", _lu, "LU")
+_of_matrices("linalg_lu_factor_ex", _lu_factor, "LUFactor")
+_of_matrices("linalg_lu_solve", _lu_solve, "LUSolve")
+_of_matrices("linalg_householder_product", _householder_product)
 _of_matrices("_linalg_solve_ex", _solve)
 _of_matrices("linalg_solve_triangular", _solve_triangular)
 _of_matrices("cholesky_solve", _cholesky_solve)

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
 import popxl
-from popxl import OpKind, ops
-from popxl.ops.precision import rounded_once, widened
 from poptorch.lowering.nn import log_softmax
 from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import OpKind, ops
+from popxl.ops.precision import rounded_once, widened
 
 # Reductions -----------------------------------------------------------------------------------------------------------
 
@@ -311,9 +311,7 @@ def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smooth
 
 
 @jax_op(title="NllGrad")
-def _nll_grad(
-    g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float
-) -> Any:
+def _nll_grad(g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float) -> Any:
     of_logs, _ = _shares(logs, target, weight, ignore_index, label_smoothing)
     # Not a product: the mean over no elements is not a number.
     return jnp.where(of_logs == 0, 0, -of_logs * jnp.expand_dims(g, _class_axis(logs)))
@@ -328,9 +326,7 @@ def _nll_grad(
     },
     result=("losses", "shares"),
 )
-def _nll(
-    logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float
-) -> tuple[Any, Any]:
+def _nll(logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float) -> tuple[Any, Any]:
     """The loss of each element; what it counts in the mean. An element without a class costs nothing."""
     of_logs, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
     # Not a product: what is ignored may be infinite.

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 import popxl
-from popxl import OpKind, ops
-from popxl.ops.precision import rounded_once, widened
 from poptorch.lowering.norms import renormed
 from poptorch.lowering.operands import axis_of, together
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import OpKind, ops
+from popxl.ops.precision import rounded_once, widened
 
 # Softmax --------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ _paced = OpKind(
 
 @jax_op(title="EmbeddingPace")
 def _pace(indices: Any, *, rows: int, padding_idx: int | None, by_frequency: bool) -> Any:
-    """What the gradient of each row that was looked up is multiplied by: nothing for padding, less for frequent ones."""
+    """What the gradient of each row that was looked up is multiplied by: 0 for padding, less for frequent ones."""
     pace = jnp.ones(indices.shape, jnp.float32)
     if by_frequency:
         pace = pace / jnp.bincount(indices.reshape(-1), length=rows)[indices]
@@ -116,30 +116,25 @@ def embedding_renorm(input: Any, indices: Any, *, max_norm: float, norm_type: fl
     return jnp.where(used, renormed(widened(input), p=norm_type, dim=0, maxnorm=max_norm), input)
 
 
-@lowers("torch.embedding_bag")
+@lowers("aten._embedding_bag", "aten._embedding_bag_forward_only")
 def embedding_bag(
-    input: popxl.Tensor,
     weight: popxl.Tensor,
-    offsets: popxl.Tensor | None = None,
+    indices: popxl.Tensor,
+    offsets: popxl.Tensor,
     scale_grad_by_freq: bool = False,
-    mode: str = "mean",
+    mode: int = 0,
+    sparse: bool = False,
     per_sample_weights: popxl.Tensor | None = None,
     include_last_offset: bool = False,
-    padding_idx: int | None = None,
-    **others: Any,
+    padding_idx: int = -1,
 ) -> popxl.Tensor:
-    if offsets is None:
-        bags, length = input.shape
-        bag_of = popxl.constant([bag for bag in range(bags) for _ in range(length)], popxl.int32)
-    else:
-        bags = offsets.shape[0] - include_last_offset
-        bag_of = _bag_of(offsets, count=input.nelms)
-    flat = ops.reshape(input, (-1,))
-    rows = _looked_up(weight, flat, padding_idx, scale_grad_by_freq)
+    padding = None if padding_idx < 0 else padding_idx
+    rows = _looked_up(weight, indices, padding, scale_grad_by_freq)
     if per_sample_weights is not None:
         rows = rows * ops.reshape(per_sample_weights, (-1, 1))
-    padding_idx = None if padding_idx is None else padding_idx % weight.shape[0]
-    return _bagged(rows, bag_of, flat, bags=bags, mode=mode, padding_idx=padding_idx)
+    bag_of = _bag_of(offsets, count=indices.nelms)
+    bags = offsets.shape[0] - include_last_offset
+    return _bagged(rows, bag_of, indices, bags=bags, mode=("sum", "mean", "max")[mode], padding_idx=padding)
 
 
 @jax_op(title="BagOf")

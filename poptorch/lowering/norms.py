@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 
 import popxl
-from popxl import ops
-from popxl.ops.precision import rounded_once, wide_dtype, widened
 from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
+from popxl.ops.precision import rounded_once, wide_dtype, widened
 
 # The one op -----------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ from poptorch.lowering.registry import jax_op, lowers
 def _normalised(
     input: Any, weight: Any = None, bias: Any = None, *, axes: tuple[int, ...], eps: float
 ) -> tuple[Any, Any, Any]:
-    """`(input - mean) / sqrt(var + eps) * weight + bias`; mean and variance are those over some axes, which are kept."""
+    """`(input - mean) / sqrt(var + eps) * weight + bias`; mean and variance over some axes, which are kept."""
     x = input.astype(wide_dtype(input))
     mean = x.mean(axes, keepdims=True)
     x = x - mean
@@ -66,9 +66,7 @@ def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, po
         eps=op.attributes["eps"],
     )
     gradients = dict(zip(("input", "weight", "bias"), made, strict=False))
-    return {
-        i: together(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)
-    }
+    return {i: together(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)}
 
 
 _normalise = jax_op(title="Normalise", gradient=_gradient, result=("normalised", "mean", "variance"))(_normalised)
@@ -146,6 +144,7 @@ def batch_norm(
     training: bool,
     momentum: float | popxl.Tensor,
     eps: float,
+    **backend: Any,
 ) -> tuple[popxl.Tensor, ...]:
     axes = (0, *range(2, len(input.shape)))
     return _by_statistics(input, running_mean, running_var, weight, bias, axes if training else None, momentum, eps)
@@ -161,6 +160,7 @@ def instance_norm(
     use_input_stats: bool,
     momentum: float,
     eps: float,
+    **backend: Any,
 ) -> tuple[popxl.Tensor, ...]:
     axes = tuple(range(2, len(input.shape)))
     return _by_statistics(
@@ -203,10 +203,22 @@ def _normalised_by(input: Any, mean: Any, var: Any, weight: Any = None, bias: An
 # Of slices ------------------------------------------------------------------------------------------------------------
 
 
+def _norms(input: Any, p: float, dim: int) -> Any:
+    """The norm of each slice along an axis, whose dimensions are kept."""
+    axes = tuple(axis for axis in range(input.ndim) if axis != dim % input.ndim)
+    return jnp.expand_dims(norm(input, float(p), axes), axes)
+
+
+@jax_op("aten._weight_norm_interface", title="WeightNorm")
+@rounded_once
+def weight_norm(v: Any, g: Any, *, dim: int = 0) -> tuple[Any, Any]:
+    norms = _norms(v, 2, dim)
+    return v * (g / norms), norms
+
+
 def renormed(input: Any, *, p: float, dim: int, maxnorm: float) -> Any:
     """Slices along an axis, those with a larger norm scaled down to it."""
-    axes = tuple(axis for axis in range(input.ndim) if axis != dim % input.ndim)
-    norms = jnp.expand_dims(norm(input, float(p), axes), axes)
+    norms = _norms(input, p, dim)
     return input * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
 
 

@@ -12,10 +12,10 @@ from jax import lax
 from numpy.typing import NDArray
 
 import popxl
-from popxl.ops.precision import widened
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
+from popxl.ops.precision import widened
 
 Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
@@ -130,9 +130,7 @@ def _max_pools(axes: int) -> None:
     def adaptive(input: popxl.Tensor, output_size: Sequence[int]) -> tuple[popxl.Tensor, ...]:
         return _max_pool(input, axes=axes, output_size=tuple(output_size))
 
-    def unpool(
-        input: popxl.Tensor, indices: popxl.Tensor, output_size: Sequence[int], **regular: Any
-    ) -> popxl.Tensor:
+    def unpool(input: popxl.Tensor, indices: popxl.Tensor, output_size: Sequence[int], **regular: Any) -> popxl.Tensor:
         return _unpool(input, indices, output_size=tuple(output_size))
 
     lowers(f"aten.max_pool{axes}d_with_indices")(max_pool)

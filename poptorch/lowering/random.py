@@ -47,7 +47,7 @@ def rand(**like: Any) -> popxl.Tensor:
     return uniform(wanted.shape, wanted.dtype)
 
 
-@lowers("aten.uniform", "aten.uniform_")
+@lowers("aten.uniform_")
 def uniform_(to: float = 1, **given: Any) -> popxl.Tensor:
     (wanted,) = emission().wanted
     return uniform(wanted.shape, wanted.dtype, given.get("from", 0), to)
@@ -58,7 +58,7 @@ def randn(**like: Any) -> popxl.Tensor:
     return normal()
 
 
-@lowers("aten.normal", "aten.normal_", "aten.normal_functional")
+@lowers("aten.normal", "aten.normal_")
 def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **like: Any) -> popxl.Tensor:
     (wanted,) = emission().wanted
     if isinstance(mean, popxl.Tensor) or isinstance(std, popxl.Tensor):
@@ -71,7 +71,7 @@ def _normal(key: Any, mean: Any, std: Any, *, shape: Shape) -> Any:
     return mean + std * jax.random.normal(key, shape, mean.dtype)
 
 
-@lowers("aten.log_normal", "aten.log_normal_")
+@lowers("aten.log_normal_")
 def log_normal(mean: float = 1, std: float = 2, **like: Any) -> popxl.Tensor:
     return ops.exp(ops.random_normal(emission().seed(), emission().wanted[0].shape, mean, std))
 
@@ -95,7 +95,7 @@ def _bernoulli(key: Any, p: Any, *, shape: Shape) -> Any:
     return jax.random.bernoulli(key, p, shape)
 
 
-@lowers("aten.cauchy", "aten.cauchy_")
+@lowers("aten.cauchy_")
 def cauchy(median: float = 0, sigma: float = 1, **like: Any) -> popxl.Tensor:
     return _cauchy(shape=emission().wanted[0].shape) * sigma + median
 
@@ -105,7 +105,7 @@ def _cauchy(key: Any, *, shape: Shape) -> Any:
     return jax.random.cauchy(key, shape, jnp.float32)
 
 
-@lowers("aten.exponential", "aten.exponential_")
+@lowers("aten.exponential_")
 def exponential(lambd: float = 1, **like: Any) -> popxl.Tensor:
     return _exponential(shape=emission().wanted[0].shape) / lambd
 
@@ -115,7 +115,7 @@ def _exponential(key: Any, *, shape: Shape) -> Any:
     return jax.random.exponential(key, shape, jnp.float32)
 
 
-@lowers("aten.geometric", "aten.geometric_")
+@lowers("aten.geometric_")
 def geometric(p: float, **like: Any) -> popxl.Tensor:
     return _geometric(p=p, shape=emission().wanted[0].shape)
 
@@ -169,7 +169,7 @@ def randint(high: int, low: int = 0, **like: Any) -> popxl.Tensor:
     return _integers(low, high)
 
 
-@lowers("aten.random", "aten.random_")
+@lowers("aten.random_")
 def random_(to: int | None = None, **given: Any) -> popxl.Tensor:
     return _integers(given.get("from", 0), _beyond(emission().wanted[0].dtype) if to is None else to)
 

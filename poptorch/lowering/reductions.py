@@ -52,8 +52,8 @@ _over_dims("amin", amin := _of_axes("Amin", jnp.min))
 _over_dims("any", _of_axes("Any", jnp.any, gradient=None), of=dtypes.bool)
 _over_dims("all", _of_axes("All", jnp.all, gradient=None), of=dtypes.bool)
 _over_dims("count_nonzero", _of_axes("CountNonzero", jnp.count_nonzero, gradient=None), of=dtypes.bool)
-lowers("aten.max.default")(lambda input: amax(input, axes_of(input, None)))
-lowers("aten.min.default")(lambda input: amin(input, axes_of(input, None)))
+lowers("aten.max.default", "aten.max.unary_out")(lambda input: amax(input, axes_of(input, None)))
+lowers("aten.min.default", "aten.min.unary_out")(lambda input: amin(input, axes_of(input, None)))
 
 
 # One element of each line ---------------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
         return kind(lined(input), axis=axis_of(input, dim), **how)
 
 
-picking("max.dim", "Max", partial(jnp.argmax, axis=-1))
-picking("min.dim", "Min", partial(jnp.argmin, axis=-1))
+picking("max.dim max.dim_max", "Max", partial(jnp.argmax, axis=-1))
+picking("min.dim min.dim_min", "Min", partial(jnp.argmin, axis=-1))
 
 
 def _place(name: str) -> None:

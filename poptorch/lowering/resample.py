@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
-from popxl.ops.precision import rounded_once, widened
-from popxl.ops.resample import Taps, tapped, transposed
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
+from popxl.ops.precision import rounded_once, widened
+from popxl.ops.resample import Taps, tapped, transposed
 
 # Resized --------------------------------------------------------------------------------------------------------------
 
@@ -165,9 +165,10 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
         x = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
         taps.append(_around(x if interpolation_mode == 2 else inside[i](x), interpolation_mode))
     batch = jnp.arange(len(input)).reshape(-1, *(1,) * len(sizes))
-    total = 0
+    total: Any = 0
     for corner in itertools.product(*taps):
-        factor, index = 1, []
+        factor: Any = 1
+        index = []
         for (place, share), limit, size in zip(corner, inside, sizes, strict=True):
             place = limit(place) if interpolation_mode == 2 else place
             seen = (place >= 0) & (place <= size - 1)

@@ -45,7 +45,7 @@ def reshape(input: popxl.Tensor, **how: Any) -> popxl.Tensor:
 
 @lowers("aten.view.dtype")
 def view_as(input: popxl.Tensor, dtype: popxl.dtype) -> popxl.Tensor:
-    if input.dtype.itemsize != dtype.itemsize:
+    if input.dtype.itemsize != dtype.itemsize or input.shape != emission().wanted[0].shape:
         raise ValueError(f"view: the numbers of {input!r} have another size than {dtype}; expected the same size.")
     return bits(input, dtype=dtype)
 
@@ -93,6 +93,13 @@ def slice_(
     input: popxl.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> popxl.Tensor:
     return _cut(input, axis_of(input, dim), start, end, step)
+
+
+@lowers("aten.narrow_copy")
+def narrow(input: popxl.Tensor, dim: int, start: int, length: int) -> popxl.Tensor:
+    axis = axis_of(input, dim)
+    begin = start + input.shape[axis] if start < 0 else start
+    return _cut(input, axis, begin, begin + length)
 
 
 @lowers(*_view("split", "split_with_sizes", "unbind"), "aten.unsafe_split", "aten.unsafe_split_with_sizes")
@@ -204,8 +211,12 @@ def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -
     padding = [(0, 0, 0)] * base.ndim
     padding[axis] = (start, size - start - (count - 1) * step - 1, step - 1)
     place = jnp.arange(size) - start
-    is_written = jnp.expand_dims((place >= 0) & (place < count * step) & (place % step == 0), range(1, base.ndim - axis))
-    return jnp.where(is_written, lax.pad(content, jnp.zeros((), base.dtype), padding), base)
+    is_written = (place >= 0) & (place < count * step) & (place % step == 0)
+    return jnp.where(
+        jnp.expand_dims(is_written, range(1, base.ndim - axis)),
+        lax.pad(content, jnp.zeros((), base.dtype), padding),
+        base,
+    )
 
 
 @jax_op(title="StridedUpdate")

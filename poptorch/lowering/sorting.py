@@ -72,8 +72,8 @@ def _mode(lines: Any) -> Any:
 
 
 picking("kthvalue", "KthValue", _kth)
-picking("median.dim", "Median", _median)
-picking("nanmedian.dim", "NanMedian", _nanmedian)
+picking("median.dim median.dim_values", "Median", _median)
+picking("nanmedian.dim nanmedian.dim_values", "NanMedian", _nanmedian)
 picking("mode", "Mode", _mode)
 
 

@@ -30,9 +30,7 @@ class Columns(torch.nn.Module):
     ],
 )
 @pytest.mark.parametrize("momentum", [None, 0.9])
-def test_shards_train_as_the_whole(
-    of_weight: CommGroupType, of_input: CommGroupType, momentum: float | None
-) -> None:
+def test_shards_train_as_the_whole(of_weight: CommGroupType, of_input: CommGroupType, momentum: float | None) -> None:
     torch.manual_seed(1)
     whole, rows = torch.randn(3, 8) / 3, torch.randn(2, 2, 3)  # two groups of rows, of two
     module = Columns(whole.reshape(3, 4, 2).swapaxes(0, 1).contiguous())

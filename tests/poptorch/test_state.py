@@ -240,9 +240,7 @@ def test_half_accumulators_need_a_running_mean(monkeypatch: pytest.MonkeyPatch) 
     module, _, model = wrapped(lambda p: optim.SGD(p, lr=0.1, accum_type=torch.half))
     assert strategy(model) is running
     model.destroy()
-    combined = optim.SGD(
-        module.parameters(), lr=0.1, momentum=0.9, accum_type=torch.half, use_combined_accum=True
-    )
+    combined = optim.SGD(module.parameters(), lr=0.1, momentum=0.9, accum_type=torch.half, use_combined_accum=True)
     model = poptorch.trainingModel(module, None, combined)
     assert strategy(model) is post
     half = optim.SGD(module.parameters(), lr=0.1, accum_type=torch.half)

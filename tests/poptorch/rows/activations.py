@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,14 +14,26 @@ _PLAIN = (
     "relu6 elu selu celu gelu silu mish hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink leaky_relu "
     "softplus softsign logsigmoid tanh sigmoid rrelu"
 ).split()
-_IN_PLACE = ("relu", "relu6", "elu", "selu", "celu", "silu", "mish", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu")
+_IN_PLACE = (
+    "relu",
+    "relu6",
+    "elu",
+    "selu",
+    "celu",
+    "silu",
+    "mish",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "leaky_relu",
+)
 _NOT_IN_HALF = ("celu", "rrelu")
 
 _BENDS = torch.tensor([-100.0, -6, -3, -1, -0.5, 0, 0.5, 1, 3, 6, 100])
 """Where some activation has a bend, and far away, where a branch that is not taken would overflow."""
 
 
-def _call(name: str):
+def _call(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: getattr(F, name)(x)
 
 
@@ -35,8 +49,15 @@ def _modules(x: torch.Tensor) -> list[torch.Tensor]:
 ROWS = [
     *(Row(name, _call(name), (normal(2, 3) * 3,), half=name not in _NOT_IN_HALF) for name in _PLAIN),
     *(Row(f"{name} at bends", _call(name), (_BENDS,), half=name not in _NOT_IN_HALF) for name in _PLAIN),
-    *(Row(f"{name} in place", lambda x, name=name: (getattr(F, name)(x, inplace=True), x), (normal(2, 3),),
-          half=name not in _NOT_IN_HALF) for name in _IN_PLACE),
+    *(
+        Row(
+            f"{name} in place",
+            lambda x, name=name: (getattr(F, name)(x, inplace=True), x),
+            (normal(2, 3),),
+            half=name not in _NOT_IN_HALF,
+        )
+        for name in _IN_PLACE
+    ),
     Row("modules", _modules, (normal(2, 3),)),
     Row("celu, alpha", lambda x: F.celu(x, 0.5), (normal(2, 3),), half=False),
     Row("gelu, tanh", lambda x: F.gelu(x, approximate="tanh"), (normal(2, 3),)),
@@ -47,4 +68,4 @@ ROWS = [
     Row("prelu", F.prelu, (normal(2, 3, 4), normal(3))),
     Row("prelu, one weight", F.prelu, (normal(2, 3), normal(1))),
     Row("glu", lambda x: (F.glu(x, 1), F.glu(x, -1)), (normal(2, 4, 6),)),
-]  # fmt: skip
+]

@@ -14,7 +14,12 @@ def _conv(name: str, shape: tuple[int, ...], weight: tuple[int, ...], **how: Any
     function = getattr(F, name)
     channels = weight[1] * how.get("groups", 1) if "transpose" in name else weight[0]
     title = ", ".join([name, *(f"{key} {value}" for key, value in how.items())])
-    return Row(title, lambda *given: function(*given, **how), (normal(*shape), normal(*weight), normal(channels)), half_tolerance=1e-2)
+    return Row(
+        title,
+        lambda *given: function(*given, **how),
+        (normal(*shape), normal(*weight), normal(channels)),
+        half_tolerance=1e-2,
+    )
 
 
 def _module(title: str, module: torch.nn.Module, *args: Any) -> Row:
@@ -39,12 +44,31 @@ ROWS = [
     _conv("conv_transpose1d", (2, 3, 5), (3, 4, 3)),
     _conv("conv_transpose1d", (2, 4, 5), (4, 3, 3), stride=3, padding=1, output_padding=2, groups=2),
     _conv("conv_transpose2d", (2, 3, 4, 5), (3, 4, 3, 2)),
-    _conv("conv_transpose2d", (1, 4, 3, 4), (4, 2, 3, 2), stride=(2, 3), padding=1, output_padding=(1, 2), groups=2, dilation=2),
+    _conv(
+        "conv_transpose2d",
+        (1, 4, 3, 4),
+        (4, 2, 3, 2),
+        stride=(2, 3),
+        padding=1,
+        output_padding=(1, 2),
+        groups=2,
+        dilation=2,
+    ),
     _conv("conv_transpose2d", (3, 4, 5), (3, 4, 3, 2), dilation=(1, 3), output_padding=(0, 1)),
     _conv("conv_transpose3d", (1, 2, 3, 2, 4), (2, 3, 2, 3, 1)),
     _conv("conv_transpose3d", (1, 2, 3, 2, 4), (2, 3, 2, 3, 1), stride=2, padding=1, output_padding=1),
-    Row("conv2d without bias", lambda x, w: F.conv2d(x, w, padding=1), (normal(2, 3, 5, 6), normal(4, 3, 3, 2)), half_tolerance=1e-2),
-    *(_module(f"Conv2d, padded by {mode}", torch.nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode=mode)) for mode in ("reflect", "replicate", "circular")),
-    _module("Conv2d, padded by circular to the same size", torch.nn.Conv2d(2, 3, 3, padding="same", padding_mode="circular")),
+    Row(
+        "conv2d without bias",
+        lambda x, w: F.conv2d(x, w, padding=1),
+        (normal(2, 3, 5, 6), normal(4, 3, 3, 2)),
+        half_tolerance=1e-2,
+    ),
+    *(
+        _module(f"Conv2d, padded by {mode}", torch.nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode=mode))
+        for mode in ("reflect", "replicate", "circular")
+    ),
+    _module(
+        "Conv2d, padded by circular to the same size", torch.nn.Conv2d(2, 3, 3, padding="same", padding_mode="circular")
+    ),
     _module("ConvTranspose2d, output_size", torch.nn.ConvTranspose2d(2, 3, 3, stride=2), (10, 11)),
 ]

@@ -22,10 +22,21 @@ def _like(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _written(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What is made empty, and then filled."""
+    made = (
+        torch.empty(2, 3, dtype=x.dtype),
+        torch.empty_like(x),
+        x.new_empty(2),
+        torch.empty_strided((2, 2), (1, 2)),
+        x.new_empty_strided((2, 3), (3, 1)),
+        torch.empty_permuted((2, 3), (1, 0)),
+    )
+    for t in made:
+        t[0] = 1
+        t[1] = 2
     y, z = torch.empty(2, 3, dtype=x.dtype), torch.empty_like(x)
     y.copy_(x)
     z.fill_(3)
-    return y, z, x.new_empty(2).fill_(1), x.new_empty_strided((2, 2), (1, 2)).zero_(), torch.empty_strided((2,), (1,)).fill_(2)
+    return *made, y, z, x.new_empty(2).fill_(1)
 
 
 def _sequences(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -79,11 +90,25 @@ ROWS = [
     Row("like integers", lambda x: (torch.zeros_like(x), x.new_ones(2), torch.full_like(x, 4)), (whole(3),)),
     Row("empty", _written, (normal(2, 3),)),
     Row("sequences", _sequences, (normal(2, 3),)),
-    Row("sequences between tensors", lambda x, y: (torch.linspace(x, 4, 5), torch.linspace(x, y, 3),
-        torch.linspace(1, y, 1), torch.logspace(x, y, 3, base=2), torch.logspace(0, y, 4)),
-        (torch.tensor(1.5), torch.tensor(2.5)), gradient=False),
+    Row(
+        "sequences between tensors",
+        lambda x, y: (
+            torch.linspace(x, 4, 5),
+            torch.linspace(x, y, 3),
+            torch.linspace(1, y, 1),
+            torch.logspace(x, y, 3, base=2),
+            torch.logspace(0, y, 4),
+            torch.logspace(x, 2, 3),
+        ),
+        (torch.tensor(1.5), torch.tensor(2.5)),
+        gradient=False,
+    ),
     Row("tables", _tables, (normal(2, 3),)),
-    Row("fill_, zero_", lambda x, y: (x.clone().fill_(2), x.clone().zero_(), x.fill_(y.sum())), (normal(2, 3), normal(2)),
-        half_tolerance=1e-2),
+    Row(
+        "fill_, zero_",
+        lambda x, y: (x.clone().fill_(2), x.clone().zero_(), x.fill_(y.sum())),
+        (normal(2, 3), normal(2)),
+        half_tolerance=1e-2,
+    ),
     Row("fill", lambda x: torch.fill(x, 3), (normal(2, 3),)),
-]  # fmt: skip
+]

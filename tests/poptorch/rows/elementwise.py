@@ -16,7 +16,20 @@ _UNARY = (
 _OF_POSITIVE = ("log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sqrt")
 _WITHIN_ONE = ("acos", "asin", "atanh")
 _BINARY = "add sub mul div atan2 copysign fmod hypot logaddexp logaddexp2 remainder rsub".split()
-_OF_INTEGERS = ("exp", "abs", "neg", "sign", "sgn", "square", "reciprocal", "ceil", "floor", "round", "trunc", "positive")
+_OF_INTEGERS = (
+    "exp",
+    "abs",
+    "neg",
+    "sign",
+    "sgn",
+    "square",
+    "reciprocal",
+    "ceil",
+    "floor",
+    "round",
+    "trunc",
+    "positive",
+)
 
 _ODD = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 2.5, -2.5])
 _SIGNED = torch.tensor([-7, -4, 0, 3, 5])
@@ -77,40 +90,62 @@ ROWS = [
     Row("signbit of integers", torch.signbit, (_SIGNED,)),
     *(Row(name, call(name), (normal(2, 3), normal(3))) for name in _BINARY),
     *(Row(f"{name} of mixed dtypes", call(name), (normal(2, 3), whole(3) + 1)) for name in _BINARY[:5]),
-    *(Row(f"{name} with a number", call(name), (whole(3), 2.5)) for name in ("add", "sub", "mul", "div", "fmod", "rsub")),
+    *(
+        Row(f"{name} with a number", call(name), (whole(3), 2.5))
+        for name in ("add", "sub", "mul", "div", "fmod", "rsub")
+    ),
     Row("two dtypes", lambda x, y: x.half() * y, (normal(2, 3), normal(3)), tolerance=1e-3),
     Row("a number and a tensor", lambda x: (1 - x, 2 / x), (positive(2, 3),)),
     Row("remainder of a number", lambda x: (3 % x, torch.remainder(2, x)), (positive(2, 3),), gradient=False),
-    Row("add, sub, rsub: alpha", lambda x, y: (torch.add(x, y, alpha=2), x.sub(y, alpha=0.5), torch.rsub(x, y, alpha=3)),
-        (normal(3), normal(3))),
+    Row(
+        "add, sub, rsub: alpha",
+        lambda x, y: (torch.add(x, y, alpha=2), x.sub(y, alpha=0.5), torch.rsub(x, y, alpha=3)),
+        (normal(3), normal(3)),
+    ),
     Row("add and mul of bools", lambda x, y: (x + y, x * y), (torch.tensor([True, False]), torch.tensor([True, True]))),
     Row("in place", _in_place, (positive(2, 3), positive(3))),
     Row("at zero", _at_zero, (torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, -1.0, 0.0]))),
-    Row("floor division", lambda x, y: (x // y, torch.floor_divide(x, y), x.div(y, rounding_mode="floor")),
-        (_SIGNED, _DIVISORS)),
+    Row(
+        "floor division",
+        lambda x, y: (x // y, torch.floor_divide(x, y), x.div(y, rounding_mode="floor")),
+        (_SIGNED, _DIVISORS),
+    ),
     Row("truncated division", lambda x, y: x.div(y, rounding_mode="trunc"), (_SIGNED, _DIVISORS)),
     Row("remainders of integers", lambda x, y: (x % y, torch.fmod(x, y)), (_SIGNED, _DIVISORS)),
     Row("floor division of floats", lambda x: (x // 0.75, x // -0.75), (normal(2, 3),), gradient=False),
     Row("division by zero, rounded", lambda x: torch.div(x, 0.0, rounding_mode="floor"), (normal(2, 3),)),
     Row("truncated division of floats", lambda x: torch.div(x, 0.75, rounding_mode="trunc"), (normal(2, 3),)),
     Row("ldexp", torch.ldexp, (normal(2, 3), whole(3))),
-    Row("gcd, lcm", lambda x, y: (torch.gcd(x, y), torch.lcm(x, y)), (torch.tensor([4, 6, -9]), torch.tensor([6, 9, 3]))),
+    Row(
+        "gcd, lcm", lambda x, y: (torch.gcd(x, y), torch.lcm(x, y)), (torch.tensor([4, 6, -9]), torch.tensor([6, 9, 3]))
+    ),
     Row("nextafter", torch.nextafter, (normal(2, 3), normal(3)), half=False),
     *(Row(f"pow {e}", lambda x, e=e: x**e, (positive(2, 3),)) for e in (0, 0.5, 1, 2, 3, -1, -2, 2.5)),
     Row("pow of negative numbers", lambda x: (x**2, x**3, x**-1), (normal(2, 3),)),
     Row("pow of a number", lambda x: 2.0**x, (normal(2, 3),)),
     Row("pow of tensors", torch.pow, (positive(2, 3), normal(3))),
     Row("pow at zero", lambda x: (x**2, x**1, x**0, x**3), (torch.zeros(3),)),
-    Row("pow of integers", lambda x, y: (x**2, x**3, x**y, 2**y, x**0.5, y**-1.0),
-        (torch.tensor([1, 2, 3]), torch.tensor([3, 1, 4]))),
-    Row("pow of integers, negative exponents", torch.pow, (torch.tensor([1, -1, -1, 3]), torch.tensor([-2, -2, -3, -1]))),
+    Row(
+        "pow of integers",
+        lambda x, y: (x**2, x**3, x**y, 2**y, x**0.5, y**-1.0),
+        (torch.tensor([1, 2, 3]), torch.tensor([3, 1, 4])),
+    ),
+    Row(
+        "pow of integers, negative exponents", torch.pow, (torch.tensor([1, -1, -1, 3]), torch.tensor([-2, -2, -3, -1]))
+    ),
     Row("float_power", lambda x: (torch.float_power(x, 2), torch.float_power(3, x)), (positive(2, 3),)),
-    Row("addcmul, addcdiv", lambda x, y, z: (torch.addcmul(x, y, z, value=0.5), x.addcdiv(y, z), x.addcmul(y, z)),
-        (normal(2, 3), normal(3), positive(2, 1))),
+    Row(
+        "addcmul, addcdiv",
+        lambda x, y, z: (torch.addcmul(x, y, z, value=0.5), x.addcdiv(y, z), x.addcmul(y, z)),
+        (normal(2, 3), normal(3), positive(2, 1)),
+    ),
     Row("addcmul of integers", torch.addcmul, (whole(3), whole(3, seed=1), whole(3, seed=2))),
-    Row("lerp", lambda x, y, w: (torch.lerp(x, y, 0.25), x.lerp(y, 0.75), x.lerp(y, w)),
-        (normal(2, 3), normal(2, 3, seed=1), normal(3))),
+    Row(
+        "lerp",
+        lambda x, y, w: (torch.lerp(x, y, 0.25), x.lerp(y, 0.75), x.lerp(y, w)),
+        (normal(2, 3), normal(2, 3, seed=1), normal(3)),
+    ),
     Row("to", lambda x: x.to(torch.int64) + x.half(), (normal(2, 3),)),
     Row("conversions", _converted, (normal(2, 3) * 3,)),
     Row("copy_", lambda x, y: x.copy_(y), (normal(2, 3), normal(3))),
-]  # fmt: skip
+]

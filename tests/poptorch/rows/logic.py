@@ -70,8 +70,11 @@ ROWS = [
     Row("masked_fill", _filled, (normal(2, 3), normal(4))),
     Row("masked_fill of integers", lambda x: x.masked_fill(x > 3, -1), (whole(5),)),
     Row("clamp", _clamped, (torch.tensor([-2.0, -1, 0, 0.5, 1, 2, 3]),)),
-    Row("clamp with tensors", lambda x, y, z: (x.clamp(y, z), x.clamp(min=y), torch.clamp(x, max=z)),
-        (normal(2, 3), normal(3) - 0.5, normal(2, 1))),
+    Row(
+        "clamp with tensors",
+        lambda x, y, z: (x.clamp(y, z), x.clamp(min=y), torch.clamp(x, max=z)),
+        (normal(2, 3), normal(3) - 0.5, normal(2, 1)),
+    ),
     Row("clamp of integers", lambda x: (x.clamp(2, 5), x.clamp(min=2.5)), (whole(5),)),
     Row("clamp of NaN", lambda x, y: (x.clamp(0, 1), x.clamp(min=y), x.clamp(max=y)), _TIES, gradient=False),
-]  # fmt: skip
+]

@@ -61,7 +61,10 @@ ROWS = [
     *_loss("mse_loss", *_PAIR),
     *_loss("l1_loss", *_PAIR),
     *(row for name in ("mse_loss", "huber_loss") for row in _weighted(name, *_PAIR, positive(4, 3))),
-    *(Row(f"mse_loss, {how}", lambda x, y, how=how: _of_old(x, y, how), _PAIR) for how in ({"size_average": False}, {"size_average": True}, {"reduce": False})),
+    *(
+        Row(f"mse_loss, {how}", lambda x, y, how=how: _of_old(x, y, how), _PAIR)
+        for how in ({"size_average": False}, {"size_average": True}, {"reduce": False})
+    ),
     *_loss("smooth_l1_loss", *_PAIR),
     *_loss("smooth_l1_loss", *_PAIR, beta=0.3),
     *_loss("smooth_l1_loss", *_PAIR, beta=0.0),
@@ -71,7 +74,9 @@ ROWS = [
     *_loss("margin_ranking_loss", normal(4), normal(4, seed=1), _SIGNS, margin=0.3),
     *_loss("margin_ranking_loss", torch.ones(4), torch.ones(4), _SIGNS, title="margin_ranking_loss at the corner"),
     *_loss("binary_cross_entropy", _PROBABILITIES, torch.tensor([[1.0, 0.5, 0.2], [1.0, 0.0, 1.0]]), half=False),
-    *_weighted("binary_cross_entropy", torch.sigmoid(normal(4, 3)), torch.sigmoid(normal(4, 3)), positive(4, 3), half=False),
+    *_weighted(
+        "binary_cross_entropy", torch.sigmoid(normal(4, 3)), torch.sigmoid(normal(4, 3)), positive(4, 3), half=False
+    ),
     *_loss("binary_cross_entropy_with_logits", normal(4, 3) * 9, torch.sigmoid(normal(4, 3))),
     *_weighted("binary_cross_entropy_with_logits", *_PAIR, positive(3)),
     *_weighted("binary_cross_entropy_with_logits", *_PAIR, positive(3), argument="pos_weight"),
@@ -85,13 +90,22 @@ ROWS = [
     *_loss("gaussian_nll_loss", *_PAIR, positive(4, 1) / 4, eps=0.3),
     Row("gaussian_nll_loss, number", lambda x, y: F.gaussian_nll_loss(x, y, 2.0), _PAIR),
     *_loss("cosine_embedding_loss", *_PAIR, _SIGNS, margin=0.1),
-    Row("cosine_embedding_loss of vectors", lambda x, y: F.cosine_embedding_loss(x, y, torch.tensor(1)), (normal(3), normal(3, seed=1))),
+    Row(
+        "cosine_embedding_loss of vectors",
+        lambda x, y: F.cosine_embedding_loss(x, y, torch.tensor(1)),
+        (normal(3), normal(3, seed=1)),
+    ),
     *_loss("triplet_margin_loss", *_PAIR, normal(4, 3, seed=2)),
     *_loss("triplet_margin_loss", *_PAIR, normal(4, 3, seed=2), swap=True, p=1, margin=0.5),
     *_loss("multilabel_soft_margin_loss", normal(4, 3), whole(4, 3, high=2)),
     *_weighted("multilabel_soft_margin_loss", normal(4, 3), whole(4, 3, high=2), positive(3)),
     *_loss("multilabel_margin_loss", normal(2, 4), torch.tensor([[3, 0, -1, 1], [-1, 0, 2, 1]]), half=False),
-    Row("multilabel_margin_loss of a vector", lambda x: F.multilabel_margin_loss(x, torch.tensor([2, 0, -1])), (normal(3),), half=False),
+    Row(
+        "multilabel_margin_loss of a vector",
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([2, 0, -1])),
+        (normal(3),),
+        half=False,
+    ),
     *_loss("multi_margin_loss", _LOGITS, whole(4, high=3), half=False),
     *_weighted("multi_margin_loss", _LOGITS, whole(4, high=3), positive(3), p=2, margin=0.8, half=False),
     *_loss("nll_loss", _LOGITS, whole(4, high=3)),
@@ -105,5 +119,9 @@ ROWS = [
     *_weighted("cross_entropy", _IMAGES, torch.softmax(_IMAGES, 1), positive(3), label_smoothing=0.1),
     Row("cross_entropy of one", lambda x: F.cross_entropy(x, torch.tensor(1)), (normal(3),)),
     Row("cross_entropy of none", lambda x: F.cross_entropy(x, torch.tensor([-100, -100])), (normal(2, 3),)),
-    Row("cross_entropy of infinities", lambda x: F.cross_entropy(torch.where(x > 1, -torch.inf, x), torch.tensor([0, -100])), (torch.tensor([[0.0, 1, 2], [3, 0, 0]]),)),
+    Row(
+        "cross_entropy of infinities",
+        lambda x: F.cross_entropy(torch.where(x > 1, -torch.inf, x), torch.tensor([0, -100])),
+        (torch.tensor([[0.0, 1, 2], [3, 0, 0]]),),
+    ),
 ]

@@ -53,14 +53,38 @@ ROWS = [
     _batch("evaluation, not affine", 4, 3, affine=False),
     _instance("with statistics", 2, 3, 4, 5, use_input_stats=True),
     _instance("by statistics", 2, 3, 5, use_input_stats=False),
+    Row(
+        "batch_norm, torch",
+        lambda x, mean, var, w, b: torch.batch_norm(x, w, b, mean.detach(), var.detach(), False, 0.1, 1e-5, False),
+        (normal(2, 3, 5), *_STATISTICS, *_AFFINE),
+    ),
+    Row(
+        "instance_norm, torch",
+        lambda x: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+        (normal(2, 3, 5),),
+    ),
     Row("instance_norm", lambda x: F.instance_norm(x), (normal(2, 3, 5),)),
-    Row("instance_norm, affine", lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=0.1), (normal(2, 3, 5, 4), *_AFFINE)),
+    Row(
+        "instance_norm, affine",
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=0.1),
+        (normal(2, 3, 5, 4), *_AFFINE),
+    ),
     Row("layer_norm", lambda x: F.layer_norm(x, (3, 4)), (normal(2, 3, 4),)),
-    Row("layer_norm, affine", lambda x, w, b: F.layer_norm(x, (4,), w, b, 1e-3), (normal(2, 3, 4), normal(4), normal(4, seed=1))),
+    Row(
+        "layer_norm, affine",
+        lambda x, w, b: F.layer_norm(x, (4,), w, b, 1e-3),
+        (normal(2, 3, 4), normal(4), normal(4, seed=1)),
+    ),
     Row("layer_norm, weight", lambda x, w: torch.layer_norm(x, (3, 4), w), (normal(2, 3, 4), normal(3, 4))),
     Row("group_norm", lambda x: F.group_norm(x, 2), (normal(2, 6, 4),)),
-    Row("group_norm, affine", lambda x, w, b: F.group_norm(x, 3, w, b), (normal(2, 6, 4, 2), normal(6), normal(6, seed=1))),
-    Row("group_norm, torch", lambda x, w, b: torch.group_norm(x, 2, w, b), (normal(2, 6), normal(6), normal(6, seed=1))),
+    Row(
+        "group_norm, affine",
+        lambda x, w, b: F.group_norm(x, 3, w, b),
+        (normal(2, 6, 4, 2), normal(6), normal(6, seed=1)),
+    ),
+    Row(
+        "group_norm, torch", lambda x, w, b: torch.group_norm(x, 2, w, b), (normal(2, 6), normal(6), normal(6, seed=1))
+    ),
     Row("rms_norm", lambda x: F.rms_norm(x, (4,)), (normal(2, 3, 4),)),
     Row("rms_norm, affine", lambda x, w: F.rms_norm(x, (3, 4), w, eps=0.1), (normal(2, 3, 4), normal(3, 4))),
     Row("large numbers", lambda x: F.layer_norm(x, (5,)), (normal(2, 5) / 8 + 100,), half=False, tolerance=2e-3),
@@ -68,5 +92,10 @@ ROWS = [
     Row("normalize", lambda x: [F.normalize(x), F.normalize(x, p=1, dim=-1)], (normal(2, 3, 4),)),
     Row("renorm", lambda x: torch.renorm(x, 2, 0, 1.0), (normal(3, 4),)),
     _of_module("weight_norm", torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 4)), normal(2, 3)),
-    _of_module("spectral_norm", torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4)).eval(), normal(2, 3)),
+    _of_module(
+        "orthogonal", torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 4)), normal(2, 3), tolerance=1e-4
+    ),
+    _of_module(
+        "spectral_norm", torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4)).eval(), normal(2, 3)
+    ),
 ]

@@ -33,7 +33,11 @@ ROWS = [
     _pool("max_pool2d", (3, 2), (2, 3), (1, 0), (1, 2), True),
     _pool("max_pool2d", 2, shape=(3, 7, 6), title="max_pool2d without batch"),
     # Many are equal: the first of them gets the gradient.
-    Row("max_pool2d of equals", lambda x: F.max_pool2d(F.relu(x), 3, 2, 1, return_indices=True), (normal(2, 3, 7, 6) - 1,)),
+    Row(
+        "max_pool2d of equals",
+        lambda x: F.max_pool2d(F.relu(x), 3, 2, 1, return_indices=True),
+        (normal(2, 3, 7, 6) - 1,),
+    ),
     *(_pool(f"avg_pool{n}d", 2) for n in (1, 2, 3)),
     *(_pool(f"avg_pool{n}d", 3, 2, 1, ceil_mode=True) for n in (1, 2, 3)),
     *(_pool(f"avg_pool{n}d", 3, 2, 1, ceil_mode=True, count_include_pad=False) for n in (1, 2, 3)),
@@ -49,5 +53,7 @@ ROWS = [
     _pool("lp_pool2d", 3.0, (2, 3), stride=2, ceil_mode=True),
     Row("max_unpool2d", _unpooled, (normal(2, 3, 7, 6),)),
     Row("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (normal(2, 3, 6),)),
-    Row("max_unpool3d", lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), (normal(1, 2, 4, 2, 6),)),
+    Row(
+        "max_unpool3d", lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), (normal(1, 2, 4, 2, 6),)
+    ),
 ]

@@ -20,6 +20,14 @@ _ORDERS = (2, 1, 3, 0.5, 0, math.inf, -math.inf)
 _points = torch.cat([normal(3, 2), normal(3, 2)[:1]])  # the first one is there twice
 
 
+def _into_given(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, places, sums, joined = torch.empty(3), torch.empty(3, dtype=torch.int64), torch.empty(4), torch.empty(6, 4)
+    torch.max(x, 1, out=(values, places))
+    torch.sum(x, 0, out=sums)
+    torch.cat([x, x], out=joined)
+    return values, places, sums, joined
+
+
 def _of_one_number(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with warnings.catch_warnings(action="ignore"):  # PyTorch says that there are too few
         return x[:1].var(0), x[:1].std()
@@ -39,7 +47,12 @@ def _forms(name: str) -> Row:
 ROWS = [
     *(_forms(name) for name in ("sum", "mean", "amax", "amin", "std", "var", "nansum", "nanmean")),
     *(
-        Row(f"{name} of integers", lambda x, f: (f(x), f(x, 1), f(x > 4)), (whole(2, 3), getattr(torch, name)))
+        Row(
+            f"{name} of integers",
+            lambda x, f: (f(x), f(x, 1), f(x > 4)),
+            (whole(2, 3), getattr(torch, name)),
+            half=False,
+        )
         for name in ("sum", "prod")
     ),
     Row(
@@ -57,7 +70,12 @@ ROWS = [
     ),
     Row("max, min with ties", lambda x: (x.max(), x.min(), x.max(0), x.min(1), x.amax(1), x.amin()), (_ties,)),
     Row("max, min with NaN", lambda x: (x.max(1), x.min(0), x.amax(1), x.argmax(1), x.max()), (_nan,), gradient=False),
-    Row("max, min of integers", lambda x: (x.max(), x.min(1), x.amax(0), x.argmin(), (x > 4).max(1)), (whole(2, 3),)),
+    Row(
+        "max, min of integers",
+        lambda x: (x.max(), x.min(1), x.amax(0), x.argmin(), (x > 4).max(1)),
+        (whole(2, 3),),
+        half=False,
+    ),
     Row(
         "argmax, argmin",
         lambda x: (x.argmax(), x.argmin(1), x.argmax(-1, keepdim=True), x.argmin(keepdim=True)),
@@ -68,8 +86,10 @@ ROWS = [
         "any, all",
         lambda x: (x.any(), x.all(1), x.any((0, 1)), x.all(), (x > 8).any(0, keepdim=True), x.bool().all()),
         (whole(2, 3, high=3),),
+        half=False,
     ),
-    Row("any, all of uint8", lambda x: (x.any(0), x.all()), (whole(2, 3, high=3).to(torch.uint8),)),
+    Row("any, all of uint8", lambda x: (x.any(0), x.all()), (whole(2, 3, high=3).to(torch.uint8),), half=False),
+    Row("results that are given", _into_given, (normal(3, 4),), half=False, gradient=False),
     Row("count_nonzero", lambda x: (x.count_nonzero(), x.count_nonzero(0), torch.count_nonzero(x, (0, 1))), (_zeros,)),
     Row("logsumexp", lambda x: (x.logsumexp(1), torch.logsumexp(x, (0, -1), keepdim=True)), (_x * 30,)),
     Row("logsumexp with -inf", lambda x: x.logsumexp(1), (torch.tensor([[-torch.inf, 2.0], [-torch.inf, 1.0]]),)),
@@ -137,7 +157,7 @@ ROWS = [
     Row("cumprod", lambda x: (x.cumprod(0), x.cumprod(1)), (_zeros,)),
     Row("cummax, cummin", lambda x: (x.cummax(0), x.cummin(1), x.cummax(1)), (_ties,)),
     Row("cummax with NaN", lambda x: (x.cummax(1), x.cummin(1)[0]), (_nan,), gradient=False),
-    Row("cummax of integers", lambda x: (x.cummax(1), x.cummin(0)), (whole(3, 4),)),
+    Row("cummax of integers", lambda x: (x.cummax(1), x.cummin(0)), (whole(3, 4),), half=False),
     Row("logcumsumexp", lambda x: (x.logcumsumexp(1), x.logcumsumexp(0)), (_x,)),
     Row("cumulative_trapezoid", lambda x: torch.cumulative_trapezoid(x, dim=1), (_x,)),
     Row(

@@ -33,6 +33,30 @@ def _mixed_writing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x, y, z
 
 
+def _writing_in_chains(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    base = x * 1
+    a = base[1:]
+    b = a.t()
+    b[0].copy_(y[0, :2])
+    a.mul_(2)
+    b[1] -= 1
+    base.t()[1:, ::2].diagonal()[0] = 7
+    base.as_strided((3,), (4,), 0).mul_(3)
+    base[:, [0, 2]] = y[:, :2]
+    return base, a, b
+
+
+def _writing_in_parts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    base = x.detach().clone()
+    with torch.no_grad():  # with gradients PyTorch does not allow it
+        left, right = base.split(2, 1)
+        right.mul_(2)
+        left.add_(right)
+        base.unbind(0)[1].zero_()
+        base.chunk(2)[1].sub_(1)
+    return base * y, left, right
+
+
 def _writing_on_inputs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x[1:, 0] = y[0]
     y.t()[1].add_(x[0, 0])
@@ -209,7 +233,7 @@ ROWS = [
         lambda x: (F.pad(x, (1, 2)), F.pad(x, (-1, 1, 2, 0), value=3.0), torch.constant_pad_nd(x, (0, 0, 1, 1))),
         (_cube,),
     ),
-    Row("pad of integers", lambda x: (F.pad(x, (1, 2), value=7), F.pad(x > 2, (1, 0))), (whole(2, 3),)),
+    Row("pad of integers", lambda x: (F.pad(x, (1, 2), value=7), F.pad(x > 2, (1, 0))), (whole(2, 3),), half=False),
     *map(_padded, ("reflect", "replicate", "circular")),
     Row(
         "pad, reflect, cropped",
@@ -223,7 +247,12 @@ ROWS = [
     ),
     Row(
         "copies of views",
-        lambda x: (torch.select_copy(x, 0, 1), torch.squeeze_copy(x), torch.permute_copy(x, (1, 0))),
+        lambda x: (
+            torch.select_copy(x, 0, 1),
+            x.narrow_copy(1, -2, 2),
+            torch.squeeze_copy(x),
+            torch.permute_copy(x, (1, 0)),
+        ),
         (_small,),
     ),
     Row("as_strided", _memory, (_small,)),
@@ -247,6 +276,8 @@ ROWS = [
     Row("fill_diagonal_", lambda x: (x * 1).fill_diagonal_(2), (_small,)),
     *(_writing(name, view) for name, view in _CHAINS.items()),
     Row("writing through several views", _mixed_writing, (_small,)),
+    Row("writing in chains of views", _writing_in_chains, (normal(3, 4), normal(3, 4, seed=1)), half=False),
+    Row("writing in parts", _writing_in_parts, (normal(3, 4), normal(3, 4, seed=1)), half=False),
     Row("writing on inputs", _writing_on_inputs, (normal(3, 2), normal(3, 2, seed=1))),
     Row("writing in a loop", _writing_in_a_loop, (normal(3, 2),), half=False),  # the rows are float32
     Row("views that are moved", _moved, (_small,)),

@@ -3,12 +3,11 @@
     model = poptorch.trainingModel(module, options, optimizer)
     output, loss = model(input, target)
 
-The model is captured once (`poptorch.capture`), written as an Ir of popxl (`poptorch.lowering`, `poptorch.program`), and
-run by a `popxl.Session`. `poptorch.executor` is where to begin reading.
+The model is captured once (`poptorch.capture`), written as an Ir of popxl (`poptorch.lowering`, `poptorch.program`),
+and run by a `popxl.Session`. `poptorch.executor` is where to begin reading.
 """
 
-from popxl import __version__
-from poptorch import enums, ops, optim, options, profiling
+from poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from poptorch._impl import createPoptorchError
 from poptorch.ambient import isRunningOnIpu
 from poptorch.arguments import ICustomArgParser, registerCustomArgParser
@@ -68,7 +67,7 @@ from poptorch.ops import (
     set_overlap_for_input,
     set_overlap_for_output,
 )
-from poptorch.options import Options, TensorLocationSettings
+from poptorch.options import ConfigFileError, Options, TensorLocationSettings
 from poptorch.strategies import (
     BlockId,
     ParallelPhasedExecution,
@@ -78,3 +77,86 @@ from poptorch.strategies import (
     ShardedExecution,
     Stage,
 )
+from popxl import __version__
+
+__all__ = [
+    "__version__",
+    "AsynchronousDataAccessor",
+    "Attribute",
+    "AutoStage",
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "BlockId",
+    "CPU",
+    "CommGroupType",
+    "ConfigFileError",
+    "ConnectionType",
+    "DataLoader",
+    "DataLoaderMode",
+    "Error",
+    "HalfFloatCastingBehavior",
+    "ICustomArgParser",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
+    "MultiConv",
+    "MultiConvPlanType",
+    "NameScope",
+    "Options",
+    "OutputMode",
+    "OverlapMode",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "PoplarExecutor",
+    "RecoverableError",
+    "ReductionType",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "SharingStrategy",
+    "Stage",
+    "SyncPattern",
+    "TensorLocationSettings",
+    "UnrecoverableError",
+    "VariableRetrievalMode",
+    "cond",
+    "createPoptorchError",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "enums",
+    "for_loop",
+    "fps",
+    "getIpuTensorId",
+    "identity_loss",
+    "inferenceModel",
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
+    "ipu_print_tensor",
+    "isRunningOnIpu",
+    "load",
+    "module_repr",
+    "nearest",
+    "nop",
+    "ops",
+    "optim",
+    "options",
+    "poptorch_core",
+    "print",
+    "profiling",
+    "recomputationCheckpoint",
+    "registerCustomArgParser",
+    "registerCustomOp",
+    "registerPostCompileHook",
+    "registerPreCompileHook",
+    "removeBlocks",
+    "serializedMatMul",
+    "setLogLevel",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+    "testing",
+    "trainingModel",
+]

@@ -78,6 +78,8 @@ class _Cell:
         """Note whether gradients flow through values. PyTorch knows as soon as their op is done, until the next."""
         for value, t in self.unsettled:
             value.requires_grad = t.requires_grad
+            if not t._is_view():  # asking a view would have PyTorch make its derivative anew
+                value.of_function = isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction)
         self.unsettled.clear()
 
 
@@ -373,8 +375,7 @@ def _stop_gradients(trace: Trace) -> None:
                 result.requires_grad = tracked and result.is_differentiable
     inside: set[int] = set()
     for node in reversed(trace.nodes):
-        appears = any(r.requires_grad for r in node.results) and not any(v.requires_grad for v in node.inputs)
-        if appears or any(id(r) in inside for r in node.results):
+        if any(r.of_function or id(r) in inside for r in node.results):
             inside.update(id(v) for v in node.inputs if not v.requires_grad)
     for node in trace.nodes:
         if any(v.requires_grad or id(v) in inside for v in node.inputs):

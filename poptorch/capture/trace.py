@@ -24,6 +24,7 @@ class Value:
         name: of an input, or a parameter or buffer; empty for others.
         made_by: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
+        of_function: whether it is a result of a function that brings its own derivative, a `torch.autograd.Function`.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class Value:
     name: str = ""
     made_by: Node | None = field(default=None, repr=False)
     requires_grad: bool | None = None
+    of_function: bool = False
 
     @property
     def is_differentiable(self) -> bool:

@@ -153,7 +153,11 @@ class Tracer:
                 whole += [t for t in pytree.tree_leaves([results, *written.values()]) if isinstance(t, torch.Tensor)]
             if results is not NotImplemented:
                 return results
-        results = op(*args, **kwargs)
+        plain = [t for t in written.values() if not isinstance(t, torch._subclasses.FakeTensor)]
+        if plain:
+            results = self._on_stand_ins(op, args, kwargs, plain)
+        else:
+            results = op(*args, **kwargs)
         moves = torch.Tag.inplace_view in op.tags
         if moves:
             self.recorder.moved(args[0])
@@ -172,6 +176,16 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results)
         return results
+
+
+    def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
+        """Run an op that overwrites tensors of the user's that are none of the model's: these keep their numbers."""
+        for t in plain:
+            self.recorder.value_of(t)  # as it is now
+        others = {id(t): self.fake(t) for t in plain}
+        back = {id(other): t for other, t in zip(others.values(), plain, strict=True)}
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: others.get(id(t), t), (args, kwargs))
+        return pytree.tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), op(*args, **kwargs))
 
 
 _IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})

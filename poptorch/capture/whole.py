@@ -117,6 +117,7 @@ LOSSES = frozenset(whole.op for whole in _WHOLE_LOSSES)
 COMPOSED_LOSSES = (F.triplet_margin_with_distance_loss,)
 """Losses that run a function of the user's: their ops are captured one by one, and the result is marked."""
 
+
 def _shaped_as_combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     count = comb(len(input) + r - 1 if with_replacement else len(input), r)
     return input.sum().expand(count, r).clone()  # of the input, so that gradients are known to flow

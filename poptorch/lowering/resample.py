@@ -157,25 +157,22 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
         padding_mode: beyond the edges there is 0 nothing, 1 what is at the edge, 2 the image in a mirror.
         align_corners: -1 and 1 are the centres of the outer pixels; otherwise the outer edges.
     """
-    sizes = input.shape[2:]
-    inside = [_inside(size, padding_mode, align_corners) for size in sizes]
-    taps = []  # for each axis: places, and factors
-    for i, size in enumerate(sizes):
+    axes, index = input.ndim - 2, []
+    factor: Any = 1
+    for i, size in enumerate(input.shape[2:]):
         x = grid[..., -1 - i]
         x = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
-        taps.append(_around(x if interpolation_mode == 2 else inside[i](x), interpolation_mode))
-    batch = jnp.arange(len(input)).reshape(-1, *(1,) * len(sizes))
-    total: Any = 0
-    for corner in itertools.product(*taps):
-        factor: Any = 1
-        index = []
-        for (place, share), limit, size in zip(corner, inside, sizes, strict=True):
-            place = limit(place) if interpolation_mode == 2 else place
-            seen = (place >= 0) & (place <= size - 1)
-            factor = factor * jnp.where(seen, share, 0)
-            index.append(jnp.clip(jax.lax.stop_gradient(place), 0, size - 1).astype(jnp.int32))
-        total = total + input[(batch, slice(None), *index)] * factor[..., None]
-    return jnp.moveaxis(total, -1, 1)
+        inside = _inside(size, padding_mode, align_corners)
+        places, shares = _around(x if interpolation_mode == 2 else inside(x), interpolation_mode)
+        places = inside(places) if interpolation_mode == 2 else places
+        shares = jnp.where((places >= 0) & (places <= size - 1), shares, 0)
+        # All combinations of the places along each axis: an axis for each, after those of the points.
+        crossed = (*x.shape, *(1,) * i, places.shape[-1], *(1,) * (axes - 1 - i))
+        index.append(jnp.clip(places, 0, size - 1).astype(jnp.int32).reshape(crossed))
+        factor = factor * shares.reshape(crossed)
+    batch = jnp.arange(len(input)).reshape(-1, *(1,) * 2 * axes)
+    seen = input[(batch, slice(None), *index)] * factor[..., None]
+    return jnp.moveaxis(seen.sum(range(1 + axes, 1 + 2 * axes)), -1, 1)
 
 
 def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any], Any]:
@@ -192,15 +189,16 @@ def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any]
     return limited
 
 
-def _around(x: Any, mode: int) -> list[tuple[Any, Any]]:
-    """The places around coordinates, and what each of them counts."""
+def _around(x: Any, mode: int) -> tuple[Any, Any]:
+    """The places around coordinates, along a new axis, and what each of them counts."""
     if mode == 1:
-        return [(jnp.round(x), jnp.ones_like(x))]
+        return jnp.round(x)[..., None], jnp.ones((*x.shape, 1), x.dtype)
     first = jax.lax.stop_gradient(jnp.floor(x))
-    t = x - first
+    beyond = x - first
     if mode == 0:
-        return [(first, 1 - t), (first + 1, t)]
-    return [(first + k, _cubic(t - k, -0.75, jnp.where)) for k in (-1, 0, 1, 2)]
+        return first[..., None] + jnp.arange(2), jnp.stack([1 - beyond, beyond], -1)
+    steps = jnp.arange(-1, 3)
+    return first[..., None] + steps, _cubic(beyond[..., None] - steps, -0.75, jnp.where)
 
 
 # Patches --------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """What each row of the operator tests goes through: captured, lowered, run; beside PyTorch itself.
 
 A row is a function of tensors, and tensors to call it with. It is right if its results, and the gradients of all that
-PyTorch has gradients for, are those of PyTorch, in float32 and in float16. Which lowerings a row has used is kept, so that
-a lowering without a row does not go unnoticed, and for the table of operators.
+PyTorch has gradients for, are those of PyTorch, in float32 and in float16. Which lowerings rows use is in the table that
+`tests.poptorch.operator_table` makes of them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 import popxl
 from poptorch.ambient import capturing
+from poptorch.capture.trace import Trace, Value
 from poptorch.capture.tracer import capture
 from poptorch.dtypes import device_dtype, to_numpy
 from poptorch.lowering import Emission, has_lowering
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.registry import lowering_name
 from poptorch.strategies import PipelinedExecution
 from popxl import ops
 from popxl.transforms.autodiff import leading_to
@@ -52,19 +51,6 @@ class Row:
     like: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
-@dataclass
-class Checked:
-    """What rows have tested of a lowering."""
-
-    forward: set[str] = field(default_factory=set)
-    gradient: set[str] = field(default_factory=set)
-    half: set[str] = field(default_factory=set)
-
-
-checked: defaultdict[str, Checked] = defaultdict(Checked)
-"""By lowering, the names of the rows that use it."""
-
-
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     """Normally distributed numbers, always the same for a shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
@@ -82,19 +68,12 @@ def whole(*shape: int, high: int = 10, seed: int = 0) -> torch.Tensor:
 
 def check(row: Row, dtype: torch.dtype = torch.float32) -> None:
     """Run a row both ways, and compare."""
-    inputs = [_as(value, dtype) for value in row.inputs]
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-
-    def function(given: Sequence[torch.Tensor]) -> Any:
-        waiting = iter(given)
-        return row.function(*(next(waiting) if isinstance(v, torch.Tensor) else v for v in inputs))
-
+    function, tensors = _of_tensors(row, dtype)
     with_gradient = row.gradient and any(t.is_floating_point() for t in tensors)
     torch.manual_seed(0)
     results, gradients = _eagerly(function, tensors, with_gradient)
-    ours, our_gradients, used = _ours(function, tensors, gradients is not None)
-    half = dtype is torch.float16
-    tolerance = row.half_tolerance if half else row.tolerance
+    ours, our_gradients = _ours(function, tensors, gradients is not None)
+    tolerance = row.half_tolerance if dtype is torch.float16 else row.tolerance
     assert len(ours) == len(results)
     for mine, expected in zip(ours, results, strict=True):
         _compare(mine, expected, tolerance, row.like)
@@ -102,10 +81,17 @@ def check(row: Row, dtype: torch.dtype = torch.float32) -> None:
         if expected is not None:
             mine = torch.zeros_like(expected) if mine is None else mine
             _compare(mine, expected, tolerance, row.like)
-    for name in used:
-        (checked[name].half if half else checked[name].forward).add(row.name)
-        if gradients is not None:
-            checked[name].gradient.add(row.name)
+
+
+def _of_tensors(row: Row, dtype: torch.dtype) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The function of a row, as one of tensors alone; and these."""
+    inputs = [_as(value, dtype) for value in row.inputs]
+
+    def function(given: Sequence[torch.Tensor]) -> Any:
+        waiting = iter(given)
+        return row.function(*(next(waiting) if isinstance(v, torch.Tensor) else v for v in inputs))
+
+    return function, [value for value in inputs if isinstance(value, torch.Tensor)]
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:
@@ -136,23 +122,36 @@ def _weights(result: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype)
 
 
-def _ours(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor], with_gradient: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], set[str]]:
-    leaves = [t.clone().requires_grad_(with_gradient and t.is_floating_point()) for t in tensors]
+def captured(row: Row) -> tuple[Trace, list[Value]]:
+    """A row as a trace, in float32; and the values of its tensors."""
+    function, tensors = _of_tensors(row, torch.float32)
+    return _captured(function, _leaves_of_ours(tensors, row.gradient))
+
+
+def _leaves_of_ours(tensors: Sequence[torch.Tensor], with_gradient: bool) -> list[torch.Tensor]:
+    return [t.clone().requires_grad_(with_gradient and t.is_floating_point()) for t in tensors]
+
+
+def _captured(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> tuple[Trace, list[Value]]:
     module = _Holding(leaves)
     with capturing(PipelinedExecution()) as ambient:
-        captured = capture(
+        found = capture(
             lambda given: function([t.clone() for t in module.tensors()]),
             [],
             module,
             ambient=ambient,
             lowered=has_lowering,
         )
-    trace = captured.trace
+    return found.trace, [found.state[f"t{i}"] for i in range(len(leaves))]
+
+
+def _ours(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], with_gradient: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    leaves = _leaves_of_ours(tensors, with_gradient)
+    trace, values = _captured(function, leaves)
     nodes = trace.without_unused(trace.outputs)
     ir = popxl.Ir()
-    values = [captured.state[f"t{i}"] for i in range(len(leaves))]
     with ir.main_graph:
         seed = popxl.constant([1, 2], popxl.uint32)
         graph = ir.create_empty_graph("function")
@@ -188,8 +187,7 @@ def _ours(
     gradients: list[torch.Tensor | None] = [None] * len(leaves)
     for i, array in zip(found, arrays[len(results) :], strict=True):
         gradients[i] = array
-    used = {lowering_name(node.op, node.overload) for node in nodes}
-    return arrays[: len(results)], gradients, used
+    return arrays[: len(results)], gradients
 
 
 class _Holding(torch.nn.Module):

@@ -13,10 +13,12 @@ import poptorch  # noqa: E402  (it needs torch)
 from tests.poptorch.models import CASES, Batch, Case, Encoder  # noqa: E402
 
 STEPS = 10
+torch.set_num_threads(1)  # models are tiny: threads of PyTorch would only wait for each other
 ROWS = 4
+# The gradient by the biases of keys is 0, but for rounding. With a tiny eps Adam would make as much of that as of others.
 OPTIMISERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3),
 }
 
 
@@ -79,12 +81,10 @@ def both(case: Case, optimiser: str = "SGD", **ways: int) -> tuple[poptorch.Popl
 def test_step_by_step(name: str, optimiser: str) -> None:
     case = CASES[name]
     ours, reference = both(case, optimiser)
-    # Adam divides by the size of gradients: where one is near 0, its rounding counts.
-    tolerance = {"SGD": 1e-5, "AdamW": 5e-4}[optimiser]
     for batch in batches(case, ROWS):
         _, loss = ours(*batch)
-        close(loss, reference.step([batch])[0], tolerance)
-        same_weights(ours.model, reference.model, tolerance)
+        close(loss, reference.step([batch])[0], 1e-5)
+        same_weights(ours.model, reference.model, 1e-5)
 
 
 WAYS = {

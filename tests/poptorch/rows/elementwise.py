@@ -41,6 +41,28 @@ def call(name: str) -> Callable[..., Any]:
     return lambda *operands: getattr(torch, name)(*operands)
 
 
+class _Swish(torch.autograd.Function):
+    """A function that brings its own derivative, which is that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(x)
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        x, gate = ctx.saved_tensors
+        return g * (gate + x * gate * (1 - gate))
+
+
+def _half_frozen(x: torch.Tensor) -> torch.Tensor:
+    """Gradients flow through one factor."""
+    with torch.no_grad():
+        frozen = x.exp().neg()
+    return x * frozen + x * x.tanh().detach()
+
+
 def _converted(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (
         x.to(torch.int64),
@@ -148,4 +170,6 @@ ROWS = [
     Row("to", lambda x: x.to(torch.int64) + x.half(), (normal(2, 3),)),
     Row("conversions", _converted, (normal(2, 3) * 3,)),
     Row("copy_", lambda x, y: x.copy_(y), (normal(2, 3), normal(3))),
+    Row("autograd function", lambda x: _Swish.apply(x * 2) * x, (normal(2, 3),)),
+    Row("no_grad, detach", _half_frozen, (normal(2, 3),)),
 ]

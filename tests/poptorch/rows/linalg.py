@@ -43,7 +43,11 @@ def _of_square(name: str, function: Any, size: int = 3, **settings: Any) -> Row:
 
 
 ROWS = [
-    *(Row(f"matmul of {a} and {b}", torch.matmul, (normal(*a), normal(*b))) for a, b in _RANKS),
+    Row(
+        "matmul of all ranks",
+        lambda *ts: [torch.matmul(a, b) for a, b in zip(ts[::2], ts[1::2], strict=True)],
+        tuple(normal(*shape) for shapes in _RANKS for shape in shapes),
+    ),
     Row(
         "@ and matmul, method", lambda x, y: (x @ y, x.matmul(y), torch.linalg.matmul(x, y)), (normal(2, 3), normal(3))
     ),

@@ -15,36 +15,32 @@ _PROBABILITIES = torch.tensor([[0.2, 0.9, 0.5], [0.0, 1.0, 1.0]])
 _LABELS = torch.tensor([2, 0, -100, 1])
 
 
-def _loss(name: str, *tensors: torch.Tensor, title: str = "", half: bool = True, **how: Any) -> list[Row]:
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def _loss(
+    name: str,
+    *tensors: torch.Tensor,
+    title: str = "",
+    half: bool = True,
+    reductions: tuple[str, ...] = _REDUCTIONS,
+    **how: Any,
+) -> Row:
     """A loss with each reduction."""
     function = getattr(F, name)
     said = title or ", ".join([name, *(f"{key} {value}" for key, value in how.items())])
-
-    def row(reduction: str) -> Row:
-        return Row(f"{said}, {reduction}", lambda *ts: function(*ts, reduction=reduction, **how), tensors, half=half)
-
-    return [row(reduction) for reduction in ("none", "mean", "sum")]
+    return Row(said, lambda *ts: [function(*ts, reduction=each, **how) for each in reductions], tensors, half=half)
 
 
-def _weighted(name: str, *tensors: torch.Tensor, argument: str = "weight", half: bool = True, **how: Any) -> list[Row]:
-    """A loss whose last tensor is a weight."""
+def _weighted(name: str, *tensors: torch.Tensor, argument: str = "weight", half: bool = True, **how: Any) -> Row:
+    """A loss whose last tensor is a weight, which has no gradient."""
     function = getattr(F, name)
 
-    def row(reduction: str) -> Row:
-        def weighted(*given: torch.Tensor) -> torch.Tensor:
-            return function(*given[:-1], **{argument: given[-1].detach()}, reduction=reduction, **how)
+    def weighted(*given: torch.Tensor) -> list[torch.Tensor]:
+        *others, weight = given
+        return [function(*others, **{argument: weight.detach()}, reduction=each, **how) for each in _REDUCTIONS]
 
-        said = ", ".join([name, argument, *(f"{key} {value}" for key, value in how.items()), reduction])
-        return Row(said, weighted, tensors, half=half)
-
-    return [row(reduction) for reduction in ("none", "mean", "sum")]
-
-
-def _kl_div(*tensors: torch.Tensor, **how: Any) -> list[Row]:
-    """`"mean"` warns: it is not the mean that one thinks of."""
-    rows = _loss("kl_div", *tensors, **how)
-    batchmean = Row(f"kl_div, batchmean, {how}", lambda x, y: F.kl_div(x, y, reduction="batchmean", **how), tensors)
-    return [rows[0], rows[2], batchmean]
+    return Row(", ".join([name, argument, *(f"{key} {value}" for key, value in how.items())]), weighted, tensors, half)
 
 
 def _of_old(x: torch.Tensor, y: torch.Tensor, how: dict[str, bool]) -> torch.Tensor:
@@ -58,65 +54,66 @@ _LOGITS, _IMAGES = normal(4, 3), normal(2, 3, 4, 2)
 _IMAGE_LABELS = whole(2, 4, 2, high=3)
 
 ROWS = [
-    *_loss("mse_loss", *_PAIR),
-    *_loss("l1_loss", *_PAIR),
-    *(row for name in ("mse_loss", "huber_loss") for row in _weighted(name, *_PAIR, positive(4, 3))),
+    _loss("mse_loss", *_PAIR),
+    _loss("l1_loss", *_PAIR),
+    *(_weighted(name, *_PAIR, positive(4, 3)) for name in ("mse_loss", "huber_loss")),
     *(
         Row(f"mse_loss, {how}", lambda x, y, how=how: _of_old(x, y, how), _PAIR)
         for how in ({"size_average": False}, {"size_average": True}, {"reduce": False})
     ),
-    *_loss("smooth_l1_loss", *_PAIR),
-    *_loss("smooth_l1_loss", *_PAIR, beta=0.3),
-    *_loss("smooth_l1_loss", *_PAIR, beta=0.0),
-    *_loss("huber_loss", *_PAIR, delta=0.5),
-    *_loss("soft_margin_loss", normal(4), _SIGNS),
-    *_loss("hinge_embedding_loss", normal(4), _SIGNS, margin=0.7),
-    *_loss("margin_ranking_loss", normal(4), normal(4, seed=1), _SIGNS, margin=0.3),
-    *_loss("margin_ranking_loss", torch.ones(4), torch.ones(4), _SIGNS, title="margin_ranking_loss at the corner"),
-    *_loss("binary_cross_entropy", _PROBABILITIES, torch.tensor([[1.0, 0.5, 0.2], [1.0, 0.0, 1.0]]), half=False),
-    *_weighted(
+    _loss("smooth_l1_loss", *_PAIR),
+    _loss("smooth_l1_loss", *_PAIR, beta=0.3),
+    _loss("smooth_l1_loss", *_PAIR, beta=0.0),
+    _loss("huber_loss", *_PAIR, delta=0.5),
+    _loss("soft_margin_loss", normal(4), _SIGNS),
+    _loss("hinge_embedding_loss", normal(4), _SIGNS, margin=0.7),
+    _loss("margin_ranking_loss", normal(4), normal(4, seed=1), _SIGNS, margin=0.3),
+    _loss("margin_ranking_loss", torch.ones(4), torch.ones(4), _SIGNS, title="margin_ranking_loss at the corner"),
+    _loss("binary_cross_entropy", _PROBABILITIES, torch.tensor([[1.0, 0.5, 0.2], [1.0, 0.0, 1.0]]), half=False),
+    _weighted(
         "binary_cross_entropy", torch.sigmoid(normal(4, 3)), torch.sigmoid(normal(4, 3)), positive(4, 3), half=False
     ),
-    *_loss("binary_cross_entropy_with_logits", normal(4, 3) * 9, torch.sigmoid(normal(4, 3))),
-    *_weighted("binary_cross_entropy_with_logits", *_PAIR, positive(3)),
-    *_weighted("binary_cross_entropy_with_logits", *_PAIR, positive(3), argument="pos_weight"),
-    *_kl_div(normal(4, 3), positive(4, 3)),
-    *_kl_div(*_PAIR, log_target=True),
+    _loss("binary_cross_entropy_with_logits", normal(4, 3) * 9, torch.sigmoid(normal(4, 3))),
+    _weighted("binary_cross_entropy_with_logits", *_PAIR, positive(3)),
+    _weighted("binary_cross_entropy_with_logits", *_PAIR, positive(3), argument="pos_weight"),
+    # With "mean" it warns: that is not the mean that one thinks of.
+    _loss("kl_div", normal(4, 3), positive(4, 3), reductions=("none", "sum", "batchmean")),
+    _loss("kl_div", *_PAIR, log_target=True, reductions=("none", "sum", "batchmean")),
     Row("kl_div of zeros", lambda x: F.kl_div(x, torch.tensor([0.0, 1.0, 0.0]), reduction="sum"), (normal(4, 3),)),
-    *_loss("poisson_nll_loss", normal(4, 3), positive(4, 3)),
-    *_loss("poisson_nll_loss", positive(4, 3), whole(4, 3, high=5), log_input=False, full=True),
-    *_loss("gaussian_nll_loss", *_PAIR, positive(4, 3)),
-    *_loss("gaussian_nll_loss", *_PAIR, positive(4), full=True, title="gaussian_nll_loss of rows, full"),
-    *_loss("gaussian_nll_loss", *_PAIR, positive(4, 1) / 4, eps=0.3),
+    _loss("poisson_nll_loss", normal(4, 3), positive(4, 3)),
+    _loss("poisson_nll_loss", positive(4, 3), whole(4, 3, high=5), log_input=False, full=True),
+    _loss("gaussian_nll_loss", *_PAIR, positive(4, 3)),
+    _loss("gaussian_nll_loss", *_PAIR, positive(4), full=True, title="gaussian_nll_loss of rows, full"),
+    _loss("gaussian_nll_loss", *_PAIR, positive(4, 1) / 4, eps=0.3),
     Row("gaussian_nll_loss, number", lambda x, y: F.gaussian_nll_loss(x, y, 2.0), _PAIR),
-    *_loss("cosine_embedding_loss", *_PAIR, _SIGNS, margin=0.1),
+    _loss("cosine_embedding_loss", *_PAIR, _SIGNS, margin=0.1),
     Row(
         "cosine_embedding_loss of vectors",
         lambda x, y: F.cosine_embedding_loss(x, y, torch.tensor(1)),
         (normal(3), normal(3, seed=1)),
     ),
-    *_loss("triplet_margin_loss", *_PAIR, normal(4, 3, seed=2)),
-    *_loss("triplet_margin_loss", *_PAIR, normal(4, 3, seed=2), swap=True, p=1, margin=0.5),
-    *_loss("multilabel_soft_margin_loss", normal(4, 3), whole(4, 3, high=2)),
-    *_weighted("multilabel_soft_margin_loss", normal(4, 3), whole(4, 3, high=2), positive(3)),
-    *_loss("multilabel_margin_loss", normal(2, 4), torch.tensor([[3, 0, -1, 1], [-1, 0, 2, 1]]), half=False),
+    _loss("triplet_margin_loss", *_PAIR, normal(4, 3, seed=2)),
+    _loss("triplet_margin_loss", *_PAIR, normal(4, 3, seed=2), swap=True, p=1, margin=0.5),
+    _loss("multilabel_soft_margin_loss", normal(4, 3), whole(4, 3, high=2)),
+    _weighted("multilabel_soft_margin_loss", normal(4, 3), whole(4, 3, high=2), positive(3)),
+    _loss("multilabel_margin_loss", normal(2, 4), torch.tensor([[3, 0, -1, 1], [-1, 0, 2, 1]]), half=False),
     Row(
         "multilabel_margin_loss of a vector",
         lambda x: F.multilabel_margin_loss(x, torch.tensor([2, 0, -1])),
         (normal(3),),
         half=False,
     ),
-    *_loss("multi_margin_loss", _LOGITS, whole(4, high=3), half=False),
-    *_weighted("multi_margin_loss", _LOGITS, whole(4, high=3), positive(3), p=2, margin=0.8, half=False),
-    *_loss("nll_loss", _LOGITS, whole(4, high=3)),
-    *_weighted("nll_loss", _LOGITS, _LABELS, positive(3)),
-    *_loss("nll_loss", _IMAGES, _IMAGE_LABELS, ignore_index=1, title="nll_loss 2d"),
-    *_loss("cross_entropy", _LOGITS, _LABELS),
-    *_loss("cross_entropy", _LOGITS, _LABELS, label_smoothing=0.2),
-    *_weighted("cross_entropy", _LOGITS, _LABELS, positive(3), label_smoothing=0.2),
-    *_loss("cross_entropy", _IMAGES, _IMAGE_LABELS, title="cross_entropy of images"),
-    *_loss("cross_entropy", normal(4, 3), torch.softmax(normal(4, 3), 1), title="cross_entropy of probabilities"),
-    *_weighted("cross_entropy", _IMAGES, torch.softmax(_IMAGES, 1), positive(3), label_smoothing=0.1),
+    _loss("multi_margin_loss", _LOGITS, whole(4, high=3), half=False),
+    _weighted("multi_margin_loss", _LOGITS, whole(4, high=3), positive(3), p=2, margin=0.8, half=False),
+    _loss("nll_loss", _LOGITS, whole(4, high=3)),
+    _weighted("nll_loss", _LOGITS, _LABELS, positive(3)),
+    _loss("nll_loss", _IMAGES, _IMAGE_LABELS, ignore_index=1, title="nll_loss 2d"),
+    _loss("cross_entropy", _LOGITS, _LABELS),
+    _loss("cross_entropy", _LOGITS, _LABELS, label_smoothing=0.2),
+    _weighted("cross_entropy", _LOGITS, _LABELS, positive(3), label_smoothing=0.2),
+    _loss("cross_entropy", _IMAGES, _IMAGE_LABELS, title="cross_entropy of images"),
+    _loss("cross_entropy", normal(4, 3), torch.softmax(normal(4, 3), 1), title="cross_entropy of probabilities"),
+    _weighted("cross_entropy", _IMAGES, torch.softmax(_IMAGES, 1), positive(3), label_smoothing=0.1),
     Row("cross_entropy of one", lambda x: F.cross_entropy(x, torch.tensor(1)), (normal(3),)),
     Row("cross_entropy of none", lambda x: F.cross_entropy(x, torch.tensor([-100, -100])), (normal(2, 3),)),
     Row(

@@ -12,13 +12,12 @@ from tests.poptorch.operators import Row, normal
 _SHAPES = {1: (2, 3, 7), 2: (2, 3, 7, 6), 3: (1, 2, 5, 7, 6)}
 
 
-def _pool(name: str, *args: Any, title: str = "", shape: tuple[int, ...] = (), **how: Any) -> Row:
-    function = getattr(F, name)
-    said = ", ".join([name, *map(str, args), *(f"{key} {value}" for key, value in how.items())])
-    axes = int(name.removesuffix("_with_indices")[-2])
+def _pool(name: str, axes: int, *ways: dict[str, Any]) -> Row:
+    """A pool in several ways."""
+    function = getattr(F, f"{name}{axes}d")
     # PyTorch has no averages of volumes in float16.
-    half = name not in ("avg_pool3d", "lp_pool3d")
-    return Row(title or said, lambda x: function(x, *args, **how), (normal(*(shape or _SHAPES[axes])),), half=half)
+    half = axes < 3 or name not in ("avg_pool", "lp_pool")
+    return Row(f"{name}{axes}d", lambda x: [function(x, **way) for way in ways], (normal(*_SHAPES[axes]),), half=half)
 
 
 def _unpooled(x: torch.Tensor) -> torch.Tensor:
@@ -26,31 +25,33 @@ def _unpooled(x: torch.Tensor) -> torch.Tensor:
     return F.max_unpool2d(pooled, indices, 2, output_size=x.shape)
 
 
+_REGULAR: list[dict[str, Any]] = [{"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True}]
+_DILATED = {"kernel_size": 2, "stride": 1, "dilation": 2, "return_indices": True}
+_OF_AXES = {
+    "max_pool": {"kernel_size": (3, 2), "stride": (2, 3), "padding": (1, 0), "dilation": (1, 2), "ceil_mode": True},
+    "avg_pool": {"kernel_size": (3, 2), "stride": (1, 3), "divisor_override": 5},
+    "lp_pool": {"norm_type": 3.0, "kernel_size": (2, 3), "stride": 2, "ceil_mode": True},
+    "adaptive_avg_pool": {"output_size": (None, 4)},
+    "adaptive_max_pool": {"output_size": (7, None)},
+}
+
 ROWS = [
-    *(_pool(f"max_pool{n}d", 2) for n in (1, 2, 3)),
-    *(_pool(f"max_pool{n}d", 3, stride=2, padding=1, ceil_mode=True) for n in (1, 2, 3)),
-    *(_pool(f"max_pool{n}d", 2, stride=1, dilation=2, return_indices=True) for n in (1, 2, 3)),
-    _pool("max_pool2d", (3, 2), (2, 3), (1, 0), (1, 2), True),
-    _pool("max_pool2d", 2, shape=(3, 7, 6), title="max_pool2d without batch"),
+    *(_pool("max_pool", n, *_REGULAR, _DILATED) for n in (1, 2, 3)),
+    *(_pool("avg_pool", n, *_REGULAR, {**_REGULAR[1], "count_include_pad": False}) for n in (1, 2, 3)),
+    *(_pool("lp_pool", n, {"norm_type": 2.0, "kernel_size": 2}) for n in (1, 2, 3)),
+    *(_pool("adaptive_avg_pool", n, {"output_size": 1}, {"output_size": 3}) for n in (1, 2, 3)),
+    *(_pool("adaptive_max_pool", n, {"output_size": 1}, {"output_size": 3, "return_indices": True}) for n in (1, 2, 3)),
+    *(
+        Row(f"{name}2d of axes", lambda x, name=name, way=way: getattr(F, f"{name}2d")(x, **way), (normal(2, 3, 7, 6),))
+        for name, way in _OF_AXES.items()
+    ),
+    Row("pools without batch", lambda x: (F.max_pool2d(x, 2), F.avg_pool2d(x, 3)), (normal(3, 7, 6),)),
     # Many are equal: the first of them gets the gradient.
     Row(
         "max_pool2d of equals",
         lambda x: F.max_pool2d(F.relu(x), 3, 2, 1, return_indices=True),
         (normal(2, 3, 7, 6) - 1,),
     ),
-    *(_pool(f"avg_pool{n}d", 2) for n in (1, 2, 3)),
-    *(_pool(f"avg_pool{n}d", 3, 2, 1, ceil_mode=True) for n in (1, 2, 3)),
-    *(_pool(f"avg_pool{n}d", 3, 2, 1, ceil_mode=True, count_include_pad=False) for n in (1, 2, 3)),
-    *(_pool(f"avg_pool{n}d", 2, divisor_override=3) for n in (2, 3)),
-    _pool("avg_pool2d", (3, 2), (1, 3), shape=(3, 7, 6)),
-    *(_pool(f"adaptive_avg_pool{n}d", 1) for n in (1, 2, 3)),
-    *(_pool(f"adaptive_avg_pool{n}d", 3) for n in (1, 2, 3)),
-    _pool("adaptive_avg_pool2d", (7, 3)),
-    _pool("adaptive_avg_pool2d", (None, 4)),
-    *(_pool(f"adaptive_max_pool{n}d", 3) for n in (1, 2, 3)),
-    *(_pool(f"adaptive_max_pool{n}d", 2, return_indices=True) for n in (1, 2, 3)),
-    *(_pool(f"lp_pool{n}d", 2.0, 2) for n in (1, 2, 3)),
-    _pool("lp_pool2d", 3.0, (2, 3), stride=2, ceil_mode=True),
     Row("max_unpool2d", _unpooled, (normal(2, 3, 7, 6),)),
     Row("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (normal(2, 3, 6),)),
     Row(

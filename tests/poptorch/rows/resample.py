@@ -16,50 +16,58 @@ _MODES = [
 ]
 
 
-def _resize(mode: str, axes: int, **how: Any) -> Row:
-    said = ", ".join(f"{key} {value}" for key, value in how.items())
+def _resized(mode: str, axes: int) -> Row:
+    """An image resized in several ways."""
     return Row(
-        f"{mode} {axes}d, {said}",
-        lambda x: F.interpolate(x, mode=mode, **how),
+        f"{mode} {axes}d",
+        lambda x: [F.interpolate(x, mode=mode, **way) for way in _ways(mode, axes)],
         (normal(*_SHAPES[axes]),),
-        half="antialias" not in how,
         tolerance=2e-5,
     )
 
 
-def _sample(mode: str, padding: str, align_corners: bool, axes: int = 2) -> Row:
-    image, points = (
-        (normal(2, 3, 5, 4), normal(2, 3, 4, 2)) if axes == 2 else (normal(2, 3, 5, 4, 3), normal(2, 3, 4, 2, 3))
-    )
+def _ways(mode: str, axes: int) -> list[dict[str, Any]]:
+    ways: list[dict[str, Any]] = [{"scale_factor": 2}, {"scale_factor": 1.7}, {"size": (3, 7, 2)[:axes]}]
+    if "linear" in mode or "cubic" in mode:
+        ways.append({"size": (3, 7, 1)[:axes], "align_corners": True})
+    return ways
+
+
+def _sample(mode: str, padding: str, axes: int = 2) -> Row:
+    shapes = {2: ((2, 3, 5, 4), (2, 3, 4, 2)), 3: ((2, 3, 5, 4, 3), (2, 3, 4, 2, 3))}[axes]
     # In float16 coordinates are too coarse: PyTorch computes with what they are rounded to.
     return Row(
-        f"grid_sample {axes}d, {mode}, {padding}, {align_corners}",
-        lambda x, grid: F.grid_sample(x, grid, mode, padding, align_corners),
-        (image, points),
+        f"grid_sample {axes}d, {mode}, {padding}",
+        lambda x, grid: [F.grid_sample(x, grid, mode, padding, align) for align in (False, True)],
+        tuple(normal(*shape) for shape in shapes),
         half=False,
         tolerance=1e-4,
     )
 
 
 ROWS = [
-    *(_resize(mode, axes, scale_factor=2) for mode, axes in _MODES),
-    *(_resize(mode, axes, scale_factor=1.7) for mode, axes in _MODES),
-    *(_resize(mode, axes, size=(3, 7, 2)[:axes]) for mode, axes in _MODES),
-    _resize("bilinear", 2, scale_factor=(0.6, 1.3), recompute_scale_factor=True),
-    *(
-        _resize(mode, axes, size=(3, 7, 1)[:axes], align_corners=True)
-        for mode, axes in _MODES
-        if "near" not in mode and mode != "area"
+    *(_resized(mode, axes) for mode, axes in _MODES),
+    Row(
+        "recomputed factors",
+        lambda x: F.interpolate(x, scale_factor=(0.6, 1.3), mode="bilinear", recompute_scale_factor=True),
+        (normal(2, 3, 5, 4),),
     ),
-    *(_resize(mode, 2, size=size, antialias=True) for mode in ("bilinear", "bicubic") for size in ((2, 3), (7, 3))),
+    *(
+        Row(
+            f"antialiased {mode}",
+            lambda x, mode=mode: [F.interpolate(x, size, mode=mode, antialias=True) for size in ((2, 3), (7, 3))],
+            (normal(2, 3, 5, 4),),
+            half=False,
+        )
+        for mode in ("bilinear", "bicubic")
+    ),
     Row("Upsample", lambda x: torch.nn.Upsample(scale_factor=3)(x), (normal(2, 3, 4, 5),)),
     *(
-        _sample(mode, padding, align)
+        _sample(mode, padding)
         for mode in ("bilinear", "nearest", "bicubic")
         for padding in ("zeros", "border", "reflection")
-        for align in (False, True)
     ),
-    *(_sample(mode, "zeros", False, axes=3) for mode in ("bilinear", "nearest")),
+    *(_sample(mode, "zeros", axes=3) for mode in ("bilinear", "nearest")),
     Row("affine_grid", lambda theta: F.affine_grid(theta, [2, 3, 4, 5], align_corners=False), (normal(2, 2, 3),)),
     Row("affine_grid 3d", lambda theta: F.affine_grid(theta, [2, 1, 3, 4, 5], align_corners=True), (normal(2, 3, 4),)),
     Row("unfold", lambda x: F.unfold(x, (2, 3), dilation=(1, 2), padding=(1, 0), stride=(2, 1)), (normal(2, 3, 5, 6),)),

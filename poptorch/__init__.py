@@ -44,7 +44,7 @@ from poptorch.enums import (
     VariableRetrievalMode,
 )
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
-from poptorch.executor import PoplarExecutor, inferenceModel, load, trainingModel
+from poptorch.executor import PoplarExecutor, inferenceModel, load, sessionOf, trainingModel
 from poptorch.hooks import registerPostCompileHook, registerPreCompileHook
 from poptorch.logging_ import setLogLevel
 from poptorch.lowering.control import registerCustomOp

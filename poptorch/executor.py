@@ -37,7 +37,7 @@ from poptorch.trainer import Trainer, needs_running_mean, with_running_mean
 from popxl.estimate import estimate_of
 from popxl.session import CompilationProgress, compilation_progress
 
-__all__ = ["PoplarExecutor", "inferenceModel", "load", "trainingModel"]
+__all__ = ["PoplarExecutor", "inferenceModel", "load", "sessionOf", "trainingModel"]
 
 Model = torch.nn.Module | Callable[..., Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -692,6 +692,25 @@ def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None
         options: the options; they are frozen.
     """
     return PoplarExecutor(model, options, False, popxl.__version__)
+
+
+def sessionOf(model: PoplarExecutor) -> popxl.Session:
+    """The popxl session that runs a model: its `ir` is the program, its `report` says what that needs.
+
+    Args:
+        model: one that is compiled.
+
+    Raises:
+        poptorch.Error: if it is not.
+
+    Example:
+        >>> model = poptorch.inferenceModel(module)
+        >>> model.compile(torch.zeros(4, 3))
+        >>> session = poptorch.sessionOf(model)
+        >>> print(session.ir)
+        >>> print(session.report)
+    """
+    return model._executable.session
 
 
 def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:

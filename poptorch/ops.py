@@ -80,7 +80,11 @@ def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
     Example:
         >>> loss = poptorch.identity_loss((output - target) ** 2, reduction="mean")
     """
-    reductions = {"sum": torch.sum, "mean": torch.mean, "none": torch.clone}
+    reductions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": torch.sum,
+        "mean": torch.mean,
+        "none": torch.clone,
+    }
     assert reduction in reductions, f"identity_loss: `reduction` is {reduction!r}; expected one of {list(reductions)}."
     return reductions[reduction](x)
 
@@ -271,8 +275,9 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
             f"of `input`, {input.dtype}."
         )
     result = input.clone()
-    if current() is None:
-        result.narrow(dim, int(start), size).copy_(src)
+    if current() is not None:
+        return _following(result, src)
+    result.narrow(dim, int(start), size).copy_(src)
     return result
 
 
@@ -522,8 +527,17 @@ def custom_op(
         return [torch.zeros_like(t) for t in examples]
     arguments = {"inputs": list(inputs), "name": f"{domain}.{name}", "attributes": tuple(given.items())}
     return cast(
-        Tensors, tracer.record("poptorch.custom_op", lambda **_: [torch.empty_like(t) for t in examples], arguments)
+        Tensors,
+        tracer.record(
+            "poptorch.custom_op", lambda **_: [_following(torch.empty_like(t), *inputs) for t in examples], arguments
+        ),
     )
+
+
+def _following(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """A result that PyTorch does not know to depend on some inputs, with a gradient if one of them has."""
+    tracked = any(t.requires_grad for t in inputs) and result.dtype.is_floating_point
+    return result.requires_grad_() if tracked and not result.requires_grad else result
 
 
 def _attribute(key: Any, value: Any) -> Any:

@@ -254,7 +254,8 @@ class _PrecisionOptions(OptionsDict):
 
     floating_point_exceptions: bool = setting(
         False,
-        "0/0, x/0, 0*inf, inf-inf, a comparison with NaN, an overflow and the root of a negative number raise an Error",
+        "an operation that makes NaN or an infinity of other numbers (0/0, x/0, 0*inf, an overflow, the root of a negative "
+        "number) raises an Error; the program runs op by op for that, which is slow",
         "enableFloatingPointExceptions",
     )
     stochastic_rounding: bool = setting(False, NO_EFFECT, "enableStochasticRounding")
@@ -272,7 +273,7 @@ class _PrecisionOptions(OptionsDict):
     running_statistics_always_float: bool = setting(True, f"{NO_EFFECT}; deprecated", "runningStatisticsAlwaysFloat")
 
     def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
-        """Raise an `Error` where a running program divides by zero, overflows, or makes or compares NaN."""
+        """Raise an `Error` where a running program divides by zero, overflows, or makes NaN. It is slow."""
         return self._set(floating_point_exceptions=enabled)
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:

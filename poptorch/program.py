@@ -19,6 +19,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.tensor import Variable
 from popxl.transforms.autodiff import GradGraphInfo, leading_to
 from poptorch.arguments import Batching
 from poptorch.capture.losses import final_loss
@@ -142,10 +143,10 @@ class Program:
         self.loss = final_loss(captured.trace.nodes) if update is not None else None
         self.inputs: dict[int, popxl.HostToDeviceStream] = {}
         self.outputs: list[popxl.DeviceToHostStream] = []
-        self.variables: dict[str, popxl.Variable] = {}
-        self.state: dict[str, popxl.Variable] = {}
+        self.variables: dict[str, Variable] = {}
+        self.state: dict[str, Variable] = {}
         self.numbers: popxl.HostToDeviceStream | None = None
-        self.random: popxl.Variable | None = None
+        self.random: Variable | None = None
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = batching, options, update
         self.written = {name: value for name, value in captured.written.items() if name in host}

@@ -501,7 +501,7 @@ class Update:
             for s in self.state
         }
 
-    def loss_scale(self, values: popxl.Tensor, state: Tensors) -> float | popxl.Tensor:
+    def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
         """What the gradient of the loss starts at: a number, or a float32 tensor of one element where it can change.
 
         Args:
@@ -511,7 +511,7 @@ class Update:
         scale = self._number((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
-    def __call__(self, parameters: Tensors, gradients: Tensors, values: popxl.Tensor, state: Tensors) -> None:
+    def __call__(self, parameters: Tensors, gradients: Tensors, values: popxl.Tensor | None, state: Tensors) -> None:
         """Add the ops of one step to the current graph. They overwrite the parameters and the state.
 
         Args:
@@ -577,7 +577,7 @@ class Update:
             parts.append(part)
         return functools.reduce(ops.add if over_groups == "add" else ops.maximum, parts)
 
-    def _number(self, key: Key, values: popxl.Tensor) -> Any:
+    def _number(self, key: Key, values: popxl.Tensor | None) -> Any:
         """A number: an element of the vector, or a constant."""
         if key not in self._slots:
             return self._numbers[key]

@@ -59,7 +59,8 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     taken: set[int] = set()
     chosen: list[list[_Run]] = []
     for runs in sorted(repeated, key=lambda runs: -len(runs[0])):
-        free = [run for run in runs if taken.isdisjoint(range(run.start, run.stop))]
+        # A module that does nothing but run another one has the same ops: they are there once.
+        free = [run for run in {run.start: run for run in runs}.values() if taken.isdisjoint(range(run.start, run.stop))]
         if len(free) > 1:
             chosen.append(free)
             taken.update(i for run in free for i in range(run.start, run.stop))

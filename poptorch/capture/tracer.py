@@ -195,7 +195,7 @@ _IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non
 def _by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an op by name. What PyTorch calls `self` is called `input`, as in its functions."""
     names = ("input" if a.name == "self" else a.name for a in op._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {name: value for name, value in given.items() if name not in _IRRELEVANT}
 
 

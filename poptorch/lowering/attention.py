@@ -35,7 +35,7 @@ def _masked(scores: Any, mask: Any) -> Any:
 @jax_op(title="CausalMask", gradient={"scores": lambda g: g})
 def _causal(scores: Any) -> Any:
     """Scores, without those of keys that come after the query."""
-    return jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+    return jnp.where(jnp.tri(scores.shape[-2], scores.shape[-1], dtype=bool), scores, -jnp.inf)
 
 
 def _weights(

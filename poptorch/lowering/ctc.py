@@ -122,7 +122,7 @@ def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tu
 
     def turn(beams: Any, now: Any) -> tuple[Any, None]:
         t, step = now
-        following = _extended(*beams, step, blank)
+        following = _extended(beams, step, blank)
         return jax.tree.map(lambda new, old: jnp.where(t < time, new, old), following, beams), None
 
     beams = (labels, sizes, with_blank, with_label)
@@ -131,8 +131,9 @@ def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tu
     return scores, jnp.maximum(sizes[best], 0), labels[best]
 
 
-def _extended(labels: Any, sizes: Any, with_blank: Any, with_label: Any, step: Any, blank: int) -> Any:
+def _extended(beams: Any, step: Any, blank: int) -> Any:
     """The best beginnings after one more time: those there are, and those with one more label."""
+    labels, sizes, with_blank, with_label = beams
     width, steps = labels.shape
     classes = step.shape[0]
     numbers = jnp.arange(width)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from math import prod
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -132,7 +132,7 @@ class Emission:
             function = self._function(trace, name)
             functions.append(function.graph)
             given.append([*inputs, *map(self.tensor, trace.outer), *self._seed_for(function)])
-        return ops.conditional(condition, *functions, *given)
+        return ops.conditional(condition, functions[0], functions[1], given[0], given[1])
 
     def _function(self, trace: Trace, name: str) -> _Function:
         """A trace as a graph."""

@@ -36,9 +36,32 @@ _multiplies("aten.mv", "vec")
 _multiplies("aten.dot", "tensor")
 
 
+def _rows(t: popxl.Tensor) -> popxl.Tensor:
+    """All dimensions but the last as one."""
+    return ops.reshape(t, (-1, t.shape[-1]))
+
+
+@jax_op(
+    title="Linear",
+    gradient={
+        "input": lambda g, weight: ops.matmul(*promoted(g, weight)),
+        "weight": lambda g, input: ops.matmul(*promoted(ops.transpose(_rows(g)), _rows(input))),
+        "bias": lambda g: ops.sum(_rows(g), 0),
+    },
+)
+@rounded_once
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    # Weights have a row for each result. Were they transposed, each product would keep a copy of them for its gradient.
+    dimensions = (((input.ndim - 1,), (1,)), ((), ()))
+    out = lax.dot_general(input, weight, dimensions, precision=lax.Precision.HIGHEST)
+    return out if bias is None else out + bias
+
+
 @lowers("torch.linear")
 def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None) -> popxl.Tensor:
-    out = product(input, ops.transpose(weight))
+    if weight.rank == 2 and input.dtype == weight.dtype and input.dtype in (popxl.float32, popxl.float16):
+        return _linear(input, weight) if bias is None else _linear(input, weight, bias)
+    out = product(input, ops.transpose(weight))  # of integers, or of one row alone
     return out if bias is None else ops.add(*promoted(out, bias))
 
 

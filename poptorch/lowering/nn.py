@@ -29,7 +29,7 @@ def _along_a_dim(name: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
         t = ops.reshape(input if dtype is None else together(input, dtype), input.shape or (1,))
         return ops.reshape(kind(t, axis=axis_of(input, dim)), input.shape)
 
-    return lowers(f"torch.{name}", f"aten.{name}", f"aten._{name}")(lowering)
+    return lowers(f"torch.{name}", f"aten._{name}")(lowering)
 
 
 def _softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popxl.Tensor:

@@ -28,7 +28,8 @@ def ipu_print_tensor(tensor: popxl.Tensor, separator: str, **how: Any) -> popxl.
 
 @lowers("poptorch.serializedMatMul")
 def serialized_matmul(lhs: popxl.Tensor, rhs: popxl.Tensor, **how: Any) -> popxl.Tensor:
-    return ops.matmul(*promoted(lhs, rhs))
+    lhs, rhs = promoted(lhs, rhs)
+    return ops.matmul(lhs, rhs)
 
 
 @lowers("poptorch.dynamic_slice")

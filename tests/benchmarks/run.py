@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from popxl.utils import table_to_string
-from tests.benchmarks import blocks, building, empty_run, gpt, importing, network, parallel, pipeline, remote
+from tests.benchmarks import blocks, building, empty_run, gpt, importing, models, network, parallel, pipeline, remote
 from tests.benchmarks.harness import HEADER, Result, Size, measure, progress
 
-FILES = (network, blocks, gpt, pipeline, parallel, remote, building, empty_run, importing)
+FILES = (network, blocks, gpt, models, pipeline, parallel, remote, building, empty_run, importing)
 ROWS = tuple(row for file in FILES for row in file.ROWS)
 
 

@@ -290,3 +290,22 @@ def test_a_random_start() -> None:
     points = torch.randn(100, 2)
     wrapped = poptorch.inferenceModel(lambda p: poptorch.fps(p, [0, 100], 0.05, random_start=True))
     assert len({tuple(wrapped(points).tolist()) for _ in range(4)}) > 1
+
+
+def test_gradients_of_slices() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+
+        def forward(self, x: Any, start: Any) -> Any:
+            part = poptorch.dynamic_slice(self.w, 1, start, 2, 1)
+            whole = poptorch.dynamic_update(x, part * part, 1, start, 2)
+            return poptorch.identity_loss(whole * x, "sum")
+
+    model, x, start = Model(), X, torch.tensor(1)
+    poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))(x, start)
+    w = torch.arange(6.0).reshape(2, 3)
+    expected = w.clone()
+    expected[:, 1:] -= 0.1 * 2 * w[:, 1:] * x[:, 1:]
+    torch.testing.assert_close(model.w.detach(), expected)

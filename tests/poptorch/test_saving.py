@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch")
 import poptorch
 from poptorch import optim
 
-
 THREE = torch.tensor([3.0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ _RANKS = [
     ((2, 1, 2, 3), (5, 3, 4)),
 ]
 _EQUATIONS = [
-    ("ij,jk->ik", (2, 3), (3, 4)),
-    ("ij,kj", (2, 3), (4, 3)),
-    ("bhqd, bhkd -> bhqk", (2, 3, 4, 5), (2, 3, 2, 5)),
-    ("...ij,...j->...i", (5, 2, 3), (5, 3)),
-    ("ii->i", (3, 3)),
-    ("ij->", (2, 3)),
-    ("i,j,k->ijk", (2,), (3,), (4,)),
+    ("ij,jk->ik", (0, 1)),
+    ("ij,kj", (0, 2)),
+    ("bhq, bhk -> bqk", (3, 3)),
+    ("...ij,...j->...i", (3, 4)),
+    ("ii->i", (5,)),
+    ("ij->", (0,)),
+    ("ij,jk,kl->il", (0, 1, 2)),
 ]
 
 
@@ -42,6 +43,18 @@ def _of_square(name: str, function: Any, size: int = 3, **settings: Any) -> Row:
     return Row(name, function, (_well_conditioned(2, size, size),), half=False, tolerance=1e-4, **settings)
 
 
+def _cholesky_of_old(x: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        return torch.cholesky(x)
+
+
+def _lu_solved(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    factors = torch.linalg.lu_factor(a)
+    ways: list[dict[str, bool]] = [{}, {"adjoint": True}, {"left": False}, {"left": False, "adjoint": True}]
+    return [torch.linalg.lu_solve(*factors, b, **way) for way in ways]
+
+
 ROWS = [
     Row(
         "matmul of all ranks",
@@ -52,13 +65,15 @@ ROWS = [
         "@ and matmul, method", lambda x, y: (x @ y, x.matmul(y), torch.linalg.matmul(x, y)), (normal(2, 3), normal(3))
     ),
     Row("matmul of integers", torch.matmul, (whole(2, 3), whole(3, 4))),
-    Row("mm", torch.mm, (normal(2, 3), normal(3, 4))),
+    Row(
+        "mm and mv", lambda x, y, v: (torch.mm(x, y), torch.mv(x, v), x.mv(v)), (normal(2, 3), normal(3, 4), normal(3))
+    ),
     Row("bmm", torch.bmm, (normal(5, 2, 3), normal(5, 3, 4))),
-    Row("mv", torch.mv, (normal(2, 3), normal(3))),
-    Row("dot", torch.dot, (normal(3), normal(3, seed=1))),
-    Row("vdot", torch.vdot, (normal(3), normal(3, seed=1))),
-    Row("inner", torch.inner, (normal(2, 3), normal(4, 3))),
-    Row("outer", torch.outer, (normal(2), normal(3))),
+    Row(
+        "products of vectors",
+        lambda x, y, z: (torch.dot(x, y), torch.vdot(x, y), torch.inner(x, y), torch.outer(x, z)),
+        (normal(3), normal(3, seed=1), normal(2)),
+    ),
     Row("addmm", lambda x, a, b: torch.addmm(x, a, b, beta=0.5, alpha=2), (normal(4), normal(2, 3), normal(3, 4))),
     Row(
         "addmm without input", lambda x, a, b: torch.addmm(x, a, b, beta=0), (normal(2, 4), normal(2, 3), normal(3, 4))
@@ -68,13 +83,10 @@ ROWS = [
     Row("baddbmm", lambda x, a, b: torch.baddbmm(x, a, b, alpha=2), (normal(2, 4), normal(5, 2, 3), normal(5, 3, 4))),
     Row("addbmm", lambda x, a, b: torch.addbmm(x, a, b, beta=3), (normal(2, 4), normal(5, 2, 3), normal(5, 3, 4))),
     Row("addr", lambda x, a, b: torch.addr(x, a, b, alpha=2), (normal(2, 3), normal(2), normal(3))),
-    *(
-        Row(
-            f"einsum {equation}",
-            lambda *ts, e=equation: torch.einsum(e, *ts),
-            tuple(normal(*s, seed=i) for i, s in enumerate(shapes)),
-        )
-        for equation, *shapes in _EQUATIONS
+    Row(
+        "einsum",
+        lambda *ts: [torch.einsum(e, *(ts[i] for i in places)) for e, places in _EQUATIONS],
+        (normal(2, 3), normal(3, 4), normal(4, 3), normal(5, 2, 3), normal(5, 3), normal(3, 3)),
     ),
     Row("einsum of a list", lambda x, y: torch.einsum("ab,cb->ac", [x, y]), (normal(2, 3), normal(4, 3))),
     Row("einsum of subscripts", lambda x, y: torch.einsum(x, [0, 1], y, [1, 2], [0, 2]), (normal(2, 3), normal(3, 4))),
@@ -101,27 +113,14 @@ ROWS = [
     Row("bilinear", F.bilinear, (normal(2, 3), normal(2, 4), normal(5, 3, 4), normal(5))),
     Row("bilinear without bias", F.bilinear, (normal(6, 2, 3), normal(6, 2, 4), normal(5, 3, 4))),
     # Solved and decomposed
-    _of_square("det", torch.linalg.det),
-    _of_square("slogdet", lambda x: torch.linalg.slogdet(x)[1]),
-    _of_square("logdet", torch.logdet),
-    _of_square("inv", torch.linalg.inv),
-    _of_square("pinv", torch.linalg.pinv),
-    _of_square("cholesky", torch.linalg.cholesky),
-    _of_square("cholesky, upper", lambda x: torch.linalg.cholesky(x, upper=True)),
+    _of_square("determinants", lambda x: (torch.linalg.det(x), torch.linalg.slogdet(x)[1], torch.logdet(x))),
+    _of_square("inverses", lambda x: (torch.linalg.inv(x), torch.linalg.pinv(x))),
+    _of_square("cholesky", lambda x: [torch.linalg.cholesky(x, upper=upper) for upper in (False, True)]),
+    _of_square("cholesky of old", _cholesky_of_old),
     _of_square("cholesky_inverse", lambda x: torch.cholesky_inverse(torch.linalg.cholesky(x))),
-    _of_square("lu", torch.linalg.lu),
+    _of_square("lu", lambda x: (*torch.linalg.lu(x), *torch.linalg.lu_factor(x))),
     Row("lu of a wide one", lambda x: torch.linalg.lu(x), (normal(3, 4),), half=False, tolerance=1e-4),
-    _of_square("lu_factor", lambda x: torch.linalg.lu_factor(x)),
-    *(
-        Row(
-            f"lu_solve, {how}",
-            lambda a, b, how=how: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b, **how),
-            (normal(2, 3, 3), normal(3, 3)),
-            half=False,
-            tolerance=1e-3,
-        )
-        for how in ({}, {"adjoint": True}, {"left": False})
-    ),
+    Row("lu_solve", _lu_solved, (normal(2, 3, 3), normal(3, 3)), half=False, tolerance=1e-3),
     Row("householder_product", torch.linalg.householder_product, (normal(4, 3), normal(3)), half=False, tolerance=1e-4),
     _of_square("matrix_exp", lambda x: torch.matrix_exp(x / 5)),
     _of_square("eigvalsh", torch.linalg.eigvalsh),

@@ -25,6 +25,7 @@ ROWS = [
     Row("softmax of a number", lambda x: x.softmax(0), (normal(),)),
     Row("log_softmax", lambda x: F.log_softmax(x, 1), (normal(2, 3, 4) * 30,), half_tolerance=2e-2),
     Row("log_softmax, method", lambda x: x.log_softmax(-1), (normal(2, 3),)),
+    Row("softmax, special", lambda x: (torch.special.softmax(x, 0), torch.special.log_softmax(x, 1)), (normal(2, 3),)),
     Row("softmin", lambda x: F.softmin(x, 0), (normal(2, 3),)),
     Row("embedding", F.embedding, (_WORDS, _TABLE)),
     Row("embedding, padding", lambda words, table: F.embedding(words, table, padding_idx=-4), (_WORDS, _TABLE)),

@@ -1,0 +1,244 @@
+"""PyTorch models by `poptorch`, a hundred steps a call; beside PyTorch itself, eager and compiled, and plain JAX.
+
+Also what a call costs over a run of the session that it wraps, and how long a deep encoder takes to compile, with its
+layers as calls of one graph and without.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.benchmarks.harness import OURS, Measure, Row, Size, check_agreement, over, progress, seconds, time_of, times
+
+try:
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
+else:
+    import poptorch
+    from tests.poptorch import models
+
+RATE = 0.05
+Weights = Mapping[str, Any]
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model to be trained: in PyTorch, and its loss in plain JAX.
+
+    Attributes:
+        make: makes the model.
+        loss: of its weights by name, inputs and labels.
+        shape: of an input, without the batch.
+        batch, classes: rows of a step, and how many labels there are.
+        steps: of a call.
+    """
+
+    make: Callable[[], Any]
+    loss: Callable[[Weights, Any, Any], Any]
+    shape: tuple[int, ...]
+    batch: int
+    classes: int
+    steps: int
+
+    def model(self) -> Any:
+        """The model, with the same weights whenever it is made."""
+        torch.manual_seed(0)
+        return self.make()
+
+    def data(self) -> tuple[Any, Any]:
+        """Inputs and labels of a call; always the same."""
+        random = torch.Generator().manual_seed(1)
+        rows = self.steps * self.batch
+        return torch.randn((rows, *self.shape), generator=random), torch.randint(self.classes, (rows,), generator=random)
+
+
+# Plain JAX ------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(scores: Any, labels: Any) -> Any:
+    return -jnp.take_along_axis(jax.nn.log_softmax(scores), labels[:, None], axis=1).mean()
+
+
+def linear(w: Weights, name: str, x: Any) -> Any:
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def mlp_loss(w: Weights, x: Any, labels: Any) -> Any:
+    for i in (0, 2, 4):
+        x = jax.nn.relu(linear(w, f"layers.{i}", x))
+    return cross_entropy(linear(w, "layers.6", x), labels)
+
+
+def lenet_loss(w: Weights, x: Any, labels: Any) -> Any:
+    for i in (0, 3):
+        x = jax.lax.conv(x, w[f"layers.{i}.weight"], (1, 1), [(2, 2), (2, 2)]) + w[f"layers.{i}.bias"][:, None, None]
+        x = jax.lax.reduce_window(jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+    x = jax.nn.relu(linear(w, "layers.7", x.reshape(len(x), -1)))
+    return cross_entropy(linear(w, "layers.9", x), labels)
+
+
+def encoder_loss(w: Weights, x: Any, labels: Any, *, layers: int, heads: int) -> Any:
+    def norm(name: str, x: Any) -> Any:
+        centred = x - x.mean(-1, keepdims=True)
+        scale = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + EPSILON)
+        return centred * scale * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    for i in range(layers):
+        name = f"encoder.layers.{i}"
+        qkv = x @ w[f"{name}.self_attn.in_proj_weight"].T + w[f"{name}.self_attn.in_proj_bias"]
+        q, k, v = (t.reshape(*t.shape[:2], heads, -1).transpose(0, 2, 1, 3) for t in jnp.split(qkv, 3, axis=-1))
+        shares = jax.nn.softmax(q @ k.transpose(0, 1, 3, 2) * q.shape[-1] ** -0.5, axis=-1)
+        y = (shares @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+        x = norm(f"{name}.norm1", x + linear(w, f"{name}.self_attn.out_proj", y))
+        y = jax.nn.gelu(linear(w, f"{name}.linear1", x), approximate=False)
+        x = norm(f"{name}.norm2", x + linear(w, f"{name}.linear2", y))
+    return cross_entropy(linear(w, "head", x.mean(1)), labels)
+
+
+def in_jax(task: Task) -> Callable[[], np.ndarray]:
+    """A call: the loss of the last step."""
+    state = {name: jnp.array(t.numpy()) for name, t in task.model().state_dict().items()}
+    data = [t.reshape(task.steps, task.batch, *t.shape[1:]).numpy() for t in task.data()]
+
+    def step(w: Weights, batch: tuple[Any, Any]) -> tuple[Weights, Any]:
+        loss, gradients = jax.value_and_grad(task.loss)(w, *batch)
+        return {name: w[name] - RATE * gradients[name] for name in w}, loss
+
+    steps = jax.jit(lambda w, data: jax.lax.scan(step, w, data), donate_argnums=0)
+
+    def call() -> np.ndarray:
+        nonlocal state
+        state, losses = steps(state, tuple(data))
+        return np.asarray(losses[-1])
+
+    return call
+
+
+# PyTorch --------------------------------------------------------------------------------------------------------------
+
+
+def in_torch(task: Task, compiled: bool = False) -> Callable[[], np.ndarray]:
+    """A call: the loss of the last step."""
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    model = task.model().to(device)
+    optimiser = torch.optim.SGD(model.parameters(), RATE)
+    batches = list(zip(*(t.to(device).split(task.batch) for t in task.data()), strict=True))
+    forward = torch.compile(model) if compiled else model
+
+    def call() -> np.ndarray:
+        for batch in batches:
+            optimiser.zero_grad()
+            _, loss = forward(*batch)
+            loss.backward()
+            optimiser.step()
+        return np.float32(loss.item())
+
+    return call
+
+
+# Ours -----------------------------------------------------------------------------------------------------------------
+
+
+def wrapped(task: Task, outlining: bool = True) -> Any:
+    """The model, to be trained so many steps a call."""
+    model = task.model()
+    options = poptorch.Options().deviceIterations(task.steps)
+    options._Popart.set("enableOutlining", outlining)
+    return poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), RATE))
+
+
+def ours(task: Task) -> Callable[[], np.ndarray]:
+    """A call: the loss of the last step."""
+    model, data = wrapped(task), task.data()
+    return lambda: model(*data)[1].numpy()
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def training(task: Task, size: Size) -> Iterator[Mapping[str, Measure]]:
+    """Each party trains its own weights. What PyTorch's compiler needs (a C++ compiler, for one) may not be there."""
+    calls = {OURS: ours(task), "JAX": in_jax(task), "torch": in_torch(task)}
+    if size is Size.FULL:
+        try:
+            calls["torch.compile"] = in_torch(task, compiled=True)
+            calls["torch.compile"]()
+        except RuntimeError as problem:
+            progress(f"torch.compile is left out: {problem}\n")
+            del calls["torch.compile"]
+        else:
+            calls["torch.compile"] = in_torch(task, compiled=True)  # with first weights
+    losses = {name: [call() for _ in range(2)] for name, call in calls.items()}
+    check_agreement(losses.pop("JAX"), **losses)
+    yield {name: time_of(call) for name, call in calls.items()}
+
+
+def mlp(size: Size) -> Task:
+    """Of images of 28 x 28, or tiny ones."""
+    widths = (6, 5, 5, 5, 4) if size is Size.TINY else (784, 512, 512, 512, 10)
+    return Task(partial(models.mlp, widths), mlp_loss, widths[:1], 8, widths[-1], 3 if size is Size.TINY else 100)
+
+
+def lenet(size: Size) -> Task:
+    """The same."""
+    if size is Size.TINY:
+        return Task(models.lenet, lenet_loss, (1, 12, 12), 2, 5, steps=3)
+    return Task(partial(models.lenet, 28, (6, 16), 10), lenet_loss, (1, 28, 28), 32, 10, steps=100)
+
+
+def encoder(size: Size, layers: int = 4, steps: int = 100) -> Task:
+    """So many layers, or two tiny ones."""
+    if size is Size.TINY:
+        return Task(models.Encoder, partial(encoder_loss, layers=2, heads=2), (6, 8), 2, 4, steps=min(steps, 3))
+    make = partial(models.Encoder, 64, 4, layers, 256, 10)
+    return Task(make, partial(encoder_loss, layers=layers, heads=4), (16, 64), 8, 10, steps)
+
+
+@contextmanager
+def calls(size: Size) -> Iterator[Mapping[str, Measure]]:
+    """A small model, called; and the session that it runs in, with the arrays that it is fed."""
+    model = poptorch.inferenceModel(torch.nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    result = model(x)
+    session = model._compiled.session
+    (stream,) = session.ir.get_all_h2d_streams()
+    feeds = {stream: x.numpy()}
+    (array,) = session.run(feeds).data.values()
+    check_agreement(array, popxl=result.numpy())
+    count = 1 if size is Size.TINY else 1000
+    yield {OURS: time_of(lambda: model(x).numpy(), count), "session": time_of(lambda: session.run(feeds).data, count)}
+
+
+@contextmanager
+def compiling(size: Size) -> Iterator[Mapping[str, Measure]]:
+    """From a module to a program that has run once, with layers as calls of one graph, and with the ops of all."""
+    task = encoder(size, layers=12, steps=1)
+    data = task.data()
+
+    def compiled(outlining: bool) -> np.ndarray:
+        return wrapped(task, outlining)(*data)[1].numpy()
+
+    check_agreement(compiled(False), popxl=compiled(True))
+    yield {OURS: time_of(lambda: compiled(True)), "inlined": time_of(lambda: compiled(False))}
+
+
+TARGETS = (times(1.5, "torch"), times(None, "torch.compile"), times(0.95))
+ROWS = () if torch is None else (
+    Row("poptorch_mlp", lambda size: training(mlp(size), size), TARGETS, rounds=9),
+    Row("poptorch_lenet", lambda size: training(lenet(size), size), TARGETS, rounds=9),
+    Row("poptorch_encoder", lambda size: training(encoder(size), size), TARGETS, rounds=9),
+    Row("poptorch_call", calls, (over(40e-6, seconds, "session"),)),
+    Row("poptorch_compile", compiling, (times(2, "inlined"),), rounds=3),
+)  # fmt: skip

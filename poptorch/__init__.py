@@ -153,6 +153,7 @@ __all__ = [
     "registerPreCompileHook",
     "removeBlocks",
     "serializedMatMul",
+    "sessionOf",
     "setLogLevel",
     "set_available_memory",
     "set_overlap_for_input",

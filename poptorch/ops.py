@@ -1,7 +1,7 @@
 """The ops of poptorch that models use.
 
-On the host each is computed by PyTorch. In a model that is being captured it is one op of the program, whose results have
-the shapes and dtypes of what PyTorch would compute. What the ops are in a program is in `poptorch.lowering`.
+On the host each is computed by PyTorch. In a model that is being captured it is one op of the program, whose results
+have the shapes and dtypes of what PyTorch would compute. What the ops are in a program is in `poptorch.lowering`.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
     _check_start("dynamic_slice", start)
     if not 0 < size <= tensor.shape[dim] or step < 1:
         raise createPoptorchError(
-            f"dynamic_slice: {size} elements with step {step}, of {tensor.shape[dim]} in dimension {dim}. `size` has to "
-            "be from 1 to that number, and `step` 1 or more."
+            f"dynamic_slice: {size} elements with step {step}, of {tensor.shape[dim]} in dimension {dim}. `size` has "
+            "to be from 1 to that number, and `step` 1 or more."
         )
     if current() is not None:
         return tensor.narrow(dim, 0, size)[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, step),)].clone()
@@ -271,8 +271,8 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
     _check_start("dynamic_update", start)
     if input.dtype is not src.dtype or input.dim() != src.dim():
         raise createPoptorchError(
-            f"dynamic_update: `src` is {list(src.shape)} of {src.dtype}; expected {input.dim()} dimensions and the dtype "
-            f"of `input`, {input.dtype}."
+            f"dynamic_update: `src` is {list(src.shape)} of {src.dtype}; expected {input.dim()} dimensions and the "
+            f"dtype of `input`, {input.dtype}."
         )
     result = input.clone()
     if current() is not None:
@@ -304,8 +304,8 @@ def ctc_beam_search_decoder(
         top_paths: how many results there are for each sequence.
 
     Returns:
-        Logarithms of their probabilities `[batch, top_paths]`; how many labels they have `[batch, top_paths]`; the labels
-        `[batch, top_paths, time]`, followed by blanks. The best come first.
+        Logarithms of their probabilities `[batch, top_paths]`; how many labels they have `[batch, top_paths]`; the
+        labels `[batch, top_paths, time]`, followed by blanks. The best come first.
 
     Example:
         >>> probs = torch.tensor([[[0.1, 0.8, 0.1]], [[0.7, 0.2, 0.1]], [[0.1, 0.2, 0.7]]]).log()
@@ -414,8 +414,8 @@ def for_loop(count: int, body: Callable[..., Any], inputs: Tensors) -> Tensors:
     trace, results = tracer.function_of(body, inputs)
     if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in inputs]:
         raise createPoptorchError(
-            f"for_loop: the body takes {_shapes(inputs)} and returns {_shapes(results)}. It has to return as many tensors "
-            "as it takes, of the same shapes and dtypes."
+            f"for_loop: the body takes {_shapes(inputs)} and returns {_shapes(results)}. It has to return as many "
+            "tensors as it takes, of the same shapes and dtypes."
         )
     arguments = {"count": count, "body": trace, "inputs": list(inputs)}
     return cast(Tensors, tracer.record("poptorch.for_loop", lambda **given: [t.clone() for t in inputs], arguments))
@@ -550,8 +550,8 @@ def _attribute(key: Any, value: Any) -> Any:
         return tuple(_attribute(key, each) for each in value)
     if not isinstance(value, float | int | str):
         raise ValueError(
-            f"custom_op: the attribute {key!r} is {value!r} ({type(value).__name__}); expected a float, an int, a str, or "
-            "a list of these."
+            f"custom_op: the attribute {key!r} is {value!r} ({type(value).__name__}); expected a float, an int, a str, "
+            "or a list of these."
         )
     if isinstance(value, str) and not (value.isascii() and key.isascii()):
         raise ValueError(f"custom_op: the attribute {key!r} is {value!r}, which is not ASCII.")
@@ -563,7 +563,8 @@ def _attribute(key: Any, value: Any) -> Any:
 class CPU:
     """A Python function that runs on the host, in the middle of a model that runs on the device.
 
-    It is called with tensors of the host whenever the program comes there, and may do what it likes. For inference only.
+    It is called with tensors of the host whenever the program comes there, and may do what it likes. For inference
+    only.
 
     Args:
         layer_to_call: the function, or a module, whose parameters are frozen.

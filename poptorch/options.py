@@ -254,8 +254,8 @@ class _PrecisionOptions(OptionsDict):
 
     floating_point_exceptions: bool = setting(
         False,
-        "an operation that makes NaN or an infinity of other numbers (0/0, x/0, 0*inf, an overflow, the root of a negative "
-        "number) raises an Error; the program runs op by op for that, which is slow",
+        "an operation that makes NaN or an infinity of other numbers (0/0, x/0, 0*inf, an overflow, the root of a "
+        "negative number) raises an Error; the program runs op by op for that, which is slow",
         "enableFloatingPointExceptions",
     )
     stochastic_rounding: bool = setting(False, NO_EFFECT, "enableStochasticRounding")

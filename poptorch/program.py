@@ -4,8 +4,8 @@
       device iteration × D        reduce gradients over replicas; step of the optimiser
         micro-batch × G             take the rows of a micro-batch; forward graph; its gradient graph; accumulate
 
-Loops of one turn are left out. What a turn changes it has by reference: parameters, buffers, the state of the optimiser,
-the results kept so far. The model itself is one graph, and so is its gradient.
+Loops of one turn are left out. What a turn changes it has by reference: parameters, buffers, the state of the
+optimiser, the results kept so far. The model itself is one graph, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from typing import Any
 import numpy as np
 
 import popxl
-from popxl import ops
-from popxl.tensor import Variable
-from popxl.transforms.autodiff import GradGraphInfo, leading_to
 from poptorch.arguments import Batching
 from poptorch.capture.losses import final_loss
 from poptorch.capture.outline import outlined
@@ -33,6 +30,9 @@ from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import together
 from poptorch.options import Options
 from poptorch.updates import Update
+from popxl import ops
+from popxl.tensor import Variable
+from popxl.transforms.autodiff import GradGraphInfo, leading_to
 
 __all__ = ["Program", "Returned"]
 
@@ -169,9 +169,9 @@ class Program:
         written = list(self.written)
         if written and self._replicas > 1 and self._options.broadcast_buffers:
             raise createPoptorchError(
-                f"PopTorch does not support broadcasting buffers. The model overwrites {', '.join(map(repr, written))}, "
-                "and each replica would write another value. With `options.broadcastBuffers(False)` each replica has a "
-                "copy of its own, of which the host gets one."
+                f"PopTorch does not support broadcasting buffers. The model overwrites "
+                f"{', '.join(map(repr, written))}, and each replica would write another value. With "
+                "`options.broadcastBuffers(False)` each replica has a copy of its own, of which the host gets one."
             )
 
     def _check_ops(self) -> None:
@@ -269,7 +269,8 @@ class Program:
                 grouping = self._groupings.get(name)
                 if name in self.written and each_its_own is not None:
                     grouping, data = each_its_own, np.broadcast_to(data, (self._replicas, *data.shape))
-                self.variables[name] = tensors[name] = popxl.variable(data, name=name, replica_grouping=grouping)
+                v = popxl.variable(data, name=name, replica_grouping=grouping)
+                self.variables[name] = tensors[name] = v
         if self._update is not None:
             self.state = self._update.create_state()
             tensors |= {f"/{name}": v for name, v in self.state.items()}
@@ -508,7 +509,7 @@ _slot = popxl.OpKind(
     gradient=None,
     key="poptorch.ResultSlot",
 )
-"""Where the result of a micro-batch goes, if those of every `period`-th device iteration are kept: over those before."""
+"""Where the result of a micro-batch goes, if those of every `period`-th iteration are kept: over those before."""
 
 _iteration_slot = popxl.OpKind(
     "IterationSlot",

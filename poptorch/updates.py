@@ -66,6 +66,7 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.logging_ import logger
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.tensor import Variable
 
 __all__ = ["State", "Update"]
 
@@ -494,7 +495,7 @@ class Update:
 
     # In a program ---------------------------------------------------------------------------------------------------
 
-    def create_state(self) -> dict[str, popxl.Tensor]:
+    def create_state(self) -> dict[str, Variable]:
         """Variables of the main graph, the current one, for all that the optimiser keeps, by name."""
         return {
             s.name: popxl.variable(s.value, name=s.name, replica_grouping=self._groupings.get(s.parameter or ""))

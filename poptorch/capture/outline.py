@@ -1,8 +1,8 @@
 """Modules of a model that do the same become calls of one function.
 
-Twelve equal layers of an encoder are captured as twelve runs of ops. What tells that they are equal is their form: the ops
-with all they are given, where values from outside are numbered as they come. Of each form that occurs often enough one
-`Trace` is kept, and the runs are replaced by calls of it; so it is lowered, differentiated and compiled once.
+Twelve equal layers of an encoder are captured as twelve runs of ops. What tells that they are equal is their form: the
+ops with all they are given, where values from outside are numbered as they come. Of each form that occurs often enough
+one `Trace` is kept, and the runs are replaced by calls of it; so it is lowered, differentiated and compiled once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CALL", "outlined"]
 CALL = "poptorch.call"
 """Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
 
-SMALLEST = 12
+SMALLEST = 8
 """A module is called only if it has as many ops: calls cost something, too."""
 
 
@@ -60,7 +60,8 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     chosen: list[list[_Run]] = []
     for runs in sorted(repeated, key=lambda runs: -len(runs[0])):
         # A module that does nothing but run another one has the same ops: they are there once.
-        free = [run for run in {run.start: run for run in runs}.values() if taken.isdisjoint(range(run.start, run.stop))]
+        different = {run.start: run for run in runs}.values()
+        free = [run for run in different if taken.isdisjoint(range(run.start, run.stop))]
         if len(free) > 1:
             chosen.append(free)
             taken.update(i for run in free for i in range(run.start, run.stop))

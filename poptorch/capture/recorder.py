@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from popxl.source import SourceLocation
 from poptorch.ambient import Ambient
 from poptorch.capture.torch_private import storage_key, without_modes
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.errors import createPoptorchError
+from popxl.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
 
@@ -221,8 +221,8 @@ class Recorder:
         if cell is None:
             if isinstance(t, torch._subclasses.FakeTensor):
                 raise createPoptorchError(
-                    f"A tensor of {tuple(t.shape)} was made where it could not be seen ({self.source()}): in a function "
-                    "that is taken as a whole, or by PyTorch's own backward pass. Make it in `forward`."
+                    f"A tensor of {tuple(t.shape)} was made where it could not be seen ({self.source()}): in a "
+                    "function that is taken as a whole, or by PyTorch's own backward pass. Make it in `forward`."
                 )
             with without_modes():
                 data = Data(t.detach().clone())
@@ -358,6 +358,7 @@ def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:
 
 def _replaced(arguments: Any, one: Any, by: Any) -> Any:
     return pytree.tree_map(lambda leaf: by if leaf is one else leaf, arguments)
+
 
 _NOT_THE_USERS = frozenset({"torch", "poptorch", "contextlib"})
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from popxl.source import SourceLocation
 from poptorch.ambient import Site
+from popxl.source import SourceLocation
 
 __all__ = ["Node", "Trace", "Value", "values_in"]
 

@@ -27,7 +27,6 @@ from poptorch.capture.torch_private import (
     TorchDispatchMode,
     decomposition,
     fake_mode,
-    storage_key,
     unvalidated_distributions,
     with_tensors,
     written_arguments,
@@ -176,7 +175,6 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results)
         return results
-
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites tensors of the user's that are none of the model's: these keep their numbers."""

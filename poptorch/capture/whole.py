@@ -157,9 +157,7 @@ def _attention(
 ) -> None: ...
 
 
-def _shaped_as_bincount(
-    input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
-) -> torch.Tensor:
+def _shaped_as_bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     if minlength == 0:
         raise createPoptorchError(
             "bincount: without `minlength` the shape of the result depends on the numbers in the tensor. Give one that "
@@ -220,9 +218,7 @@ WHOLE: tuple[Whole, ...] = (
         for name in ("quantile", "nanquantile")
     ),
     _whole(torch.bincount, torch.Tensor.bincount, like=_shaped_as_bincount, shaped_as=_shaped_as_bincount),
-    _whole(
-        torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov
-    ),
+    _whole(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
     _whole(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
     _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
     _whole(F.linear, like=lambda input, weight, bias=None: None),

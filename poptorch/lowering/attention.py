@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 
 import popxl
-from popxl import ops
 from poptorch.lowering.emission import emission
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import softmax
 from poptorch.lowering.operands import broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
 
 Optional = popxl.Tensor | None
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 import popxl
-from popxl import OpKind, ops
 from poptorch.capture.outline import CALL
 from poptorch.capture.trace import Trace
 from poptorch.dtypes import to_numpy
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
+from popxl import OpKind, ops
 
 Tensors = Sequence[popxl.Tensor]
 

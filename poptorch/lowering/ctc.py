@@ -1,7 +1,7 @@
 """Connectionist temporal classification: the loss, and the search for the most likely labels.
 
-A path gives each time a class; its labels are what is left when repetitions, and then blanks, are removed. (A. Graves et
-al., "Connectionist Temporal Classification", 2006.)
+A path gives each time a class; its labels are what is left when repetitions, and then blanks, are removed. (A. Graves
+et al., "Connectionist Temporal Classification", 2006.)
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from popxl import ops
-from popxl.ops.precision import rounded_once
 from poptorch.lowering.losses import reduced
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
+from popxl.ops.precision import rounded_once
 
 _IMPOSSIBLE = -1e30
 """The logarithm of 0: finite, so that gradients are."""

@@ -14,15 +14,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 import popxl
-from popxl import ops
-from popxl.context import get_current_context
-from popxl.errors import PopxlError
-from popxl.source import DebugRecord
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.dtypes import device_dtype
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.operands import broadcast, reshaped
 from poptorch.lowering.registry import lowering_of
+from popxl import ops
+from popxl.context import get_current_context
+from popxl.errors import PopxlError
+from popxl.source import DebugRecord
 
 __all__ = ["Emission", "emission", "popxl_dtype", "spec_of"]
 

@@ -14,15 +14,15 @@ import popxl
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.ops.precision import rounded_once, widened
+from popxl.ops.precision import rounded_once
 
 # Products -------------------------------------------------------------------------------------------------------------
 
 
 def product(lhs: popxl.Tensor, rhs: popxl.Tensor) -> popxl.Tensor:
-    """A matrix product, of halves in float32: for what is added to it before it is rounded."""
+    """A matrix product. Of halves it is rounded to a half, so that its gradients are products of halves, too."""
     lhs, rhs = promoted(lhs, rhs)
-    return ops.matmul(lhs, rhs, output_type=popxl.float32 if lhs.dtype is popxl.float16 else None)
+    return ops.matmul(lhs, rhs)
 
 
 def _multiplies(names: str, other: str) -> None:
@@ -44,8 +44,8 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
 @jax_op(
     title="Linear",
     gradient={
-        "input": lambda g, weight: ops.matmul(*promoted(g, weight)),
-        "weight": lambda g, input: ops.matmul(*promoted(ops.transpose(_rows(g)), _rows(input))),
+        "input": lambda g, weight: product(g, weight),
+        "weight": lambda g, input: product(ops.transpose(_rows(g)), _rows(input)),
         "bias": lambda g: ops.sum(_rows(g), 0),
     },
 )
@@ -100,8 +100,7 @@ def einsum(equation: str, operands: Any) -> popxl.Tensor:
 
 @jax_op(title="Einsum")
 def _einsum(*operands: Any, equation: str) -> Any:
-    # Integers have no wider type here, and need none.
-    return jnp.einsum(equation, *map(widened, operands), precision=lax.Precision.HIGHEST)
+    return jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST)  # halves are summed in float32
 
 
 @lowers("torch.bilinear")

@@ -28,8 +28,8 @@ def promoted(*operands: popxl.Tensor | Number) -> tuple[popxl.Tensor, ...]:
     """Operands as tensors of one dtype: that to which PyTorch promotes tensors. At least one has to be a tensor.
 
     A number counts less than any tensor: only one of a higher category (an integer beside bools, a float beside
-    integers) has a say. That a tensor without dimensions counts less, too, shows in the dtype of the result alone, which
-    is not decided here.
+    integers) has a say. That a tensor without dimensions counts less, too, shows in the dtype of the result alone,
+    which is not decided here.
     """
     tensors = [each for each in operands if isinstance(each, popxl.Tensor)]
     wanted = tensors[0].dtype.as_numpy()

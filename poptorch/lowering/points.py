@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from popxl import ops
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
 
 
 @lowers("poptorch.fps")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from popxl import ops
 from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
 
 
 @lowers("poptorch.nop", "poptorch.set_available_memory")
@@ -44,9 +44,7 @@ def _strided(t: Any, start: Any, *, axis: int, count: int, step: int) -> Any:
 
 
 @lowers("poptorch.dynamic_update")
-def dynamic_update(
-    input: popxl.Tensor, src: popxl.Tensor, dim: int, start: popxl.Tensor, size: int
-) -> popxl.Tensor:
+def dynamic_update(input: popxl.Tensor, src: popxl.Tensor, dim: int, start: popxl.Tensor, size: int) -> popxl.Tensor:
     return _updated(input, src, start, axis=axis_of(input, dim))
 
 

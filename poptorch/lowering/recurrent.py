@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from popxl import OpKind, ops
-from popxl.ops.precision import rounded_once
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
+from popxl import OpKind, ops
+from popxl.ops.precision import rounded_once
 
 Tensors = Sequence[popxl.Tensor]
 State = tuple[Any, ...]

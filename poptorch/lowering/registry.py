@@ -8,9 +8,9 @@
     def erfinv(input):
         return jax.scipy.special.erfinv(input)
 
-A lowering is called with the arguments of the op by name, those that were given; PyTorch's `self` is called `input`. Its
-results are cast to the dtypes, and broadcast to the shapes, that PyTorch says. So it need not know what PyTorch promotes
-to what, as long as it computes no less precisely.
+A lowering is called with the arguments of the op by name, those that were given; PyTorch's `self` is called `input`.
+Its results are cast to the dtypes, and broadcast to the shapes, that PyTorch says. So it need not know what PyTorch
+promotes to what, as long as it computes no less precisely.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -98,9 +99,9 @@ def _appended(t: popxl.Tensor, row: popxl.Tensor, axis: int) -> popxl.Tensor:
     return ops.concat([t, broadcast(together(row, t.dtype), shape=shape)], axis)
 
 
-def _part(t: Optional, number: int) -> Optional:
-    """A third of the rows of the weights of query, key and value."""
-    return None if t is None else ops.split(t, 3, 0)[number]
+def _thirds(t: Optional) -> Sequence[Optional]:
+    """The rows of a weight, or a bias, that are for query, key and value."""
+    return (None, None, None) if t is None else ops.split(t, 3, 0)
 
 
 @jax_op(title="Pad", gradient=None)
@@ -146,9 +147,13 @@ def multi_head_attention_forward(
     given, single = [query, key, value], len(query.shape) == 2
     if single:
         given = [ops.reshape(t, (t.shape[0], 1, t.shape[1])) for t in given]
-    own = [q_proj_weight, k_proj_weight, v_proj_weight]
-    weights = own if use_separate_proj_weight else [_part(in_proj_weight, i) for i in range(3)]
-    q, k, v = (linear(t, w, _part(in_proj_bias, i)) for i, (t, w) in enumerate(zip(given, weights, strict=True)))  # type: ignore[arg-type]
+    if query is key is value and in_proj_weight is not None:  # one product for all
+        q, k, v = ops.split(linear(given[0], in_proj_weight, in_proj_bias), 3, axis=2)
+    else:
+        own = [q_proj_weight, k_proj_weight, v_proj_weight]
+        weights = own if use_separate_proj_weight else _thirds(in_proj_weight)
+        projected = zip(given, weights, _thirds(in_proj_bias), strict=True)
+        q, k, v = (linear(t, weight, bias) for t, weight, bias in projected)  # type: ignore[arg-type]
     if bias_k is not None and bias_v is not None:
         k, v = _appended(k, bias_k, 0), _appended(v, bias_v, 0)
     length, batch, width = q.shape

@@ -6,7 +6,6 @@ layers as calls of one graph and without.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +59,9 @@ class Task:
         """Inputs and labels of a call; always the same."""
         random = torch.Generator().manual_seed(1)
         rows = self.steps * self.batch
-        return torch.randn((rows, *self.shape), generator=random), torch.randint(self.classes, (rows,), generator=random)
+        return torch.randn((rows, *self.shape), generator=random), torch.randint(
+            self.classes, (rows,), generator=random
+        )
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------

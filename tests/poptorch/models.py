@@ -167,7 +167,7 @@ class BertBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """An encoder in the way of BERT: three embeddings, an attention mask, and a score for where an answer begins and ends.
+    """An encoder in the way of BERT: embeddings, an attention mask, and scores for where an answer begins and ends.
 
     Where there is no answer the label is the length of the sequence, which is ignored.
     """
@@ -221,7 +221,7 @@ def text(random: torch.Generator, rows: int, length: int = 6, vocabulary: int = 
 
 
 def questions(random: torch.Generator, rows: int, length: int = 6, vocabulary: int = 11) -> Batch:
-    """Texts of several lengths, filled up with padding, of two parts; where the answer begins and ends, if there is one."""
+    """Texts of two parts, filled up with padding; where an answer begins and ends, if there is one."""
     ids = torch.randint(1, vocabulary, (rows, length), generator=random)
     mask = (torch.arange(length) < torch.randint(3, length + 1, (rows, 1), generator=random)).long()
     start, end = torch.randint(length + 1, (2, rows), generator=random)

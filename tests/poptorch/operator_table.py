@@ -29,8 +29,8 @@ HEAD = """\
 # Operators
 
 What each operator of PyTorch becomes, in ops of popxl. `torch.` are functions that are captured as a whole, `aten.` the
-operators below them; other functions of PyTorch consist of these. Each is compared with PyTorch: its results in float32,
-and where it says so, its gradient, and both in float16. Made by `python -m tests.poptorch.operator_table`.
+operators below them; other functions of PyTorch consist of these. The tests compare each with PyTorch: its results in
+float32, and where it says so, its gradient, and both in float16. Made by `python -m tests.poptorch.operator_table`.
 
 | operator | ops of popxl | gradient | half |
 |---|---|---|---|

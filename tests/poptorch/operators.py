@@ -1,8 +1,8 @@
 """What each row of the operator tests goes through: captured, lowered, run; beside PyTorch itself.
 
 A row is a function of tensors, and tensors to call it with. It is right if its results, and the gradients of all that
-PyTorch has gradients for, are those of PyTorch, in float32 and in float16. Which lowerings rows use is in the table that
-`tests.poptorch.operator_table` makes of them.
+PyTorch has gradients for, are those of PyTorch, in float32 and in float16. `tests.poptorch.operator_table` makes a
+table of the lowerings that rows use.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def _ours(
         if found:
             required = [emission.tensor(values[i]) for i in found]
             info = popxl.transforms.autodiff(graph, [results[i] for i in tracked], required)
-            weights = [popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked]
+            weights = [
+                popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked
+            ]
             stored += ops.call_with_info(info.graph, *weights, inputs_dict=info.inputs_dict(site)).outputs
         streams = [popxl.d2h_stream(t.shape, t.dtype) for t in stored]
         for stream, t in zip(streams, stored, strict=True):

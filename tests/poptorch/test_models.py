@@ -15,7 +15,7 @@ from tests.poptorch.models import CASES, Batch, Case, Encoder  # noqa: E402
 STEPS = 10
 torch.set_num_threads(1)  # models are tiny: threads of PyTorch would only wait for each other
 ROWS = 4
-# The gradient by the biases of keys is 0, but for rounding. With a tiny eps Adam would make as much of that as of others.
+# The gradient by biases of keys is 0, but for rounding. With a tiny eps Adam would make as much of that as of others.
 OPTIMISERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3),
@@ -105,7 +105,9 @@ def test_ways(name: str, way: str) -> None:
     micro_batches = ways.get("accumulation", 1) * ways.get("replicas", 1)
     for batch in batches(case, ROWS * micro_batches * iterations, STEPS // iterations):
         _, losses = ours(*batch)
-        expected = [loss for step in divided(batch, iterations) for loss in reference.step(divided(step, micro_batches))]
+        expected = [
+            loss for step in divided(batch, iterations) for loss in reference.step(divided(step, micro_batches))
+        ]
         close(losses.reshape(-1), torch.stack(expected), 1e-5)
         same_weights(ours.model, reference.model, 1e-5)
 

@@ -399,7 +399,7 @@ def test_all_are_stopped_at_once() -> None:
         for _ in range(3):
             process.stdout.readline()
         begin = time.monotonic()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT)
     assert time.monotonic() - begin < 2 * GRACE
 

@@ -8,7 +8,6 @@
 
 # %%
 import copy
-import re
 import sys
 from pathlib import Path
 
@@ -123,7 +122,15 @@ assert first_accuracy > 90
 
 # %%
 title("4. What has become of the model")
-print(model.ir.graphs_by_name["training"] if False else "")
+session = poptorch.sessionOf(model)
+(loop,) = session.ir.main_graph.called_graphs
+(step,) = loop.called_graphs
+forward, backward = step.called_graphs[:2]
+print(forward)
+print(f"\nops of the model: {len(forward.ops)}, of its gradient: {len(backward.ops)}")
+
+memory = session.report.memory
+print(f"bytes of variables: {memory.variables}")
 
 # %% [markdown]
 # ## 5. Four replicas

@@ -5,7 +5,7 @@ Each class and function is documented once, on the first of the pages that has i
 be shown as it is written is a warning of pdoc's, and an error here.
 """
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -21,8 +21,8 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 PAGES = """
     popxl.ops.collectives popxl.ops.var_updates popxl.ops popxl.transforms popxl.errors popxl.utils popxl.fp8_utils
-    popxl popxl.context popxl.log popxl.memory popxl.op popxl.options popxl.pages popxl.random_seed popxl.tensor
-    popxl.testing
+    popxl popxl.context popxl.estimate popxl.flops popxl.log popxl.memory popxl.op popxl.options popxl.pages
+    popxl.random_seed popxl.tensor popxl.testing
 
     popxl_addons.layers popxl_addons.ops popxl_addons.optimizers popxl_addons.transforms popxl_addons
 
@@ -30,6 +30,8 @@ PAGES = """
 
     popart popdist
 """.split()
+if importlib.util.find_spec("torch") is not None:  # without torch there is no poptorch to be shown
+    PAGES += ["poptorch", "poptorch.optim", "poptorch.profiling", "poptorch.testing", "poptorch.lowering.registry"]
 WHOLE = "popxl_addons"  # the package all of whose modules are public, but for those with an underscore
 
 INDEX = """
@@ -79,6 +81,8 @@ def pages() -> dict[str, pdoc.doc.Module]:
     for name, page in found.items():
         page.submodules = [below for below in found.values() if below.modulename.rpartition(".")[0] == name]
         for member in page.classes:
+            for key in [key for key, each in member.members.items() if each.taken_from[0].split(".")[0] == "torch"]:
+                del member.members[key]  # it has pages of its own
             for attribute in member.instance_variables:
                 if attribute.default_value is PydanticUndefined:
                     attribute.default_value = pdoc.doc.empty

@@ -101,7 +101,7 @@ def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser | 
     Raises:
         Error: if `arg_data_type` is not a type, or `arg_parser` not an `ICustomArgParser`.
 
-    Example: see `ICustomArgParser`.
+    See `ICustomArgParser` for an example.
     """
     if not isinstance(arg_data_type, type):
         raise createPoptorchError(f"registerCustomArgParser: `arg_data_type` should be a type; got {arg_data_type!r}.")

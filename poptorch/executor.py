@@ -708,7 +708,10 @@ def sessionOf(model: PoplarExecutor) -> popxl.Session:
         >>> model.compile(torch.zeros(4, 3))
         >>> session = poptorch.sessionOf(model)
         >>> print(session.ir)
+        main graph:
+        ...
         >>> print(session.report)
+        Report...
     """
     return model._executable.session
 

@@ -1,0 +1,58 @@
+"""The examples in poptorch's docstrings run, and print what they show.
+
+An example uses what its module has, and a few names that mean the same in all docstrings; they are said here alone.
+"""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pkgutil import walk_packages
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jax  # noqa: E402  (torch may not be there)
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import poptorch  # noqa: E402
+import popxl  # noqa: E402
+from popxl import ops  # noqa: E402
+
+MODULES = [m.name for m in walk_packages(poptorch.__path__, "poptorch.") if not m.name.endswith("__main__")]
+EXAMPLES = [
+    pytest.param(found, id=found.name)
+    for name in ["poptorch", *MODULES]
+    for found in doctest.DocTestFinder(exclude_empty=True).find(import_module(name), globs={})
+    if found.examples
+]
+
+
+def names() -> dict[str, Any]:
+    """What examples may use without saying what it is."""
+    module = torch.nn.Linear(3, 2)
+    return {
+        **{"torch": torch, "np": np, "jax": jax, "jnp": jnp, "popxl": popxl, "ops": ops, "poptorch": poptorch},
+        "module": module,
+        "model": poptorch.inferenceModel(torch.nn.Linear(3, 2)),
+        "params": list(module.parameters()),
+        "x": torch.ones(4, 3),
+        "output": torch.ones(4, 2),
+        "target": torch.zeros(4, 2),
+    }
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: doctest.DocTest) -> None:
+    home = max((name for name in ("poptorch", *MODULES) if f"{example.name}.".startswith(f"{name}.")), key=len)
+    example.globs = vars(import_module(home)) | names()
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert not runner.run(example, out=said.append).failed, "".join(said)
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) > 70

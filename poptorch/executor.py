@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -104,6 +104,7 @@ class PoplarExecutor:
         self._attributes = weights.Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
+        self._forgotten: weakref.finalize[Any, Any] | None = None
         self._compilation_time: timedelta | None = None
         self._trainings = weights.Trainings(self._module)
         self._instrumented: weights.Instrumented | None = None
@@ -212,6 +213,10 @@ class PoplarExecutor:
     def _use(self, compiled: Compiled) -> None:
         """Run this from now on."""
         self._compiled = compiled
+        if self._instrumented is not None:
+            home = (compiled, self._instrumented, self._module, self._grouped)
+            self._forgotten = weakref.finalize(self, _bring_home, *home)
+            self._forgotten.atexit = False
         offline = self._options.connection_type is ConnectionType.Never
         if self._trainer is not None:
             self._trainer.connect(compiled, offline)
@@ -253,6 +258,9 @@ class PoplarExecutor:
         A call afterwards compiles the model again, for whatever arguments it is given.
         """
         compiled = self._compiled
+        if self._forgotten is not None:
+            self._forgotten.detach()
+            self._forgotten = None
         if compiled is not None:
             self._write_report()
             self.copyWeightsToHostIfNeeded()
@@ -263,14 +271,6 @@ class PoplarExecutor:
         if self._instrumented is not None:
             self._instrumented.destroy()
             self._instrumented = None
-
-    def __del__(self) -> None:
-        """What has been trained and not read comes home now, if ever."""
-        compiled, instrumented = self.__dict__.get("_compiled"), self.__dict__.get("_instrumented")
-        if compiled is not None and instrumented is not None and instrumented.is_stale and not sys.is_finalizing():
-            instrumented.is_stale = False
-            with without_modes():  # a capture may be going on
-                weights.write(self._module, compiled.weights(), self._grouped)
 
     # Devices --------------------------------------------------------------------------------------------------------
 
@@ -626,6 +626,19 @@ class PoplarExecutor:
 def _default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
     parameters = list(module.parameters()) if module is not None else []
     return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
+
+
+def _bring_home(
+    compiled: Compiled,
+    instrumented: weights.Instrumented,
+    module: torch.nn.Module | None,
+    grouped: Mapping[str, GroupedParameter],
+) -> None:
+    """What was trained by a wrapper that nobody has any more comes home now, if it has not been read."""
+    if instrumented.is_stale:
+        instrumented.is_stale = False
+        with without_modes():  # a capture may be going on
+            weights.write(module, compiled.weights(), grouped)
 
 
 def _own_options(options: Options, training: bool) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections import Counter
 from collections.abc import Iterator
@@ -268,6 +269,17 @@ def test_a_wrapper_that_is_forgotten_leaves_a_trained_module() -> None:
     model = trained(module)
     model(X)
     del model
+    assert module.w.item() == 0
+    poptorch.trainingModel(module)
+
+
+def test_a_wrapper_in_a_cycle_is_forgotten_too() -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    model.__dict__["itself"] = model
+    del model
+    gc.collect()
     assert module.w.item() == 0
     poptorch.trainingModel(module)
 

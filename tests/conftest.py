@@ -2,10 +2,14 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the background, and interrupt programs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import numpy as np

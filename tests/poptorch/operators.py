@@ -7,7 +7,7 @@ table of the lowerings that rows use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,21 +66,48 @@ def whole(*shape: int, high: int = 10, seed: int = 0) -> torch.Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def check(row: Row, dtype: torch.dtype = torch.float32) -> None:
-    """Run a row both ways, and compare."""
-    function, tensors = _of_tensors(row, dtype)
-    with_gradient = row.gradient and any(t.is_floating_point() for t in tensors)
-    torch.manual_seed(0)
-    results, gradients = _eagerly(function, tensors, with_gradient)
-    ours, our_gradients = _ours(function, tensors, gradients is not None)
-    tolerance = row.half_tolerance if dtype is torch.float16 else row.tolerance
-    assert len(ours) == len(results)
-    for mine, expected in zip(ours, results, strict=True):
-        _compare(mine, expected, tolerance, row.like)
-    for mine, expected in zip(our_gradients, gradients or our_gradients, strict=True):
-        if expected is not None:
-            mine = torch.zeros_like(expected) if mine is None else mine
+def check(*cases: tuple[Row, torch.dtype]) -> None:
+    """Run rows, each in a dtype, both ways, and compare. Ours are one program: compiling takes most of the time."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        written = [_told(_Case, row, dtype) for row, dtype in cases]
+    with popxl.Session(ir) as session:
+        fetched = session.run()
+    for case in written:
+        _told(case.compare, case.row, case.dtype, fetched)
+
+
+def _told(work: Callable[..., Any], row: Row, dtype: torch.dtype, *more: Any) -> Any:
+    """Do something for a row; errors say for which."""
+    try:
+        return work(row, dtype, *more)
+    except BaseException as problem:
+        problem.add_note(f"In the row {row.name!r}, {dtype}.")
+        raise
+
+
+class _Case:
+    """A row in a dtype: what PyTorch makes of it, and ours, in the main graph."""
+
+    def __init__(self, row: Row, dtype: torch.dtype) -> None:
+        self.row, self.dtype = row, dtype
+        function, tensors = _of_tensors(row, dtype)
+        with_gradient = row.gradient and any(t.is_floating_point() for t in tensors)
+        torch.manual_seed(0)
+        self._results, self._gradients = _eagerly(function, tensors, with_gradient)
+        self._streams, self._found = _write(function, tensors, self._gradients is not None)
+
+    def compare(self, row: Row, dtype: torch.dtype, fetched: Mapping[Any, np.ndarray]) -> None:
+        """Compare results and gradients."""
+        arrays = [torch.from_numpy(np.array(fetched[stream])) for stream in self._streams]
+        results, gradients = arrays[: len(self._results)], arrays[len(self._results) :]
+        tolerance = row.half_tolerance if dtype is torch.float16 else row.tolerance
+        for mine, expected in zip(results, self._results, strict=True):
             _compare(mine, expected, tolerance, row.like)
+        by_tensor = dict(zip(self._found, gradients, strict=True))
+        for i, wanted in enumerate(self._gradients or ()):
+            if wanted is not None:
+                _compare(by_tensor.get(i, torch.zeros_like(wanted)), wanted, tolerance, row.like)
 
 
 def _of_tensors(row: Row, dtype: torch.dtype) -> tuple[Callable[..., Any], list[torch.Tensor]]:
@@ -145,51 +172,42 @@ def _captured(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> t
     return found.trace, [found.state[f"t{i}"] for i in range(len(leaves))]
 
 
-def _ours(
+def _write(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], with_gradient: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+) -> tuple[list[popxl.DeviceToHostStream], list[int]]:
+    """Write a function into the main graph. Returns streams of its results, and then of the gradients of some tensors;
+    and which these are."""
     leaves = _leaves_of_ours(tensors, with_gradient)
     trace, values = _captured(function, leaves)
     nodes = trace.without_unused(trace.outputs)
-    ir = popxl.Ir()
-    with ir.main_graph:
-        seed = popxl.constant([1, 2], popxl.uint32)
-        graph = ir.create_empty_graph("function")
-        with graph:
-            seed_input = popxl.graph_input((2,), popxl.uint32)
-            emission = Emission(lambda: seed_input)
-            for value in values:
-                emission.bind([value], [popxl.graph_input(value.shape, spec_of(value).dtype)])
-            emission.write(nodes)
-            results = [emission.tensor(value) for value in trace.outputs]
-            for t in dict.fromkeys(results):
-                popxl.graph_output(t)
-        given = [popxl.variable(to_numpy(leaf.detach())) for leaf in leaves]
-        site = ops.call_with_info(graph, seed, *given)
-        stored = [site.graph_to_parent(t) for t in results]
-        wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
-        found: list[int] = []
-        if with_gradient:
-            tracked = [i for i, value in enumerate(trace.outputs) if value.requires_grad]
-            leading = leading_to(graph, [results[i] for i in tracked])
-            found = [i for i in wanted if emission.tensor(values[i]) in leading]
-        if found:
-            required = [emission.tensor(values[i]) for i in found]
-            info = popxl.transforms.autodiff(graph, [results[i] for i in tracked], required)
-            weights = [
-                popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked
-            ]
-            stored += ops.call_with_info(info.graph, *weights, inputs_dict=info.inputs_dict(site)).outputs
-        streams = [popxl.d2h_stream(t.shape, t.dtype) for t in stored]
-        for stream, t in zip(streams, stored, strict=True):
-            ops.host_store(stream, t)
-    with popxl.Session(ir) as session:
-        fetched = session.run()
-    arrays = [torch.from_numpy(np.array(fetched[stream])) for stream in streams]
-    gradients: list[torch.Tensor | None] = [None] * len(leaves)
-    for i, array in zip(found, arrays[len(results) :], strict=True):
-        gradients[i] = array
-    return arrays[: len(results)], gradients
+    seed = popxl.constant([1, 2], popxl.uint32)
+    graph = popxl.gir().create_empty_graph("function")
+    with graph:
+        seed_input = popxl.graph_input((2,), popxl.uint32)
+        emission = Emission(lambda: seed_input)
+        for value in values:
+            emission.bind([value], [popxl.graph_input(value.shape, spec_of(value).dtype)])
+        emission.write(nodes)
+        results = [emission.tensor(value) for value in trace.outputs]
+        for t in dict.fromkeys(results):
+            popxl.graph_output(t)
+    given = [popxl.variable(to_numpy(leaf.detach())) for leaf in leaves]
+    site = ops.call_with_info(graph, seed, *given)
+    stored = [site.graph_to_parent(t) for t in results]
+    found: list[int] = []
+    if with_gradient:
+        tracked = [i for i, value in enumerate(trace.outputs) if value.requires_grad]
+        leading = leading_to(graph, [results[i] for i in tracked])
+        found = [i for i, t in enumerate(leaves) if t.requires_grad and emission.tensor(values[i]) in leading]
+    if found:
+        required = [emission.tensor(values[i]) for i in found]
+        info = popxl.transforms.autodiff(graph, [results[i] for i in tracked], required)
+        weights = [popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked]
+        stored += ops.call_with_info(info.graph, *weights, inputs_dict=info.inputs_dict(site)).outputs
+    streams = [popxl.d2h_stream(t.shape, t.dtype) for t in stored]
+    for stream, t in zip(streams, stored, strict=True):
+        ops.host_store(stream, t)
+    return streams, found
 
 
 class _Holding(torch.nn.Module):

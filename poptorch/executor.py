@@ -104,7 +104,7 @@ class PoplarExecutor:
         self._attributes = weights.Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
-        self._forgotten: weakref.finalize[Any, Any] | None = None
+        self._forgotten: weakref.finalize | None = None
         self._compilation_time: timedelta | None = None
         self._trainings = weights.Trainings(self._module)
         self._instrumented: weights.Instrumented | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 from importlib import import_module
+from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
 
@@ -46,7 +47,8 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example(example: doctest.DocTest) -> None:
+def test_example(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     home = max((name for name in ("poptorch", *MODULES) if f"{example.name}.".startswith(f"{name}.")), key=len)
     example.globs = vars(import_module(home)) | names()
     said: list[str] = []

@@ -8,9 +8,9 @@ one `Trace` is kept, and the runs are replaced by calls of it; so it is lowered,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -70,16 +70,13 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
 
 def _runs(nodes: Sequence[Node]) -> list[_Run]:
     """The runs of all modules whose ops follow each other: those that run once, and without others in between."""
-    found: defaultdict[str, list[_Run]] = defaultdict(list)
-    paths = {".".join(parts[: i + 1]) for node in nodes for parts in [node.scope.split(".")] for i in range(len(parts))}
-    for path in sorted(paths - {""}):
-        position = 0
-        for inside, group in groupby(nodes, key=lambda node: f"{node.scope}.".startswith(f"{path}.")):
-            length = len(list(group))
-            if inside:
-                found[path].append(_Run(path, position, position + length))
-            position += length
-    return [runs[0] for runs in found.values() if len(runs) == 1 and len(runs[0]) >= SMALLEST]
+    found: dict[str, list[_Run]] = {}
+    for position, node in enumerate(nodes):
+        for path in accumulate(node.scope.split("."), "{}.{}".format) if node.scope else ():
+            runs = found.setdefault(path, [])
+            start = runs.pop().start if runs and runs[-1].stop == position else position
+            runs.append(_Run(path, start, position + 1))
+    return [runs[0] for _, runs in sorted(found.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
 
 
 def _form(nodes: Sequence[Node]) -> Hashable:
@@ -117,10 +114,12 @@ def _from_outside(nodes: Sequence[Node]) -> list[Value]:
 
 
 def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int]) -> list[Node]:
+    last_uses = {id(value): i for i, node in enumerate(nodes) for value in node.inputs}
+    last_uses |= dict.fromkeys(wanted, len(nodes))
     starts: dict[int, tuple[_Run, Trace, list[tuple[int, int]]]] = {}
     for runs in chosen:
         template = nodes[runs[0].start : runs[0].stop]
-        returned = sorted({place for run in runs for place in _used_outside(nodes, run, wanted)})
+        returned = sorted({place for run in runs for place in _used_outside(nodes, run, last_uses)})
         outputs = [template[i].results[k] for i, k in returned]
         inputs = _from_outside(template)
         names = [value.name.removeprefix(f"{runs[0].path}.") for value in inputs]
@@ -139,14 +138,13 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int
     return result
 
 
-def _used_outside(nodes: Sequence[Node], run: _Run, wanted: set[int]) -> list[tuple[int, int]]:
-    """Which results of a run are used outside of it: by number of the op, and of its result."""
-    outside = {id(v) for i, node in enumerate(nodes) if not run.start <= i < run.stop for v in node.inputs}
+def _used_outside(nodes: Sequence[Node], run: _Run, last_uses: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Which results of a run are used after it: by number of the op, and of its result."""
     return [
         (number, k)
         for number, node in enumerate(nodes[run.start : run.stop])
         for k, value in enumerate(node.results)
-        if id(value) in outside or id(value) in wanted
+        if last_uses.get(id(value), -1) >= run.stop
     ]
 
 

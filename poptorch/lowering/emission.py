@@ -87,7 +87,10 @@ class Emission:
             self.tensors[id(value)] = t
 
     def tensor(self, value: Value) -> popxl.Tensor:
-        """The tensor of a value."""
+        """The tensor of a value. `poptorch.Error` for a result that the lowering of its op does not make."""
+        if id(value) not in self.tensors and (node := value.made_by) is not None:
+            number = next(i for i, result in enumerate(node.results) if result is value)
+            raise createPoptorchError(f"{node.op} at {node.source}: its result number {number} is not supported.")
         return self.tensors[id(value)]
 
     def seed(self) -> popxl.Tensor:

@@ -184,3 +184,9 @@ def test_fractional_pools_are_refused() -> None:
     model = poptorch.inferenceModel(nn.FractionalMaxPool2d(2, output_ratio=0.5))
     with pytest.raises(poptorch.Error, match="Unsupported op aten.fractional_max_pool2d"):
         model(torch.ones(1, 1, 6, 6))
+
+
+def test_a_result_that_is_not_made() -> None:
+    model = poptorch.inferenceModel(lambda x: torch.linalg.inv_ex(x).info + 1)
+    with pytest.raises(poptorch.Error, match="aten.linalg_inv_ex at .*: its result number 1 is not supported"):
+        model(torch.eye(2))

@@ -85,6 +85,10 @@ class Choice:
         """How many numbers ops read and write, with all that they call."""
         return sum(map(self._numbers_of, ops))
 
+    def size(self, ops: Iterable[Op]) -> int:
+        """How many ops XLA sees."""
+        return sum(1 + sum(map(self._structures.size, op.called_graphs)) for op in ops)
+
     def _numbers_of(self, op: Op) -> int:
         own = sum(t.nelms for t in (*op.inputs, *op.outputs))
         return own + op.attributes.get("repeat_count", 1) * sum(map(self._numbers_in, op.called_graphs))

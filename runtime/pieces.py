@@ -199,8 +199,8 @@ class Piece(Step):
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
         self.structure = self.found(target)
 
-    def compile(self, target: Target) -> None:
-        """Compile the ops, for everything of the same structure."""
+    def lowered(self, target: Target) -> Callable[[], None]:
+        """Trace the ops. What is returned has XLA compile them, for everything of the same structure: in any thread."""
         start = perf_counter()
         lowering = Lowering(self.ops, target.options, not target.inlines, target.replicas)
 
@@ -213,9 +213,15 @@ class Piece(Step):
 
         spread = target.replicas.spread(piece)
         lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
-        self.structure.text = lowered.as_text
-        self.structure.executable = target.replicas.compile(lowered)
-        self.seconds = perf_counter() - start
+        traced = perf_counter() - start
+
+        def compile() -> None:
+            start = perf_counter()
+            self.structure.text = lowered.as_text
+            self.structure.executable = target.replicas.compile(lowered)
+            self.seconds = traced + perf_counter() - start
+
+        return compile
 
     def _arguments(self, target: Target) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:

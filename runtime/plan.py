@@ -12,8 +12,10 @@ they do not need each other's results: so do the stages of a pipeline, whose loo
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,6 +31,28 @@ from runtime.planning import Life, Steps
 from runtime.progress import Watch
 from runtime.structure import Structure
 from runtime.timeline import Recorder
+
+
+def compile_all(pieces: Sequence[Piece], targets: Mapping[int, Target], watch: Watch) -> None:
+    """Compile pieces, as many at once as there are cores.
+
+    They are traced one after the other, in this thread, while XLA compiles those before in others. If devices of
+    several processes run them, these have to compile the same in the same order: one at a time, then.
+    """
+    if not pieces:
+        return
+    is_divided = any(target.replicas.local_count < target.replicas.count for target in targets.values())
+    with ThreadPoolExecutor(1 if is_divided else os.cpu_count(), "compilation") as threads:
+        try:
+            watch.begins(pieces[0].name, 0, len(pieces))
+            compilations = [threads.submit(piece.lowered(targets[piece.place])) for piece in pieces]
+            for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
+                if number:
+                    watch.begins(piece.name, number, len(pieces))
+                compilation.result()
+        except BaseException:  # interrupts too: what has not begun need not be done
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 class Plan:
@@ -91,9 +115,7 @@ class Plan:
         for piece in self.pieces:
             if piece.structure.executable is None:
                 fresh.setdefault(piece.structure, piece)
-        for number, piece in enumerate(fresh.values()):
-            watch.begins(piece.name, number, len(fresh))
-            piece.compile(targets[piece.place])
+        compile_all(tuple(fresh.values()), targets, watch)
 
     def __call__(
         self,

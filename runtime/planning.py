@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from popxl.aliasing import storages
@@ -22,6 +21,13 @@ TOGETHER = (4, 5, 3, 6, 7, 8)
 """Calls that are alike and follow each other are one piece, so many at a time: the first of these numbers that leaves
 the fewest over, which are pieces of their own. The more, the less often XLA has to wait for the end of one before it
 begins the next; the fewer, the less there is to compile."""
+
+FEWEST, LONGEST = 4, 100
+"""Pieces that come in the same order at least so often are one piece, too, if there are not more of them: the gradient
+of a layer and the updates of its weights, say. One dispatch does what many small ones would."""
+
+SMALL = 300
+"""So many ops are soon compiled, whatever they repeat."""
 
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
@@ -174,23 +180,41 @@ class Steps:
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
     def _grouped(self) -> Iterator[Piece | Entry]:
-        """The steps, with calls that are alike and follow each other taken together, some at a time.
+        """The steps, with those taken together that come again and again in the same order.
 
         All that the pieces make is made by the group too, needed or not, so that programs share it.
         """
+        steps = self.steps
+        forms = [step.form if isinstance(step, Piece) else id(step) for step in steps]
+        sizes = [self._choice.size(step.ops) if isinstance(step, Piece) else 0 for step in steps]
+        first = 0
+        while first < len(steps):
+            period, times = self._repeat(forms, sizes, first)
+            size = period if period > 1 else min(TOGETHER, key=lambda size: times % size)
+            grouped = first + (period * times // size * size if times > 1 else 0)
+            end = first + period * times
+            for start in range(first, grouped, size):
+                yield self._group(steps[start : start + size])
+            yield from steps[grouped:end]
+            first = end
 
-        def form(step: Piece | Entry) -> Any:
-            if isinstance(step, Piece) and self._choice.is_piece(step.ops[0]):
-                return (step.form, step.place)
-            return id(step)  # like no other
-
-        for _, steps in groupby(self.steps, form):
-            alike = list(steps)
-            size = min(TOGETHER, key=lambda size: len(alike) % size)
-            grouped = len(alike) // size * size if len(alike) >= 2 * TOGETHER[0] else 0
-            for first in range(0, grouped, size):
-                yield self._group(alike[first : first + size])
-            yield from alike[grouped:]
+    def _repeat(self, forms: Sequence[Any], sizes: Sequence[int], first: int) -> tuple[int, int]:
+        """How many steps from here on are repeated, and how often they come: the most steps in all, in the shortest
+        period. (1, 1), if nothing is repeated that is worth it."""
+        best = (1, 1)
+        for period in range(1, min(LONGEST, (len(forms) - first) // FEWEST) + 1):
+            end = first
+            while end + period < len(forms) and forms[end] == forms[end + period]:
+                end += 1
+            times = (end - first) // period + 1
+            if times < FEWEST or period * times < max(2 * TOGETHER[0], best[0] * best[1] + 1):
+                continue
+            if {step.place for step in self.steps[first : first + period * times]} != {self.steps[first].place}:
+                continue
+            distinct = dict(zip(forms[first : first + period], sizes[first:], strict=False))
+            if sum(sizes[first : first + period]) <= max(SMALL, TOGETHER[0] * sum(distinct.values())):
+                best = (period, times)
+        return best
 
     def _group(self, pieces: Sequence[Any]) -> Piece:
         """Pieces that follow each other, as one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,51 @@ def test_pieces_of_equal_structure_are_compiled_once() -> None:
     plans = [session.program.executable for session in (first, second)]
     assert [len(plan.pieces) for plan in plans] == [4, 7]
     assert len({id(s) for plan in plans for s in plan.structures}) == 1
+
+
+def updated(w: Any, x: Any) -> None:
+    ops.scaled_add_(w, x, b=0.1)
+
+
+updated.__annotations__["w"] = popxl.TensorByRef
+
+
+def in_turns(count: int, calls: int = 1) -> Callable[[Any], Any]:
+    """A program that calls one graph some times and then updates two variables by calls of another; again and again."""
+
+    def build(x: Any) -> Any:
+        ir = popxl.gcg().ir
+        weights = [popxl.variable(X * k, name=f"w{k}") for k in range(3)]
+        grow = ir.create_graph(lambda t: ops.tanh(t) * 1.5, x)
+        update = ir.create_graph(updated, weights[0], x)
+        for _ in range(count):
+            for _ in range(calls):
+                (x,) = ops.call(grow, x)
+            for w in weights[:2]:
+                ops.call(update, w, x)
+        return [x, weights[0], weights[1]]
+
+    return build
+
+
+def test_pieces_that_come_in_the_same_order_are_one() -> None:
+    """A gradient and the updates of several weights, say: one dispatch for all of them."""
+    x, w = X, [X * 0, X * 1]
+    for _ in range(5):
+        x = np.tanh(x) * np.float32(1.5)
+        w = [each + np.float32(0.1) * x for each in w]
+    for found, expected in zip(all_ways(in_turns(5), 1, x=X), (x, *w), strict=False):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "calls", "pieces"), [(3, 1, 9), (5, 1, 5), (5, 400, 5 * (100 + 2))])
+def test_how_many_pieces_are_one(count: int, calls: int, pieces: int) -> None:
+    """As many as come again and again; fewer, if compiling so many ops would take long."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        in_turns(count, calls)(popxl.variable(X))
+    plan = session_of(ir, "dispatched").program.executable
+    assert sum(plan.runs.values()) == pieces
 
 
 def test_constants_tell_structures_apart() -> None:

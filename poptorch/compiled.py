@@ -280,7 +280,7 @@ class Compiled:
                 for i, rows in zip(self.rewritten, others[len(self._anchors) :], strict=True):
                     tensors[i].copy_(rows.reshape(tensors[i].shape))
         for t in of_model:
-            t.backward = _no_backward  # type: ignore[method-assign]
+            t.__dict__.update(_OF_A_RESULT)
         if self.constants:
             left = iter(of_model)
             count = self._count + len(self.constants)
@@ -423,3 +423,10 @@ def _no_backward(*args: Any, **kwargs: Any) -> None:
         "`backward` has no meaning for a result of a wrapped model: the backward pass is a part of the program that "
         "`poptorch.trainingModel` makes, and has been carried out with the call."
     )
+
+
+def _plain() -> None:
+    """A result that is saved, or sent to another process, is a plain tensor there, which `torch.load` always takes."""
+
+
+_OF_A_RESULT = {"backward": _no_backward, "__getstate__": _plain}

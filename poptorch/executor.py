@@ -76,7 +76,8 @@ class PoplarExecutor:
     Raises:
         poptorch.Error: if the options are none, or do not fit.
         RuntimeError: if the model is being trained by another executor.
-        AssertionError: if there is an optimiser without training.
+        AssertionError: if there is an optimiser without training, or no model can be trained with its class.
+        ValueError: if it has `amsgrad`.
     """
 
     def __init__(
@@ -692,6 +693,8 @@ def trainingModel(
 
     Raises:
         RuntimeError: if another wrapper trains the model.
+        AssertionError: if no model can be trained with the class of the optimiser.
+        ValueError: if that has `amsgrad`.
     """
     return PoplarExecutor(model, options, True, popxl.__version__, optimizer)
 

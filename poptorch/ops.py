@@ -160,7 +160,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
     if len(tensors) > 1:
         return tuple(_checkpoint(t) for t in tensors)
     (given,) = tensors
-    return type(given)(map(_checkpoint, given)) if isinstance(given, list | tuple) else _checkpoint(given)
+    return _like(given, map(_checkpoint, given)) if isinstance(given, list | tuple) else _checkpoint(given)
 
 
 def _checkpoint(t: torch.Tensor) -> torch.Tensor:
@@ -174,29 +174,34 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
     Args:
         input_tensors: tensors, in tuples, lists and dicts of any depth.
-        mode: with what.
+        mode: with what. With `NoOverlap` it is plain, and the options need not allow it.
 
     Raises:
         poptorch.Error: for something that is no tensor.
     """
-    return _overlapping("set_overlap_for_input", input_tensors)
+    return _overlapping("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
     """As `set_overlap_for_input`, for what the model returns."""
-    return _overlapping("set_overlap_for_output", output_tensors)
+    return _overlapping("set_overlap_for_output", output_tensors, mode)
 
 
-def _overlapping(name: str, given: Any) -> Any:
+def _overlapping(name: str, given: Any, mode: OverlapMode) -> Any:
     if isinstance(given, torch.Tensor):
-        if (state := ambient()) is not None:
+        if (state := ambient()) is not None and mode is not OverlapMode.NoOverlap:
             state.overlaps = True
         return given
     if isinstance(given, dict):
-        return type(given)((key, _overlapping(name, value)) for key, value in given.items())
+        return type(given)((key, _overlapping(name, value, mode)) for key, value in given.items())
     if isinstance(given, list | tuple):
-        return type(given)(_overlapping(name, value) for value in given)
+        return _like(given, (_overlapping(name, value, mode) for value in given))
     raise createPoptorchError(f"{name}: expected tensors; got {given!r} ({type(given).__name__}).")
+
+
+def _like(given: Any, items: Iterable[Any]) -> Any:
+    """A list or tuple of the same type, which may be a named tuple."""
+    return given._make(items) if hasattr(given, "_make") else type(given)(items)
 
 
 @_op()

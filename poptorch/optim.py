@@ -248,7 +248,7 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}: `amsgrad` is not supported; leave it out.")
     if math.isnan(own.get("max_grad_norm", 0.0)):
         raise ValueError(f"{name}: `max_grad_norm` is NaN; expected a number, or infinity for no limit.")
-    if "velocity_scaling" in given and not own["use_combined_accum"]:
+    if given.get("velocity_scaling", 1.0) != 1.0 and not own["use_combined_accum"]:
         logger.warning("%s: velocity_scaling has no effect without use_combined_accum=True.", name)
     if given.get("bias_correction") is False and name == "AdamW":
         logger.warning("AdamW: bias_correction=False has no effect; the moments are always corrected.")

@@ -16,7 +16,7 @@ from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
 from poptorch.options import Options
-from poptorch.updates import LOSS_SCALE_FACTOR, Update
+from poptorch.updates import LOSS_SCALE_FACTOR, Update, rule_of
 
 __all__ = ["Trainer", "needs_running_mean", "with_running_mean"]
 
@@ -29,6 +29,9 @@ class Trainer:
     Args:
         optimizer: the optimiser, of poptorch or of torch.
 
+    Raises:
+        AssertionError, ValueError: if no model can be trained with that; see `poptorch.updates.rule_of`.
+
     Attributes:
         optimizer: the optimiser that was set last.
         update: what the program has of it; `None` before there is one.
@@ -38,6 +41,7 @@ class Trainer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        rule_of(optimizer)
         self.optimizer = optimizer
         self.device = _device_state(optimizer)
         self.update: Update | None = None
@@ -105,7 +109,9 @@ class Trainer:
 
         Raises:
             poptorch.Error: if it does not fit the program. Then nothing has changed.
+            AssertionError, ValueError: if no model can be trained with that. Nor has it then.
         """
+        rule_of(optimizer)
         if self.update is not None and self._compiled is not None:
             numbers = self.update.values(optimizer)
             if not np.array_equal(numbers, self.numbers):

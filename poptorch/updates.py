@@ -68,7 +68,7 @@ from popxl import ops
 from popxl.errors import PopxlError
 from popxl.tensor import Variable
 
-__all__ = ["State", "Update"]
+__all__ = ["State", "Update", "rule_of"]
 
 Array = Any
 Number = Any  # of a formula: a plain number, or an array of one element
@@ -414,7 +414,7 @@ class Update:
         automatic_loss_scaling: bool = False,
         relaxed_checks: bool = False,
     ) -> None:
-        self._rule = _rule_of(optimizer)
+        self._rule = rule_of(optimizer)
         self._groups = len(optimizer.param_groups)
         if type(optimizer) not in (*_RULES, getattr(optim, self._rule.name)):
             logger.warning(
@@ -452,7 +452,7 @@ class Update:
         Raises:
             Error: if it is of another class, or differs in what is a part of the program.
         """
-        rule = _rule_of(optimizer)
+        rule = rule_of(optimizer)
         if rule is not self._rule:
             raise createPoptorchError(
                 f"The model was compiled with {self._rule.name}, and this optimizer is {rule.name}. {_ANEW}"
@@ -642,8 +642,13 @@ def _beside(t: popxl.Tensor) -> AbstractContextManager[Any]:
 # What an optimiser says ---------------------------------------------------------------------------------------------
 
 
-def _rule_of(optimizer: torch.optim.Optimizer) -> _Rule:
-    """The rule of an optimiser's class, after a look at what none supports."""
+def rule_of(optimizer: torch.optim.Optimizer) -> _Rule:
+    """The rule of an optimiser's class, after a look at what none supports.
+
+    Raises:
+        AssertionError: for another class, or parameter groups that differ in `centered`.
+        ValueError: for `amsgrad`, and for `use_tf_variant` where there is none.
+    """
     rule = next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
     if rule is None:
         raise AssertionError(

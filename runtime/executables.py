@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.compiler import get_compile_options
 from jax._src.interpreters.pxla import UnloadedMeshExecutable, _get_layouts_from_executable, get_dispatch_layouts
 from jax._src.lib import xla_client
 from jax.core import ShapedArray
@@ -175,7 +176,9 @@ def restored(about: Executable, content: bytes, devices: Sequence[jax.Device]) -
     placed = [_sharding(each.placement, devices) for each in about.results]
     inputs, input_shardings = [arguments[i] for i in used], [shardings[i] for i in used]
     backend, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
-    executable = backend.deserialize_executable(content, executable_devices=device_list)
+    assignment = np.array([[device.id for device in devices]])  # else it is for the devices that it was compiled for
+    options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=assignment)
+    executable = backend.deserialize_executable(content, executable_devices=device_list, compile_options=options)
     layouts, result_layouts = _get_layouts_from_executable(
         executable, [None] * len(inputs), [None] * len(results), 0, inputs, results
     )

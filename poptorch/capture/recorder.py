@@ -78,9 +78,21 @@ class _Cell:
         """Note whether gradients flow through values. PyTorch knows as soon as their op is done, until the next."""
         for value, t in self.unsettled:
             value.requires_grad = t.requires_grad
+            if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
+                _undo_detach(value.made_by, t)
             if not t._is_view():  # asking a view would have PyTorch make its derivative anew
                 value.of_function = isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction)
         self.unsettled.clear()
+
+
+def _undo_detach(node: Node, t: torch.Tensor) -> None:
+    """Have a result that PyTorch kept for its backward pass, which is made by `detach`, be the result again."""
+    if t.grad_fn is None:  # the user's, with `requires_grad_`
+        return
+    (value,) = node.inputs
+    while value.made_by is not None and value.made_by.op == "aten.detach":
+        (value,) = value.made_by.inputs
+    node.op, node.arguments = "aten.alias", {"input": value}
 
 
 @dataclass(eq=False)
@@ -165,9 +177,15 @@ class Recorder:
         for view, base in reversed(list(zip(seen.lens, self._looked_at(seen), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
+        keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not _is_in_own_derivative()
+        if keeps_history:  # what PyTorch is not to see does not change what it differentiates
+            view = View("aten.detach", "default", {"input": LOOKED_AT}, (content.shape,), content.dtype)
+            node = self.node("poptorch.put", "", {"base": self._here(cell.value), "content": content, "view": view})
+            content = self.result(node, content.shape, content.dtype)
         cell.value = content
         cell.version += 1
-        seen.value, seen.version = value, cell.version
+        if not keeps_history:
+            seen.value, seen.version = value, cell.version
         cell.settle()
         self._await(cell, value, t)
 
@@ -326,6 +344,17 @@ class Recorder:
             cell.settle()
         _stop_gradients(self.trace)
         return self.trace
+
+
+def _is_in_own_derivative() -> bool:
+    """Whether the `forward` of a `torch.autograd.Function` is running, in which PyTorch tracks nothing at any rate."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
+
+
+_APPLY = torch.autograd.Function.apply.__code__
 
 
 def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:

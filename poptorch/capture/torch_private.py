@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,6 +30,7 @@ __all__ = [
     "decomposition",
     "fake_mode",
     "storage_key",
+    "unlogged_errors",
     "unvalidated_distributions",
     "with_tensors",
     "without_modes",
@@ -42,6 +44,17 @@ UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, Unsuppo
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and dtypes and no numbers; real ones are taken for such where they come."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def unlogged_errors() -> Iterator[None]:
+    """Have fake tensors not log, with a traceback of their own, what they raise anyway: shapes that do not fit, say."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

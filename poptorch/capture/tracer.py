@@ -27,6 +27,7 @@ from poptorch.capture.torch_private import (
     TorchDispatchMode,
     decomposition,
     fake_mode,
+    unlogged_errors,
     unvalidated_distributions,
     with_tensors,
     written_arguments,
@@ -133,6 +134,20 @@ class Tracer:
         self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         return t.detach_()
 
+    def set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
+        """`t.data = data`, which is no op of PyTorch either: other numbers, and no change to what it differentiates.
+
+        They are copied: `data` may be overwritten afterwards, and `t` keeps its numbers.
+        """
+        if (t.shape, t.dtype) != (data.shape, data.dtype):
+            raise createPoptorchError(
+                f"`.data` of a tensor of {tuple(t.shape)} and {t.dtype} is set to one of {tuple(data.shape)} and "
+                f"{data.dtype} ({self.recorder.source()}). While a model is compiled a tensor keeps its shape and "
+                "dtype: use a new tensor for others."
+            )
+        with torch.no_grad():
+            t.copy_(data)
+
     def loss(self, x: torch.Tensor) -> Any:
         """A tensor, marked as a loss."""
         return self.record("poptorch.identity_loss", lambda x, reduction: x.clone(), {"x": x, "reduction": "none"})
@@ -214,6 +229,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.detach_ and not self._tracer._suspended:
             return self._tracer.detach_(*args)
+        if func == torch.Tensor.data.__set__ and not self._tracer._suspended:  # type: ignore[attr-defined]
+            return self._tracer.set_data(*args)
         whole = None if self._tracer._suspended else _whole(func)
         args, kwargs = as_activation(func, args, kwargs or {})
         if whole is None:
@@ -314,6 +331,7 @@ def capture(
         _tracers.append(tracer)
         stack.callback(_tracers.pop)
         stack.enter_context(unvalidated_distributions())
+        stack.enter_context(unlogged_errors())
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
@@ -365,9 +383,13 @@ def _first_row(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    if module is not None:
-        yield from module.named_parameters(remove_duplicate=False)
-        yield from module.named_buffers(remove_duplicate=False)
+    """Parameters, then buffers: a tied one under each of its names, those of a module used twice under its first."""
+    modules = dict(torch.nn.Module.named_modules(module)) if module is not None else {}
+    for kind in ("_parameters", "_buffers"):
+        for path, each in modules.items():
+            for name, t in getattr(each, kind).items():
+                if t is not None:
+                    yield f"{path}.{name}" if path else name, t
 
 
 @contextmanager

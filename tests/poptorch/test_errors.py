@@ -19,6 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch
 from poptorch import enums, logging_, poptorch_core
 from poptorch._impl import createPoptorchError
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
@@ -35,6 +36,14 @@ def test_errors() -> None:
     assert poptorch_core.Error is Error
     placed = Error("Overflow.", "device_error", "step 3")
     assert str(placed) == "'device_error': Overflow." and placed.location == "step 3"
+
+
+def test_shapes_that_do_not_fit_are_an_error_and_not_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = poptorch.inferenceModel(torch.nn.Linear(4, 3))
+    with caplog.at_level(logging.DEBUG), pytest.raises(RuntimeError, match=r"\[2, 5\] X \[4, 3\]"):
+        model(torch.zeros(2, 5))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 def test_errors_of_the_device() -> None:

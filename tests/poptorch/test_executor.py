@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import gc
 import os
@@ -57,6 +58,52 @@ def test_what_can_be_wrapped(module: Model) -> None:
     options.Training.gradientAccumulation(2)
     with pytest.raises(poptorch.Error, match="Inference does not accumulate gradients.*use `deviceIterations`"):
         poptorch.inferenceModel(module, options)
+
+
+def test_optimizers_that_cannot_train(module: Model) -> None:
+    with pytest.raises(AssertionError, match="Unsupported optimizer type Adagrad"):
+        poptorch.trainingModel(module, optimizer=torch.optim.Adagrad(module.parameters()))
+    model = poptorch.trainingModel(module)  # nothing has been done to it
+    with pytest.raises(AssertionError, match="Unsupported optimizer type Adagrad"):
+        model.setOptimizer(torch.optim.Adagrad(module.parameters()))
+    model(X, T)
+
+
+class Shared(torch.nn.Module):
+    """One layer under two names, and twice in a sequence; its weight is tied to that of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.same = self.first
+        self.tied = torch.nn.Linear(2, 2)
+        self.tied.weight = self.first.weight
+        self.all = torch.nn.Sequential(self.first, self.norm, self.same, self.tied, self.norm)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.all(x)
+        return y, poptorch.identity_loss(y.square().mean() + self.same(x).sum(), "none")
+
+
+def test_layers_that_are_used_twice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours = Shared()
+    theirs = copy.deepcopy(ours)
+    model = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        _, loss = theirs(X)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(model(X)[1], loss.detach())
+    for name, expected in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], expected)
+    model.save(tmp_path / "shared.poptorch")
+    loaded = poptorch.load(tmp_path / "shared.poptorch")
+    assert loaded.model.state_dict().keys() == theirs.state_dict().keys()
+    torch.testing.assert_close(loaded(X), model(X))
 
 
 def test_options_are_frozen_and_filled_in(module: Model) -> None:
@@ -192,6 +239,14 @@ def test_results(module: Model) -> None:
     torch.testing.assert_close(result["x"], X)
     with pytest.raises(poptorch.Error, match="`backward` has no meaning"):
         result["y"].backward()
+
+
+def test_results_are_saved_as_plain_tensors(module: Model, tmp_path: Path) -> None:
+    """A checkpoint with a loss in it is one that `torch.load` takes, as it is called by default."""
+    output, loss = poptorch.trainingModel(module)(X, T)
+    torch.save({"loss": loss, "output": output}, tmp_path / "checkpoint.pt")
+    loaded = torch.load(tmp_path / "checkpoint.pt")
+    torch.testing.assert_close(loaded, {"loss": loss.detach(), "output": output.detach()})
 
 
 def test_results_are_fresh(module: Model) -> None:

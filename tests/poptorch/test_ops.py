@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -246,6 +246,23 @@ def test_what_changes_nothing() -> None:
     both(lambda x: poptorch.serializedMatMul(x, x.t(), poptorch.MatMulSerializationMode.ReducingDim, 3), X)
     with pytest.raises(poptorch.Error, match="set_overlap_for_input: expected tensors; got 3"):
         poptorch.set_overlap_for_input([X, 3], poptorch.OverlapMode.NoOverlap)
+
+
+def test_no_overlap_needs_no_options() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        pair = Pair(x, [x + 1])
+        pair = poptorch.set_overlap_for_input(pair, poptorch.OverlapMode.NoOverlap)
+        first, second = poptorch.recomputationCheckpoint(Pair(pair.first, pair.second[0]))
+        return poptorch.set_overlap_for_output(first + second, poptorch.OverlapMode.NoOverlap)
+
+    both(model, X)
+
+
+class Pair(NamedTuple):
+    """Two things."""
+
+    first: Any
+    second: Any
 
 
 # Searches and points --------------------------------------------------------------------------------------------------

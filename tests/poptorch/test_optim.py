@@ -82,6 +82,7 @@ def test_what_is_refused(w: torch.nn.Parameter) -> None:
 def test_what_is_told(w: torch.nn.Parameter, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "poptorch::python")
     optim.SGD([w], lr=0.1, velocity_scaling=2.0, use_combined_accum=True)
+    optim.SGD([w], lr=0.1, velocity_scaling=1.0)  # as a saved one says
     optim.LAMB([w], bias_correction=False)
     assert not caplog.records
     optim.SGD([w], lr=0.1, velocity_scaling=2.0)

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -179,6 +180,14 @@ def test_loaded_models_can_be_wrapped_again(module: Model, tmp_path: Path) -> No
     assert not torch.equal(linked(X)["y"], before)
     training.save(tmp_path / "again.poptorch")
     torch.testing.assert_close(poptorch.load(tmp_path / "again.poptorch")(X, T)[1], training(X, T)[1])
+
+
+def test_a_model_is_loaded_for_another_device(module: Model, tmp_path: Path) -> None:
+    model = poptorch.inferenceModel(module.eval())
+    model.compileAndExport(tmp_path / "model.poptorch", X)
+    last = jax.local_device_count() - 1
+    loaded = poptorch.load(tmp_path / "model.poptorch", edit_opts_fn=lambda options: options.useIpuId(last))
+    torch.testing.assert_close(loaded(X)["y"], model(X)["y"])
 
 
 def test_offline_targets_compile_only(module: Model, tmp_path: Path) -> None:

@@ -75,3 +75,114 @@ _x = torch.ones(2, 3)
 def test_what_a_program_cannot_know(function: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
         poptorch.inferenceModel(function)(_x)
+
+
+# What PyTorch does not differentiate ----------------------------------------------------------------------------------
+
+
+def _clamped(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.w.clamp_(-1, 1)
+    return model.w * x
+
+
+def _normalised(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.w.div_(model.w.norm()).add_(0.1)
+    return model.w * x
+
+
+def _through_a_view(model: Model, x: torch.Tensor) -> torch.Tensor:
+    part = model.w[1:]
+    with torch.no_grad():
+        model.w[0] = 3
+        part.mul_(2)
+    return model.w * x * part.sum()
+
+
+def _of_a_result(model: Model, x: torch.Tensor) -> torch.Tensor:
+    y = model.w * x
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+def _other_data(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.w.data = model.w.data.clamp(-1, 1)
+    model.seen.data = model.seen * 0.5 + x
+    return model.w * x * model.seen
+
+
+def _overwritten_in_a_function(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return _Overwriting.apply(model.w * x)
+
+
+def _by_a_gradient(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_(True)
+    (slope,) = torch.autograd.grad(torch.tanh(model.w * x).sum(), x, create_graph=True)
+    return slope
+
+
+class _Overwriting(torch.autograd.Function):
+    """Says itself what its derivative is."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        x.add_(1)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
+        return 2 * g
+
+
+class Model(torch.nn.Module):
+    """A parameter and a buffer, with which something is done."""
+
+    def __init__(self, function: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([2.0, -3.0, 0.5]))
+        self.register_buffer("seen", torch.ones(3))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss(self.function(self, x).square(), "sum")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _clamped,
+        _normalised,
+        _through_a_view,
+        _of_a_result,
+        _other_data,
+        _overwritten_in_a_function,
+        _by_a_gradient,
+    ],
+)
+def test_training_beside_pytorch(function: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
+    """What is written under `no_grad` does not change what is differentiated; what is made by `grad` is."""
+    ours, theirs = Model(function), Model(function)
+    model = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for n in range(1, 4):
+        x = torch.tensor([0.1, 0.2, 0.3]) * n
+        optimizer.zero_grad()
+        expected = theirs(x)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(model(x), expected.detach())
+    for name, expected in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], expected)
+
+
+def test_data_of_another_shape() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x.data = x.data.view(3, 2)
+        return x * 1
+
+    with pytest.raises(poptorch.Error, match="`.data` of a tensor of .2, 3. and torch.float32 is set to one of .3, 2."):
+        poptorch.inferenceModel(function)(_x)

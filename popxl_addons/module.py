@@ -87,10 +87,10 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     # Building
 
     def create_graph(self, *args: Any, **kwargs: Any) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
-        """A new graph of `build`, and factories for its variables under the same names as its ``args``.
+        """A new graph of `build`, and factories for its variables under the same names as its `args`.
 
         Tensors and specs among the arguments become inputs of the graph; everything else is handed to `build` as it is.
-        Needs a current graph. `ValueError` if the arguments ``do not match the signature``, or if `build` returns
+        Needs a current graph. `ValueError` if the arguments do not match the signature of `build`, or if it returns
         something other than tensors.
         """
         with self._collected.one_build():

@@ -18,7 +18,7 @@ import numpy as np
 import popxl
 from popxl.distributed import Instance, launched
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
-from popxl.tensor import HostScalarTensor, Variable
+from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
@@ -47,7 +47,8 @@ class TaskSession(popxl.Session):
     Args:
         inputs: streams from the host, in the order in which they are wanted; a dictionary of them will do.
         outputs: streams to the host.
-        state: the variables that define the task: what is saved and loaded.
+        state: the variables that define the task: what is saved and loaded. Constants among them are saved, too, and
+            stay as they are when it is loaded.
         max_checkpoints: how many checkpoints of this session to keep. With another one the oldest is deleted.
         *args, **kwargs: those of `popxl.Session`, by keyword: ``ir``, ``device_desc``, ``weights_to_host_on_exit``.
 
@@ -146,8 +147,9 @@ class TaskSession(popxl.Session):
         A variable with several groups of replicas has a leading dimension for them. The arrays change with the host
         copies of the variables; copy them to keep them.
         """
-        data = self.get_tensors_data(_variables(self.state).values())
-        return NamedTensorData.from_dict({name: data[v] for name, v in _variables(self.state).items()})
+        named = _readable(self.state)
+        data = self.get_tensors_data(named.values())
+        return NamedTensorData.from_dict({name: data[t] for name, t in named.items()})
 
     def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "none") -> None:
         """Copy the values of `src.state` to the variables of the same names in this session's state.
@@ -270,7 +272,8 @@ class TaskSession(popxl.Session):
             raise ValueError(f"{what}: nothing has been loaded. {'. '.join([*missing, *unfit])}.")
         if missing and report_missing == "warn":
             _log.warning("%s: %s.", what, ". ".join(missing))
-        return {v: stored[name] for name, v in _variables(self.state).items() if name in stored}
+        named = _readable(self.state).items()
+        return {v: stored[name] for name, v in named if name in stored and isinstance(v, Variable)}
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if values:
@@ -374,8 +377,8 @@ def initialise_memmap_dir_from_checkpoint(
             draft.replace(target / source.name)  # a program that maps the old file keeps it, whole
 
 
-def _variables(state: NamedTensors) -> dict[str, Variable]:
-    return {name: cast(Variable, v) for name, v in state.to_dict().items()}
+def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
+    return {name: cast("Variable | Constant", t) for name, t in state.to_dict().items()}
 
 
 def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:

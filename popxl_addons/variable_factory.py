@@ -18,6 +18,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
@@ -121,7 +122,7 @@ class VariableFactory:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
             return next(self.data_iter)
-        return np.stack([next(self.data_iter) for _ in range(self.replica_grouping.num_groups)])
+        return np.stack([as_array(next(self.data_iter)) for _ in range(self.replica_grouping.num_groups)])
 
     def next_memmap(
         self, memmap_dir: PathLike, name: str, empty: bool = False, read_only_if_exists: bool = False

@@ -127,6 +127,25 @@ def test_grouped_variables_have_a_leading_dimension(tmp_path):
         np.testing.assert_array_equal(session.get_named_tensors_data().v, np.arange(6).reshape(2, 3) + 2)
 
 
+def test_constants_of_the_state_are_saved_and_stay(tmp_path):
+    ir = popxl.Ir()
+    with ir.main_graph:
+        v, offsets = popxl.variable(0.0, name="v"), popxl.constant([3, 4], popxl.int32)
+        v += 1.0
+    state = addons.NamedTensors(v=v, offsets=offsets)
+    with TaskSession([], [], state, ir=ir) as session:
+        session.run()
+        session.save_checkpoint(tmp_path / "c")
+        session.run()
+        session.load_checkpoint(tmp_path / "c", report_missing="error")
+        session.run()
+        data = session.get_named_tensors_data()
+        other = TaskSession([], [], state, ir=ir)
+        other.load_from_session(session, report_missing="error")
+    assert data.v == 2 and data.offsets.tolist() == [3, 4]
+    assert np.load(tmp_path / "c" / "model" / "offsets.npz")["offsets"].tolist() == [3, 4]
+
+
 def test_what_a_constructor_refuses():
     with pytest.raises(ValueError, match="`max_checkpoints` is 0; expected at least 1"):
         make(max_checkpoints=0)

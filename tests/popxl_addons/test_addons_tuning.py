@@ -36,6 +36,20 @@ def test_by_ipu(ir, x):
     assert proportions(inner) == [0.1, 0.2, 0.1]
 
 
+def test_gathers(ir):
+    with ir.main_graph:
+        tables, ids = popxl.variable(np.ones((2, 3, 4), np.float32)), popxl.variable(np.zeros((2, 2), np.int32))
+        y = [
+            ops.gather(tables, ids, available_memory_proportion=0.9),
+            ops.tied_gather(tables, ids, available_memory_proportion=0.9),
+            ops.groupedgather(tables, ids, 1, 2, available_memory_proportion=0.9),
+        ]
+        untold = ops.gather(tables, ids)
+    set_available_memory_proportion_by_ipu(ir, [0.3])
+    assert [t.producer.attributes["available_memory_proportion"] for t in y] == [0.3] * 3
+    assert "available_memory_proportion" not in untold.producer.attributes
+
+
 def test_of_one_graph_and_those_it_calls(ir, x):
     inner, other = (ir.create_graph(tuned, x, x) for _ in range(2))
     outer = ir.create_graph(lambda x, w: ops.call(inner, x, w), x, x)

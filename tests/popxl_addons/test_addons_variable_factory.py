@@ -243,7 +243,8 @@ def test_torch_data(replicated_ir):
     torch = pytest.importorskip("torch")
     f = VariableFactory(lambda: torch.ones((2, 3), requires_grad=True), popxl.float16, "w")
     g = VariableFactory(
-        iter([torch.zeros(2), torch.ones(2)]), replica_grouping=replicated_ir.replica_grouping(group_size=2)
+        iter([torch.zeros(2), torch.nn.Parameter(torch.ones(2))]),
+        replica_grouping=replicated_ir.replica_grouping(group_size=2),
     )
     assert (f.shape, g.dtype) == ((2, 3), popxl.float32)
     v, w = f.create_tensor(), g.create_tensor()

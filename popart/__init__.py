@@ -13,9 +13,11 @@ Example:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import popxl
+from popxl import debug_info
 from popxl.errors import (
     ApplicationRuntimeError,
     DeviceError,
@@ -31,7 +33,9 @@ __all__ = [
     "DeviceInfo",
     "DeviceManager",
     "DeviceType",
+    "closePoplarDebugInfo",
     "getLogger",
+    "initializePoplarDebugInfo",
     "poplar_application_runtime_error",
     "poplar_exception",
     "poplar_runtime_error",
@@ -77,6 +81,36 @@ def getLogger(name: str = "all") -> Logger:
         >>> popart.getLogger("session").info("Here we go.")
     """
     return Logger(name)
+
+
+def initializePoplarDebugInfo(fileName: str | os.PathLike[str], format: str = "json") -> None:
+    """Write down what programs consist of, and which lines made it, from now on until `closePoplarDebugInfo`.
+
+    Args:
+        fileName: the file, a JSON object. Under `"contexts"` it has a record for each Ir, tensor, and call that made
+            ops: its `"api"`, the ids of its `"inputs"` and `"outputs"`, and its `"location"`, in which `"fileName"` and
+            `"functionName"` are numbers of entries of the `"stringTable"`.
+        format: `"json"`.
+
+    Raises:
+        ValueError: for another format.
+
+    Example:
+        >>> popart.initializePoplarDebugInfo("debug.json", "json")
+        >>> with popxl.Ir().main_graph:
+        ...     y = popxl.variable(1) + 1
+        >>> popart.closePoplarDebugInfo()
+    """
+    debug_info.open_file(fileName, format)
+
+
+def closePoplarDebugInfo() -> None:
+    """Write the file that `initializePoplarDebugInfo` has begun; nothing, if there is none.
+
+    Example:
+        >>> popart.closePoplarDebugInfo()
+    """
+    debug_info.close()
 
 
 # Devices ------------------------------------------------------------------------------------------------------------

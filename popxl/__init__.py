@@ -71,6 +71,7 @@ from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, Ten
 from popxl import errors, fp8_utils, ops, transforms, utils
 from popxl.session import GraphFunction, Session, to_jax
 from popxl import compat as compat  # private names that programs in use reach for
+from popxl import testing as testing
 
 __version__ = "0.1.0"
 

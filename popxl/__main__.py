@@ -10,6 +10,7 @@ import argparse
 import os
 import runpy
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,8 @@ def show(file: Path, arguments: Sequence[str], pictures: Path | None = None, pag
         print(f"\n=== {ir!r} ===\n\n{ir.main_graph}\n\n{memory}")
         if ir in plans:
             way = "a plan of executables" if plans[ir].calls == "dispatched" else "one program"
-            print(f"\n  It would be compiled as {way}. {plans[ir].reason}")
+            text = f"It would be compiled as {way}. {plans[ir].reason}"
+            print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
         _write(memory, memory, f"memory_{ir.id}", pictures, pages)
     if stopped:
         print(f"\nStopped at {stopped}: nothing is compiled or run.")

@@ -11,6 +11,9 @@
     session._pb_session.setEngineIsLoaded(False)    session.detach()
     session._full_input_shape(shape)                session.host_shape(shape)
 
+So are its paths: it had a module for each op, or for a few. Here ops live in families, and may be imported from those
+modules as well: `from popxl.ops.gather import tied_gather` is `popxl.ops.tied_gather`.
+
 The rest of what such programs use (`graph._ir`, `variable._memmap_arr`, `info._expected_inputs`, the underscored names
 of `Session` and `popxl.context`) are names that these classes have anyway. Nothing of ours uses what is in this file:
 without it, and the line of `popxl/__init__.py` that imports it, everything else works as before.
@@ -24,9 +27,12 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
+from popxl import ops
 from popxl.dtypes import float32
 from popxl.graph import Graph
 from popxl.ir import Ir
@@ -102,3 +108,51 @@ _DOORS: dict[type, dict[str, Any]] = {
 for _of, _names in _DOORS.items():
     for _name, _door in _names.items():
         setattr(_of, _name, _door)
+
+# Modules of ops, by path in `popxl.ops`: those that hold the op of their name, and its in-place form; and others.
+_NAMED_LIKE_THEIR_OP = """
+    abs add ceil concat cos cumsum detach div dropout dynamic_slice dynamic_update equal exp floor fmod gelu geluerf
+    greater histogram host_load host_store increment_mod init io_tile_copy ipu_copy isfinite isinf isnan l1 l2
+    logical_and logical_not logical_or logsum logsumexp mean median min mul negate onehot pow prod relu remote_load
+    remote_store shaped_dropout sign sin softmax split sqrt squeeze sub subsample sum sumsquare swish tanh topk
+    transpose where
+"""
+_OTHERS = {
+    "argminmax": "argmax argmin",
+    "batch_norm": "batch_norm_inference",
+    "cast": "cast pow2scale_cast_from_fp8 pow2scale_cast_to_fp8",
+    "clip": "clamp clip",
+    "gather": "gather groupedgather tied_gather",
+    "group_norm": "group_norm layer_norm",
+    "identity": "identity rename",
+    "interpolate": "InterpolateCoordinateTransformationType InterpolateNearestType InterpolateType interpolate",
+    "lamb": "lamb_square",
+    "log": "log log2",
+    "max": "max maximum",
+    "pool": "average_pool max_pool",
+    "print_tensor": "FloatFormat print_tensor",
+    "random_seed": "split_random_seed",
+    "reshape": "flatten flatten_ reshape reshape_",
+    "roialign": "roi_align",
+    "slice": "process_args slice slice_",
+    "collectives.replicated_all_gather": "replicated_all_gather",
+    "collectives.replicated_all_reduce": "replicated_all_reduce replicated_all_reduce_",
+    "collectives.replicated_reduce_scatter": "replica_sharded_slice replicated_reduce_scatter replicated_slice",
+    "var_updates.accumulate": "sparse_accumulate_",  # our module has the others
+    "var_updates.adam_updater": "adam_updater adamax_updater lamb_updater",
+    "var_updates.adam_var_update": "adam_var_update",
+}
+
+
+def _add_modules_of_ops() -> None:
+    known: dict[str, Any] = {}
+    for place in (ops.host, ops.resample, ops.shape, ops.collectives, ops.var_updates, ops):
+        known |= vars(place)
+    alone = {name: f"{name} {name}_" if f"{name}_" in known else name for name in _NAMED_LIKE_THEIR_OP.split()}
+    for name, contents in (alone | _OTHERS).items():
+        # Known to Python beforehand: were they found on import, they would take the place of the op in `popxl.ops`.
+        module = sys.modules.setdefault(f"popxl.ops.{name}", ModuleType(f"popxl.ops.{name}"))
+        vars(module).update({key: known[key] for key in contents.split()})
+
+
+_add_modules_of_ops()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +10,7 @@ import numpy as np
 from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
+from popxl.log import Logger
 from popxl.spec import TensorSpec
 from popxl.tensor import Constant, Tensor, Variable
 from popxl.tensorlocation import ON_DEVICE
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from popxl.replica_grouping import ReplicaGrouping
     from popxl.tensor import HostScalarTensor
 
-_log = logging.getLogger(__name__)
+_log = Logger("ir")
 
 __all__ = ["constant", "graph_input", "graph_output", "variable"]
 
@@ -70,10 +70,9 @@ def variable(
     grouping = graph.ir.replica_grouping() if replica_grouping is None else replica_grouping
     in_place = isinstance(data, np.memmap) and grouping.is_const
     if isinstance(data, np.memmap) and not in_place:
-        _log.warning(
-            "variable: you have passed np.memmap data and a non-const replica grouping, %r; the data is copied, and "
-            "the file will not be written.",
-            grouping,
+        _log.warn(
+            f"variable: you have passed np.memmap data and a non-const replica grouping, {grouping!r}; the data is "
+            "copied, and the file will not be written."
         )
     array = to_numpy(data, dtype, downcast, copy=not in_place, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
     if grouping.num_groups > 1:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from popxl import saving
+from popxl import debug_info, saving
 from popxl.binding import build_graph, graph_name
 from popxl.distributed import launched
 from popxl.dot import write_checkpoint
@@ -20,6 +20,7 @@ from popxl.memory import Memory, memory_of
 from popxl.options import SessionOptions
 from popxl.printing import definition
 from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
+from popxl.shapes import integer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Ir:
             self._share_replicas()
         else:
             self.replication_factor = replication
+        debug_info.note(self)
 
     @property
     def id(self) -> int:
@@ -109,8 +111,9 @@ class Ir:
             raise RuntimeError(
                 "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
             )
-        self.options.enableReplicatedGraphs = value > 1
-        self.options.replicatedGraphCount = value
+        count = integer(value, "Ir: the number of replicas")
+        self.options.enableReplicatedGraphs = count > 1
+        self.options.replicatedGraphCount = count
 
     @property
     def instance_replication_factor(self) -> int:
@@ -235,12 +238,27 @@ class Ir:
         return {part.attributes["stream"] for part in parts if "stream" in part.attributes}
 
     def replica_grouping(self, stride: int = 1, group_size: int | None = None) -> ReplicaGrouping:
-        """Groups of `group_size` replicas that are `stride` apart; by default one group of all. See "
-        "`ReplicaGrouping`."""
+        """Groups of `group_size` replicas that are `stride` apart; by default one group of all.
+
+        Raises:
+            ValueError: if the replicas cannot be grouped like this.
+
+        Example:
+            >>> popxl.Ir(replication=6).replica_grouping(stride=3, group_size=2).assignment
+            [0, 1, 2, 0, 1, 2]
+        """
         return constant_grouping(self, stride, group_size)
 
     def replica_grouping_from_assignments(self, assignment: list[int]) -> ReplicaGrouping:
-        """Groups given by the number of the group that each replica is in. See `ReplicaGrouping`."""
+        """Groups given by the number of the group that each replica is in, in the order in which the groups appear.
+
+        Raises:
+            ValueError: if groups differ in size, are misnumbered, have one member each, or do not cover all replicas.
+
+        Example:
+            >>> popxl.Ir(replication=4).replica_grouping_from_assignments([0, 1, 1, 0]).is_const
+            False
+        """
         return grouping_from_assignments(self, assignment)
 
     # In a file ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a program says while it is compiled and run: messages of a level and a module, for whoever asked to see them.
+"""What a program says while it is built, compiled and run: messages of a level and a module, for those who asked.
 
 Nothing is fixed at import. At each message the environment is asked:
 
@@ -7,8 +7,7 @@ Nothing is fixed at import. At each message the environment is asked:
     POPART_LOG_CONFIG   a JSON file, {"session": "DEBUG"}: levels of modules, which go before the level above
 
 What `Logger.setLevel` has set goes before all of them. The messages are records of Python's logger `popart`, which
-handlers of your own may listen to; they are not handed on to the root logger. What popxl warns of while a program is
-built comes from Python's loggers under `popxl`, as in any library.
+handlers of your own may listen to; they are not handed on to the root logger.
 """
 
 from __future__ import annotations

@@ -681,16 +681,17 @@ def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueErr
 
 def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: bool | tuple[str, ...] = True) -> None:
     """`ValueError` if two tensors, of all or of those named in `which`, are on different IPUs or tile sets."""
-    for part, what in ((0, "IPUs"), (1, "tile sets")):
-        first: tuple[str, Any] | None = None
+    for part, what, shown in ((0, "IPUs", "ipu"), (1, "tile sets", "tile_set")):
+        first: tuple[str, Tensor, Any] | None = None
         for name, t in zip(names, tensors, strict=True):
             place = t.location[part]
             if place is None or (isinstance(which, tuple) and name not in which):
                 continue
             if first is None:
-                first = (name, place)
-            elif first[1] != place:
+                first = (name, t, place)
+            elif first[2] != place:
                 raise ValueError(
-                    f"The tensors `{first[0]}` and `{name}` are located on different {what}: {first[1]!r} and "
-                    f"{place!r}. Copy one of them first (`ops.ipu_copy`, `ops.io_tile_copy`)."
+                    f"The tensors `{first[0]}` and `{name}` are located on different {what}: "
+                    f"{getattr(first[1], shown)} and {getattr(t, shown)}. Copy one of them first (`ops.ipu_copy`, "
+                    "`ops.io_tile_copy`)."
                 )

@@ -11,12 +11,12 @@ from popxl.pages import Picture, bytes_text, seconds_text
 __all__ = ["Bar", "bars", "steps"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 90, 20, 36
-_COLOURS = 8
+_COLOURS = 10
 _LIGHT = {
     "paper": "#fff", "ink": "#333b47", "always": "#3f6e9f", "held": "#8fb2d3", "within": "#ecc193",
     "v0": "#8fb2d3", "v1": "#a8c5de", "v2": "#7aa2c8", "v3": "#bdd3e7",
     "c0": "#4878a8", "c1": "#e08a3c", "c2": "#5a9e6f", "c3": "#c25b56",
-    "c4": "#8d6cab", "c5": "#8c6d5a", "c6": "#d287b5", "c7": "#7f7f7f",
+    "c4": "#8d6cab", "c5": "#8c6d5a", "c6": "#d287b5", "c7": "#7f7f7f", "c8": "#b3a33e", "c9": "#4fa8b3",
 }  # fmt: skip
 _DARK = {
     "paper": "#14181d", "ink": "#c3ccd8", "always": "#4f84bb", "held": "#4c6f92", "within": "#8a6335",

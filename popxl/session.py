@@ -67,6 +67,7 @@ class Session:
         weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
 
     Raises:
+        TypeError: if `ir` is no Ir.
         RuntimeError: if the Ir has no ops.
         ValueError: for an unknown device, or a program for several devices on `"cpu"`.
         RuntimeError: if there is no device of this kind.
@@ -91,6 +92,8 @@ class Session:
         self._prepare(ir, device_desc, weights_to_host_on_exit, None)
 
     def _prepare(self, ir: Ir, device_desc: str | Device, weights_to_host_on_exit: bool, ready: Ready | None) -> None:
+        if not isinstance(ir, Ir):
+            raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
         if not ir.main_graph.ops:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
@@ -330,7 +333,7 @@ class Session:
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
                 shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
-            replicas that this process drives, each if it is above 1.
+                replicas that this process drives, each if it is above 1.
             downcast_inputs: narrow 64-bit numbers to 32 bits.
 
         Returns:

@@ -53,6 +53,11 @@ def number(value: Any, what: str) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def given(**hints: Any) -> dict[str, Any]:
+    """The hints that were given, which an op keeps as attributes: those that are not `None`."""
+    return {name: hint for name, hint in hints.items() if hint is not None}
+
+
 def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
     """The spec of the first operand."""
     return TensorSpec(first.shape, first.dtype, first.meta_shape)

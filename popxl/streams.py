@@ -7,6 +7,7 @@ from typing import Self
 
 from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
+from popxl.shapes import integers
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -30,7 +31,7 @@ class Stream:
     @classmethod
     def _make(cls, shape: Iterable[int], dtype: dtype_, name: str) -> Self:
         stream = object.__new__(cls)
-        spec = TensorSpec(tuple(map(int, shape)), dtype)
+        spec = TensorSpec(integers(shape, f"The shape of {name!r}"), dtype)
         stream.tensor = get_current_context().main_graph.new_tensor(name, spec)
         return stream
 
@@ -82,6 +83,7 @@ def h2d_stream(shape: Iterable[int], dtype: dtype_, name: str | None = None) -> 
 
     Raises:
         RuntimeError: without a current graph.
+        TypeError: if `shape` is no sequence of integers, or `dtype` no popxl dtype.
 
     Example:
         >>> with ir.main_graph:
@@ -101,6 +103,7 @@ def d2h_stream(shape: Iterable[int], dtype: dtype_, name: str | None = None) -> 
 
     Raises:
         RuntimeError: without a current graph.
+        TypeError: if `shape` is no sequence of integers, or `dtype` no popxl dtype.
 
     Example:
         >>> with ir.main_graph:

@@ -10,13 +10,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.spec import TensorSpec
-from popxl.tensorlocation import ON_DEVICE, LocationInfo
+from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
 from popxl.utils import to_numpy
 
 if TYPE_CHECKING:
@@ -187,11 +187,7 @@ class Tensor:
     def used_by(self, op: Op) -> None:
         """Note that an op reads the tensor: the tensor may take its place from it."""
         if self._producer is None:
-            ipu, tiles = self._used_at
-            self._used_at = (
-                op.ipu if ipu is None else ipu if op.ipu is None else min(ipu, op.ipu),
-                op.io_tiles if tiles is None else tiles and op.io_tiles,
-            )
+            self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
 
     def bound_to(self, parent: Tensor) -> None:
         """Note that a call site binds a tensor of the caller to this graph input."""
@@ -224,6 +220,12 @@ class Tensor:
     def in_sync_with_ipu(self) -> bool:
         """Whether the host copy of the numbers is known to be that of the device."""
         raise PopxlError(f"{self!r} has no numbers on the host; only variables and constants have.")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is no array: a tensor has numbers only when a session runs. Store it to a stream with "
+            "`ops.host_store`; the array of a variable is `session.get_tensor_data(variable)`."
+        )
 
     def __len__(self) -> int:
         if not self.shape:
@@ -374,11 +376,17 @@ class Tensor:
         return ops.ipu_copy(self, destination, source)
 
 
+def _known_first(location: Location) -> tuple[float, float]:
+    """The order of locations: by IPU, compute tiles before I/O tiles; what is not known comes last."""
+    ipu, io_tiles = location
+    return (math.inf if ipu is None else ipu, math.inf if io_tiles is None else io_tiles)
+
+
 @contextmanager
-def taken_back_on_failure(t: Tensor) -> Iterator[None]:
-    """If the block fails, its graph forgets a tensor that was made for it."""
+def taken_back_on_failure(t: Tensor) -> Iterator[Tensor]:
+    """A tensor that was made for the block: if that fails, the graph forgets the tensor."""
     try:
-        yield
+        yield t
     except BaseException:
         t.graph.forget(t)
         raise
@@ -455,6 +463,7 @@ HostTensor = np.ndarray | Iterable[ScalarType]
 HostScalarTensor = ScalarType | HostTensor
 TensorLike = Tensor | HostScalarTensor
 host_tensor_types: tuple[type, ...] = (np.ndarray, Iterable)
+TILE_SET_MAP = {TileSet.Compute: "compute", TileSet.IO: "io", TileSet.Undefined: "undefined"}
 
 # At the end: operators are written with ops, and ops with tensors.
 from popxl import create, ops  # noqa: E402
@@ -468,6 +477,7 @@ from popxl.remote import (  # noqa: E402
 from popxl.spec import TensorByRef  # noqa: E402
 
 __all__ = [
+    "TILE_SET_MAP",
     "Constant",
     "HostScalarTensor",
     "HostTensor",

@@ -42,7 +42,9 @@ class TileSet(Enum):
 class ExecutionContext(Enum):
     """The fragment of the program that an op belongs to.
 
-    They run in the order: from the host, normal, outer accumulation, to the host.
+    In PopXL they run in the order: from the host, normal, outer accumulation, to the host. Here they are kept apart by
+    `popxl.in_sequence` and by the check for in-place ambiguity, and each run carries out the ops of all of them, in
+    creation order.
     """
 
     Normal = 0
@@ -58,7 +60,7 @@ class TensorLocation:
     """A record of where a tensor is stored and whether it is sharded over replicas.
 
     Example:
-        TensorLocation(TensorStorage.OffChip, ReplicatedTensorSharding.On)
+        >>> popxl.TensorLocation(popxl.TensorStorage.OffChip, popxl.ReplicatedTensorSharding.On)
     """
 
     storage: TensorStorage = TensorStorage.OnChip

@@ -48,7 +48,7 @@ def to_numpy(
 
     Raises:
         TypeError: if float8 is asked for and `x` is neither a wider float nor of the same float8 type.
-        ValueError: if nested sequences are ragged, or a memory-mapped array would have to be converted.
+        ValueError: for `None`, if nested sequences are ragged, or a memory-mapped array would have to be converted.
         RuntimeError: if `log2_scale` or `nan_on_overflow` is given without a float8 `dtype`.
 
     Example:
@@ -63,6 +63,8 @@ def to_numpy(
     if as_is and type(x) is np.ndarray and x.flags.c_contiguous and not (downcast and x.dtype in downcast_np_dtypes):
         return x
 
+    if x is None:  # to NumPy it would be NaN, and false
+        raise ValueError("to_numpy: the data is None; expected a number, a sequence of numbers or an array.")
     if not (dtype is None or isinstance(dtype, dtypes.dtype)):
         raise TypeError(
             f"to_numpy: `dtype` is {dtype!r}. Expected a popxl.dtype such as popxl.float32, or None; "

@@ -16,8 +16,11 @@ from popxl.utils import to_numpy
 from runtime.program import Program
 
 
-class Outputs(UserDict[DeviceToHostStream, np.ndarray]):
-    """What a run stored, by stream. An array is fetched from the device when it is first looked at."""
+class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
+    """What a run stored, by stream. An array is fetched from the device when it is first looked at.
+
+    It is a `dict` to whoever asks; but its contents are in `data`, as a `dict` would hand them out unfetched.
+    """
 
     def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
         self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
@@ -86,8 +89,8 @@ class HostArrays:
         if array.dtype == host_dtype or (host_dtype.names and array.dtype == np.uint8):
             return np.ascontiguousarray(array).view(dtype)  # float8, as its bytes
         raise PopxlRuntimeError(
-            f"Session.run: the array for {stream} has the dtype {array.dtype}; expected {host_dtype}. Nothing is "
-            f"converted: pass `array.astype(np.{host_dtype})`."
+            f"Session.run: the array for {stream} has the dtype {getattr(value, 'dtype', array.dtype)}; expected "
+            f"{host_dtype}. Pass `array.astype(np.{host_dtype})`."
         )
 
     def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
@@ -161,14 +164,14 @@ def _array(stream: Stream, value: Any, downcast: bool) -> Any:
 
 def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:
     """`ValueError` that names every missing and unexpected stream at once."""
-    wanted = set(expected)
+    wanted = dict.fromkeys(expected)
     missing = [str(s) for s in wanted if s not in given]
-    unexpected = [str(s) for s in given if not isinstance(s, Stream) or s not in wanted]
+    unexpected = [repr(s) for s in given if not isinstance(s, Stream) or s not in wanted]
     problems = [
         f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
     if problems:
         raise ValueError(
             f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
-            f"Expected are {', '.join(map(str, wanted)) or 'none'}."
+            f"Expected are {', '.join(map(str, wanted)) or 'none'}; the keys are the streams themselves."
         )

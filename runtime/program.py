@@ -148,10 +148,15 @@ class Program:
             self.calls, self.reason = ready.calls, "It was so in the file."
         elif ir.options.calledGraphs == "auto":
             self.calls = "dispatched" if choice.is_worth_it() else "kept"
-            self.reason = (
+            repeated = (
                 f"In one program XLA would compile {choice.repeated} ops again that it has compiled already; a plan "
-                f"pays from {REPEATED} on.{of_places}"
+                f"pays from {REPEATED} on."
             )
+            nothing = (
+                f"No graph of {SMALLEST} ops or more is called twice; a plan, in which such graphs are compiled by "
+                "themselves, would save nothing."
+            )
+            self.reason = (repeated if choice.repeated else nothing) + of_places
         else:
             self.calls = ir.options.calledGraphs
             self.reason = f"`ir.options.calledGraphs` is {self.calls!r}.{of_places}"

@@ -155,12 +155,16 @@ def results_of(*inputs: Tensor, graph: Graph, **attributes: Any) -> list[TensorS
 
 
 def check_fit(graph: Graph, inputs: Iterable[Tensor], graph_inputs: Iterable[Tensor]) -> None:
-    """`PopxlError` that lists the tensors that do not look like the graph inputs that they are bound to."""
+    """`PopxlError` that lists the tensors that do not look like the graph inputs that they are bound to.
+
+    Meta-shapes are not asked of what a gradient graph takes: gradients may have lost theirs on the way.
+    """
+    compared = 3 if graph.gradient_of is None else 2  # of shape, dtype, meta-shape
     unfit = [
         f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {given.id!r}, which is bound to it, "
         f"is {_described(given)}"
         for given, wanted in zip(inputs, graph_inputs, strict=True)
-        if given.spec.to_tuple() != wanted.spec.to_tuple()
+        if given.spec.to_tuple()[:compared] != wanted.spec.to_tuple()[:compared]
     ]
     if unfit:
         raise PopxlError(f"{'; '.join(unfit)}. Nothing is broadcast or converted at a call.")
@@ -179,10 +183,9 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     """The gradient of a call is a call of the gradient graph."""
     site = CallSiteInfo(forward.op)
     graph = site.called_graph
-    info = forward.differentiate(graph)
+    info = usable_info(forward, graph)
     if info is None:
         return {}
-    _check_usable(info, graph)
     seeds = seeds_of(graph, gs)
     parents = site.parents()
     inputs = [
@@ -192,11 +195,15 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         for expected in info.expected_inputs
     ]
     refuse_unused(seeds, info)
-    results = call(info.graph, *inputs)
-    return {
-        graph.inputs.index(expected.fwd_tensor): result
-        for expected, result in zip(info.expected_outputs, results, strict=True)
-    }
+    return {graph.inputs.index(t): gradient for t, gradient in call_gradient_graph(info, inputs).items()}
+
+
+def call_gradient_graph(info: Any, inputs: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """The gradients that a call of a gradient graph returns, by the tensors of the forward graph.
+
+    Outputs that the user has added to the gradient graph come after those, and nobody here wants them.
+    """
+    return dict(zip(info.outputs, call(info.graph, *inputs), strict=False))
 
 
 def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
@@ -218,8 +225,15 @@ def refuse_unused(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
         )
 
 
-def _check_usable(info: Any, graph: Graph) -> None:
-    """`PopxlError` if a gradient graph speaks of tensors that a caller of the forward graph does not have."""
+def usable_info(forward: Any, graph: Graph) -> Any:
+    """What is known of the gradient graph of a graph that an op runs; `None` if no gradient flows through that.
+
+    Raises:
+        PopxlError: if it takes or returns what a caller of the graph does not have.
+    """
+    info = forward.differentiate(graph)
+    if info is None:
+        return None
     outside = {*graph.inputs, *graph.outputs}
     beyond = [e.fwd_tensor for e in info.expected_inputs if e.fwd_tensor not in outside]
     beyond += [t for t in info.outputs if t not in graph.inputs]
@@ -229,6 +243,14 @@ def _check_usable(info: Any, graph: Graph) -> None:
             f"{', '.join(map(repr, beyond))} would have to be inputs or outputs of {graph.title}, and gradients are of "
             "inputs."
         )
+    added = info.graph.inputs[len(info.expected_inputs) :]
+    if added:
+        raise PopxlError(
+            f"autodiff: the gradient graph {info.graph.id} cannot be used where {graph.title} is called: nothing would "
+            f"be bound to {', '.join(t.name for t in added)}, which were added to its inputs. Leave it out of "
+            "`called_graphs_grad_info`, or call it by hand."
+        )
+    return info
 
 
 def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
@@ -385,6 +407,11 @@ def check_callable(graph: Any, here: Graph) -> None:
 def _flattened(values: Iterable[Any]) -> Iterable[Any]:
     for value in values:
         if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
+            if getattr(value, "shape", None) == ():
+                raise TypeError(
+                    f"call: {value!r} is a 0-d array, and arrays are taken apart into values. Pass the number in it, "
+                    "or bind it by `inputs_dict`."
+                )
             yield from value
         else:
             yield value

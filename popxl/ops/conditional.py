@@ -14,15 +14,17 @@ from popxl.ops.call import (
     CallSiteInfo,
     bind_inputs,
     by_the_machine,
-    call,
+    call_gradient_graph,
     check_callable,
     check_fit,
     refuse_unused,
     seed_or_zeros,
     seeds_of,
+    usable_info,
 )
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
+from popxl.ops.shape import reshape
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor, TensorLike
 
@@ -141,7 +143,7 @@ def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """
     op: Op = forward.op
     site = ConditionalSiteInfo(op)
-    infos = [forward.differentiate(graph) for graph in op.called_graphs]
+    infos = [usable_info(forward, graph) for graph in op.called_graphs]
     bound = [site.parents(then_branch) for then_branch in (True, False)]
     reached = [parents[t] for info, parents in zip(infos, bound, strict=True) if info for t in info.outputs]
     wanted = [t for t in dict.fromkeys(reached) if t in forward.follows]
@@ -172,11 +174,13 @@ def _gradient_branch(
         found: dict[Tensor, list[Tensor]] = {}
         if info is not None:
             refuse_unused(seeds, info)
-            for t, g in zip(info.outputs, call(info.graph, *given), strict=True):
+            for t, g in call_gradient_graph(info, given).items():
                 found.setdefault(parents[t], []).append(g)
         for t in wanted:
             parts = found.get(t, [])
-            branch.add_output(add_n(*parts) if len(parts) > 1 else parts[0] if parts else init(t.shape, t.dtype))
+            gradient = add_n(*parts) if len(parts) > 1 else parts[0] if parts else init(t.shape, t.dtype)
+            # The zeros of the other branch have no meta-shape.
+            branch.add_output(reshape(gradient, t.shape) if gradient.meta_shape else gradient)
     return branch, [value for value in passed if value is not None]
 
 

@@ -14,7 +14,7 @@ from popxl.errors import PopxlError
 from popxl.ops.index import gather
 from popxl.ops.logic import where
 from popxl.ops.shape import slice, squeeze, subsample
-from popxl.tensor import Tensor
+from popxl.tensor import Tensor, taken_back_on_failure
 from popxl.utils import to_numpy
 
 
@@ -35,19 +35,26 @@ def getitem(t: Tensor, key: Any) -> Tensor:
     keys = key if isinstance(key, tuple) else (key,)
     if all(isinstance(k, int | builtins.slice) for k in keys):
         return _basic(t, keys)
-    if not isinstance(key, Tensor):
-        try:
-            array = to_numpy(key)
-        except (TypeError, ValueError) as problem:
-            raise _bad_key(t, key) from problem
-        if array.dtype.kind not in "biu":
-            raise _bad_key(t, key)
-        key = constant(array)
-    if key.dtype is dtypes.bool:
-        return where(key, t, constant(0, t.dtype))
+    if isinstance(key, Tensor):
+        return _by_tensor(t, key)
+    try:
+        array = to_numpy(key)
+    except (TypeError, ValueError) as problem:
+        raise _bad_key(t, key) from problem
+    if array.dtype.kind not in "biu":
+        raise _bad_key(t, key)
+    with taken_back_on_failure(constant(array)) as key:
+        return _by_tensor(t, key)
+
+
+def _by_tensor(t: Tensor, key: Tensor) -> Tensor:
+    """The rows that integers name, or the elements that bools leave."""
     if key.dtype.is_int:
         return gather(t, key)
-    raise _bad_key(t, key)
+    if key.dtype is not dtypes.bool:
+        raise _bad_key(t, key)
+    with taken_back_on_failure(constant(0, t.dtype)) as zero:
+        return where(key, t, zero)
 
 
 def _bad_key(t: Tensor, key: Any) -> TypeError:

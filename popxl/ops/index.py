@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import widened
-from popxl.shapes import integer, one_axis
+from popxl.shapes import given, integer, one_axis
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -42,7 +42,7 @@ def _gathered(t: Any, indices: Any, *, axis: int, group_size: int | None = None,
     return TensorSpec(t.shape[:at] + picked + t.shape[at + 1 :], t.dtype)
 
 
-def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, group_size: int | None = None) -> Any:
+def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, group_size: int | None = None, **hints: Any) -> Any:
     axis %= t.ndim
     if group_size is not None:
         return jax.vmap(functools.partial(_gather, axis=axis - 1, zero_OOR=zero_OOR))(t, indices)
@@ -110,7 +110,8 @@ def gather(
     Example:
         >>> rows = ops.gather(table, ids)
     """
-    return _gather_kind(t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=bool(zero_OOR))
+    hints = given(available_memory_proportion=available_memory_proportion)
+    return _gather_kind(t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=bool(zero_OOR), **hints)
 
 
 def tied_gather(
@@ -140,7 +141,8 @@ def tied_gather(
         >>> rows = ops.tied_gather(table, ids)
         >>> logits = rows @ table.T
     """
-    return _tied_gather_kind(t, indices, axis=integer(axis, "tied_gather: `axis`"), zero_OOR=bool(zero_OOR))
+    hints = given(available_memory_proportion=available_memory_proportion)
+    return _tied_gather_kind(t, indices, axis=integer(axis, "tied_gather: `axis`"), zero_OOR=bool(zero_OOR), **hints)
 
 
 def groupedgather(
@@ -184,4 +186,5 @@ def groupedgather(
         axis=integer(axis, "groupedgather: `axis`"),
         zero_OOR=bool(zero_OOR),
         group_size=None if groups == 1 else groups,
+        **given(available_memory_proportion=available_memory_proportion),
     )

@@ -16,7 +16,7 @@ from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.shape import reshape, transpose
-from popxl.shapes import broadcast_shapes, same_dtype
+from popxl.shapes import broadcast_shapes, given, same_dtype
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -146,11 +146,11 @@ def matmul(
     Example:
         >>> y = ops.matmul(x, w)      # the same as x @ w
     """
-    hints: dict[str, Any] = {
-        "available_memory_proportion": available_memory_proportion,
-        "partials_type": _partials(partials_type),
-    }
-    return _kind(lhs, rhs, output_type=output_type, **{name: v for name, v in hints.items() if v is not None})
+    hints = given(
+        available_memory_proportion=available_memory_proportion,
+        partials_type=_partials(partials_type),
+    )
+    return _kind(lhs, rhs, output_type=output_type, **hints)
 
 
 def _partials(partials_type: dtype_ | None) -> dtype_ | None:
@@ -213,6 +213,4 @@ def matmul_pow2scaled(
     """
     check_float8("matmul_pow2scaled", lhs=lhs, rhs=rhs)
     check_scale("matmul_pow2scaled", log2_scale)
-    hints = {"available_memory_proportion": available_memory_proportion}
-    given: dict[str, Any] = {name: v for name, v in hints.items() if v is not None}
-    return _pow2scaled_kind(lhs, rhs, log2_scale, **given)
+    return _pow2scaled_kind(lhs, rhs, log2_scale, **given(available_memory_proportion=available_memory_proportion))

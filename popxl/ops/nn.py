@@ -16,7 +16,7 @@ from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype, widened
 from popxl.shapes import integer, like_first, one_axis
 from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.tensor import Tensor, taken_back_on_failure
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]
 
@@ -192,8 +192,15 @@ def _fused_specs(probs: Any, labels: Any, loss_grad: Any, **how: Any) -> tuple[T
 _fused = OpKind("NlllWithSoftmaxGradDirect", _fused_lowering, shape=_fused_specs, result=("loss", "dx"), gradient=None)
 
 
-def _ignored(name: str, ignore_index: int | None) -> int | None:
-    return None if ignore_index is None else integer(ignore_index, f"{name}: `ignore_index`")
+def _ignored(name: str, labels: Tensor, ignore_index: int | None) -> int | None:
+    """The label to ignore, as `_flat` has it: of unsigned ones with as many bits the upper half is negative there."""
+    if ignore_index is None:
+        return None
+    index = integer(ignore_index, f"{name}: `ignore_index`")
+    if not isinstance(labels, Tensor) or labels.dtype not in (dtypes.uint32, dtypes.uint64):
+        return index
+    count = 2 ** (8 * labels.dtype.itemsize)
+    return index - count if count // 2 <= index < count else index
 
 
 def nll_loss(
@@ -226,7 +233,7 @@ def nll_loss(
     Example:
         >>> loss = ops.nll_loss(ops.softmax(logits, axis=-1), labels)
     """
-    ignored = _ignored("nll_loss", ignore_index)
+    ignored = _ignored("nll_loss", labels, ignore_index)
     return _nll(probs, labels, ignore_index=ignored, reduction=reduction, log_prob=bool(log_prob))
 
 
@@ -260,11 +267,15 @@ def nll_loss_with_softmax_grad(
     Example:
         >>> loss, dx = ops.nll_loss_with_softmax_grad(ops.softmax(x, axis=-1), labels, loss_grad=64)
     """
-    ignored = _ignored("nll_loss_with_softmax_grad", ignore_index)
-    if not isinstance(loss_grad, Tensor):
-        double = isinstance(probs, Tensor) and probs.dtype is dtypes.float64
-        loss_grad = constant(loss_grad, dtypes.float64 if double else dtypes.float32)
-    return _fused(probs, labels, loss_grad, ignore_index=ignored, reduction=reduction)
+    how: dict[str, Any] = {
+        "ignore_index": _ignored("nll_loss_with_softmax_grad", labels, ignore_index),
+        "reduction": reduction,
+    }
+    if isinstance(loss_grad, Tensor):
+        return _fused(probs, labels, loss_grad, **how)
+    double = isinstance(probs, Tensor) and probs.dtype is dtypes.float64
+    with taken_back_on_failure(constant(loss_grad, dtypes.float64 if double else dtypes.float32)) as scale:
+        return _fused(probs, labels, scale, **how)
 
 
 __all__ = ["REDUCTION_TYPE", "nll_loss", "nll_loss_with_softmax_grad", "softmax"]

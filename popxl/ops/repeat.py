@@ -18,7 +18,7 @@ from popxl.ops.call import (
     CallSiteInfo,
     bind_inputs,
     by_the_machine,
-    call,
+    call_gradient_graph,
     call_op,
     check_callable,
     check_fit,
@@ -104,18 +104,15 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     initial: list[Tensor] = []
     turn = ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
 
-    def add_input(like: TensorSpec, name: str, value: Tensor) -> Tensor:
+    def add_input(name: str, value: Tensor) -> Tensor:
         initial.append(value)
-        return turn.add_input(like, name)
+        return turn.add_input(value.spec, name)
 
     iteration, go_on = turn.add_input(TensorSpec((), dtypes.int32), "iteration"), turn.add_input(_FLAG, "keep_going")
-    seeds = {
-        k: add_input(results[k].spec, f"Gradient___{results[k].name}", seed_or_zeros(gs[k], results[k]))
-        for k in flowing
-    }
-    sums = {t: add_input(t.spec, f"Gradient___{t.name}", init(t.shape, t.dtype)) for t in same}
+    seeds = {k: add_input(f"Gradient___{results[k].name}", seed_or_zeros(gs[k], results[k])) for k in flowing}
+    sums = {t: add_input(f"Gradient___{t.name}", init(t.shape, t.dtype)) for t in same}
     of_stacks = [
-        (t, add_input(g.spec, f"Gradient___{t.name}", g))
+        (t, add_input(f"Gradient___{t.name}", g))
         for t, g in zip(wrapper.outputs[EXTRA_OUTPUTS + carried :], gs[carried:], strict=False)  # some are just added
         if g is not None
     ]
@@ -123,10 +120,9 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     stacks: dict[Tensor, Tensor] = {}
     for t in (expected.fwd_tensor for expected in info.expected_inputs if expected.is_activation):
         if t in own_inputs[carried:]:
-            invariant[t] = add_input(t.spec, t.name, forward.read(op.inputs[own_inputs.index(t)]))
+            invariant[t] = add_input(t.name, forward.read(op.inputs[own_inputs.index(t)]))
         elif t not in wrapper.inputs[:EXTRA_INPUTS]:
-            stack = forward.read(_stack_of(op, t))
-            stacks[t] = add_input(stack.spec, t.name, stack)
+            stacks[t] = add_input(t.name, forward.read(_stack_of(op, t)))
     with turn:
         known = {wrapper.inputs[1]: go_on} | invariant
         arrived = [(results[k], seed) for k, seed in seeds.items()]
@@ -138,7 +134,7 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
             known[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
             for expected in info.expected_inputs
         ]
-        found = dict(zip(info.outputs, call(info.graph, *given), strict=True))
+        found = call_gradient_graph(info, given)
         for t in (go_on, *(seed_or_zeros(found.get(own_inputs[k]), results[k]) for k in flowing)):
             turn.add_output(t)
         for t in same:

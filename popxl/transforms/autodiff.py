@@ -82,7 +82,10 @@ def autodiff(
         for name, tensors in (("grads_provided", provided), ("grads_required", required)):
             for t in tensors:
                 if not isinstance(t, Tensor) or t.graph_ref is not graph.ref:
-                    raise PopxlError(f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}.")
+                    raise PopxlError(
+                        f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}. Name tensors of the graph "
+                        "itself, such as those of `graph.inputs` and `graph.outputs`."
+                    )
         _refuse_modifying_ops(graph, infos)
         with graph.ir.undone_on_failure():
             _bring_calls_up_to_date(graph)
@@ -195,11 +198,12 @@ class _Differentiation:
         found = {t: g for t in self.required if (g := self.gradient(t)) is not None}
         missing = [t for t in self.required if t not in found]
         if missing and self.complete:
+            remedy = "Leave it out of `grads_required`." if self.forward_graph.outputs else "The graph has no outputs."
             raise PopxlError(
                 f"Unable to provide required gradient output of {', '.join(map(repr, missing))} in "
                 f"{self.forward_graph.title}: no provided tensor "
                 f"({', '.join(t.name for t in self.provided) or 'none'}) "
-                "depends on it in a differentiable way. Leave it out of `grads_required`."
+                f"depends on it in a differentiable way. {remedy}"
             )
         return {t: self._named(t, g) for t, g in found.items()}
 
@@ -268,6 +272,8 @@ class _Differentiation:
 
     def _contribute(self, t: Tensor, gradient: Tensor) -> None:
         fitted = cast_if_needed(_unbroadcast(gradient, t.shape), t.dtype)
+        if fitted.meta_shape and not t.meta_shape:  # of a product with a shard, say; `t` itself is none
+            fitted = reshape(fitted, t.shape)
         self.contributions.setdefault(t, []).append(fitted)
 
     def read(self, t: Tensor) -> Tensor:

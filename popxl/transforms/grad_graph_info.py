@@ -107,12 +107,12 @@ class GradGraphInfo:
         """The activations of one forward call, by the inputs of the gradient graph that need them.
 
         Raises:
-            TypeError: if the call is of another graph.
+            TypeError: if it is no call of the forward graph.
         """
-        if fwd_call_info.called_graph is not self.forward_graph:
+        if getattr(fwd_call_info, "called_graph", None) is not self.forward_graph:
             raise TypeError(
-                f"inputs_dict: expected a call of {self.forward_graph.title}, got {fwd_call_info!r}. A repeat calls a "
-                "wrapper graph; take the activations inside of it."
+                f"inputs_dict: expected a call of {self.forward_graph.title}, as `ops.call_with_info` returns it; got "
+                f"{fwd_call_info!r}. A repeat calls a wrapper graph; take the activations inside of it."
             )
         parents = fwd_call_info.parents()
         return {

@@ -333,6 +333,8 @@ def test_call_sites_of_other_graphs(ir):
     with ir.main_graph:
         with pytest.raises(TypeError, match="expected a call of graph"):
             info.inputs_dict(ops.call_with_info(other, 1.0))
+        with pytest.raises(TypeError, match="as `ops.call_with_info` returns it"):
+            info.inputs_dict(ops.call(graph, 1.0))
         with pytest.raises(TypeError, match="A repeat calls a wrapper graph"):
             info.inputs_dict(ops.repeat_with_info(graph, 2, 1.0))
 
@@ -807,12 +809,46 @@ def test_a_gradient_graph_that_lacks_a_seed_is_refused(ir):
     assert state(ir) == before
 
 
-def test_a_gradient_graph_of_something_inside_is_refused(ir):
+def by_a_call(graph, x):
+    return ops.call(graph, x)[0]
+
+
+def by_a_branch(graph, x):
+    return ops.conditional(popxl.constant(True), graph, graph, [x], [x])[0]
+
+
+@pytest.mark.parametrize("run_by", [by_a_call, by_a_branch])
+def test_a_gradient_graph_of_something_inside_is_refused(ir, run_by):
     inner = graph_of(ir, lambda x: ops.sin(x * 2.0))
     info = autodiff(inner, grads_required=[inner.ops[0].outputs[0]])
-    outer = graph_of(ir, lambda x: ops.call(inner, x)[0])
+    outer = graph_of(ir, lambda x: run_by(inner, x))
     with pytest.raises(PopxlError, match="cannot be used where graph .* is called"):
         autodiff(outer, called_graphs_grad_info={inner: info})
+
+
+@pytest.mark.parametrize("run_by", [by_a_call, by_a_branch])
+def test_a_gradient_graph_that_was_extended_can_be_given(ir, run, run_by):
+    """It may return more. What it takes besides, nobody could bind."""
+    inner = graph_of(ir, lambda x: x * 5.0)
+    info = autodiff(inner)
+    with info.graph:
+        popxl.graph_output(info.graph.outputs[0] * 2.0)
+    outer = graph_of(ir, lambda x: run_by(inner, x))
+    assert gradients(ir, run, outer, [3.0], [1.0], called_graphs_grad_info={inner: info}) == [5]
+    with info.graph:
+        ops.add_(popxl.graph_input((), popxl.float32, "total", by_ref=True), info.graph.outputs[0])
+    before = state(ir)
+    with pytest.raises(PopxlError, match="nothing would be bound to total, .* Leave it out"):
+        autodiff(outer, called_graphs_grad_info={inner: info})
+    assert state(ir) == before
+
+
+@pytest.mark.parametrize("run_by", [by_a_call, by_a_branch])
+def test_a_given_gradient_that_is_returned_twice_counts_once(ir, run, run_by):
+    inner = graph_of(ir, lambda x: x * 5.0)
+    info = autodiff(inner, grads_required=[inner.inputs[0]] * 2)
+    outer = graph_of(ir, lambda x: run_by(inner, x))
+    assert gradients(ir, run, outer, [3.0], [1.0], called_graphs_grad_info={inner: info}) == [5]
 
 
 def test_an_answer_that_only_selects_needs_no_gradient(ir, run):

@@ -1,6 +1,7 @@
 """Private names that published programs use, each beside what it stands for."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -111,10 +112,45 @@ def test_a_program_that_is_marked_as_not_loaded(ir):
         assert session.get_tensor_data(v) == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("abs", "abs"),
+        ("add", "add add_"),
+        ("cast", "cast pow2scale_cast_from_fp8 pow2scale_cast_to_fp8"),
+        ("conv", "PadType conv conv_transpose"),
+        ("gather", "gather groupedgather tied_gather"),
+        ("group_norm", "group_norm layer_norm"),
+        ("host_load", "host_load"),
+        ("interpolate", "InterpolateNearestType InterpolateType interpolate"),
+        ("log", "log log2"),
+        ("max", "max maximum"),
+        ("negative_log_likelihood", "REDUCTION_TYPE nll_loss"),
+        ("print_tensor", "FloatFormat print_tensor"),
+        ("scatter_reduce", "grouped_scatter_reduce scatter_reduce"),
+        ("slice", "process_args slice slice_"),
+        ("where", "where"),
+        ("collectives.replicated_all_reduce", "replicated_all_reduce replicated_all_reduce_"),
+        ("var_updates.accumulate", "accumulate_ sparse_accumulate_"),
+        ("var_updates.adam_updater", "adam_updater lamb_updater"),
+    ],
+)
+def test_modules_of_ops(path, names):
+    *package, last = path.split(".")
+    public = getattr(ops, package[0]) if package else ops
+    before = getattr(public, last, None)
+    module = importlib.import_module(f"popxl.ops.{path}")
+    for name in names.split():
+        assert getattr(module, name) is getattr(public, name, getattr(module, name))
+    assert before is None or getattr(public, last) is before  # `popxl.ops.abs` stays the op
+
+
 def test_nothing_of_ours_uses_it():
     for package in ("popxl", "popxl_addons", "runtime", "popart"):
         for file in (ROOT / package).rglob("*.py"):
             if file.name != "compat.py":
                 for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                     used = node.attr if isinstance(node, ast.Attribute) else ""
+                    path = (node.module or "").replace(".", "/") if isinstance(node, ast.ImportFrom) else ""
+                    assert not path.startswith("popxl/ops/") or list(ROOT.glob(f"{path}*")), f"{file}: {path}"
                     assert used not in ("_pb_ir", "_pb_session", "_create_tensor_id"), file

@@ -239,6 +239,11 @@ def compute_that_needs_a_load(w, v):
     store(w)
 
 
+def a_load_and_a_call_without_inputs(w, v):
+    load()
+    ops.call(popxl.gcg().ir.create_graph(lambda: ops.init((2,), F32) + 1))
+
+
 def two_rounds(w, v):
     """What is loaded is stored in the second round, in which also goes what is made of it."""
     for name in ("a", "b"):
@@ -573,7 +578,14 @@ def test_one_exchange_is_left(main, w, v, block):
 
 
 @pytest.mark.parametrize(
-    "block", [a_load_and_its_store, compute_that_needs_a_load, compute_that_needs_no_exchange, on_two_ipus]
+    "block",
+    [
+        a_load_and_its_store,
+        compute_that_needs_a_load,
+        compute_that_needs_no_exchange,
+        on_two_ipus,
+        a_load_and_a_call_without_inputs,
+    ],
 )
 def test_more_than_one_op_is_left(main, w, v, block):
     with pytest.raises(RuntimeError, match=r"^More than one Op remained after.*test_exchange\.py:\d+"):

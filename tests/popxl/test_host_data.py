@@ -67,6 +67,12 @@ def test_ragged():
         to_numpy([[1, 2], [3]])
 
 
+@pytest.mark.parametrize("dtype", [None, dtypes.float32, dtypes.bool, dtypes.float8_143])
+def test_none(dtype):
+    with pytest.raises(ValueError, match="the data is None"):
+        to_numpy(None, dtype)
+
+
 def test_sharing():
     data = np.ones((2, 3), np.float32)
     assert to_numpy(data, copy=False) is data

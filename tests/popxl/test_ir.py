@@ -5,6 +5,7 @@ import re
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import popxl
@@ -58,6 +59,12 @@ def test_replication():
     assert (ir.replication_factor, ir.options.replicatedGraphCount, ir.options.enableReplicatedGraphs) == (2, 2, True)
     ir.replication_factor = 1
     assert ir.replication_factor == 1
+
+
+def test_the_number_of_replicas_is_an_integer():
+    assert popxl.Ir(np.int64(2)).replication_factor == 2
+    with pytest.raises(TypeError, match="the number of replicas must be an integer; got 'four'"):
+        popxl.Ir("four")
 
 
 def test_replication_by_options(ir):

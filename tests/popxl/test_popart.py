@@ -1,6 +1,7 @@
 """The package `popart`: the names that programs take from it; and device objects, which sessions accept."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,49 @@ def test_the_offline_device_goes_before_a_string(counter, monkeypatch):
     monkeypatch.setenv("POPXL_OFFLINE_DEVICE", "abacus")
     with pytest.raises(ValueError, match="abacus"):
         popxl.Session(counter, "cpu")
+
+
+# Debug information ----------------------------------------------------------------------------------------------------
+
+
+def test_debug_information_in_a_file(tmp_path):
+    path = tmp_path / "debug.json"
+    popxl.Ir()  # made before: not in the file
+    popart.initializePoplarDebugInfo(str(path), "json")
+
+    def build():
+        with popxl.Ir().main_graph:
+            a, b = popxl.variable(1, name="a"), popxl.variable(2, name="b")
+            return a + b  # this line
+
+    build()
+    popart.closePoplarDebugInfo()
+    content = json.loads(path.read_text())
+    (op,) = (record for record in content["contexts"] if record["category"] == "op")
+    assert len(content["contexts"]) == 5
+    assert (op["layer"], op["api"], op["inputs"], op["outputs"]) == ("popxl", "add", ["a", "b"], ["add_out"])
+    file, function = (content["stringTable"][op["location"][name]] for name in ("fileName", "functionName"))
+    assert (file, function) == (str(Path(__file__).resolve()), "build")
+    assert Path(__file__).read_text().splitlines()[op["location"]["lineNumber"] - 1].endswith("# this line")
+
+
+def test_debug_information_of_a_call_that_makes_several_ops(tmp_path):
+    @popxl.context.op_debug_context
+    def squares(x):
+        return [x * x, x * x]
+
+    popart.initializePoplarDebugInfo(tmp_path / "first.json")
+    popart.initializePoplarDebugInfo(tmp_path / "second.json")  # closes the first
+    assert json.loads((tmp_path / "first.json").read_text()) == {"contexts": [], "stringTable": []}
+    with popxl.Ir().main_graph:
+        squares(popxl.variable(1, name="x"))
+    popart.closePoplarDebugInfo()
+    popart.closePoplarDebugInfo()
+    contexts = json.loads((tmp_path / "second.json").read_text())["contexts"]
+    records = [record for record in contexts if record["category"] == "op"]
+    assert [(r["api"], r["inputs"], r["outputs"]) for r in records] == [("squares", ["x"], ["mul_out", "mul_out__t0"])]
+
+
+def test_debug_information_in_another_format(tmp_path):
+    with pytest.raises(ValueError, match="'cbor' is not known"):
+        popart.initializePoplarDebugInfo(tmp_path / "debug", "cbor")

@@ -409,6 +409,11 @@ def test_feeds_are_not_kept(ir, transposed):
         assert outputs[o] == pytest.approx(1, rel=1e-3)
 
 
+def test_refused_programs(ir):
+    with pytest.raises(TypeError, match="`ir` must be an Ir; got .* \\(Graph\\)"):
+        popxl.Session(ir.main_graph)
+
+
 def test_refused_dtypes(program):
     x, k = program.feeds().values()
     bad = [
@@ -424,6 +429,8 @@ def test_refused_dtypes(program):
         for changed, options in bad:
             with pytest.raises(PopxlError, match="has the dtype"):
                 session.run(program.feeds() | changed, **options)
+        with pytest.raises(PopxlError, match="has the dtype float64; expected int32"):
+            session.run(program.feeds() | {program.k: np.array(3.0)})
         wide = {program.x: x, program.k: np.array(3, np.int64)}
         assert session.run(wide, downcast_inputs=False)[program.twice] == 6
         assert session.get_tensor_data(program.v) == 11  # nothing ran but the last
@@ -458,7 +465,7 @@ def test_what_is_missing_is_named(program):
     with popxl.Session(program.ir) as session, pytest.raises(ValueError) as error:
         session.run({program.x: 1, "other": 2})
     text = str(error.value)
-    assert "missing: HostToDeviceStream Tensor[k " in text and "unexpected: other" in text
+    assert "missing: HostToDeviceStream Tensor[k " in text and "unexpected: 'other'" in text
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
@@ -850,6 +857,16 @@ def test_what_cannot_be_run_names_the_op():
         -popxl.constant(True)
     with pytest.raises(PopxlError, match=r"Op\[Neg\.100\] in the main graph, at `-popxl.constant\(True\)`"):
         popxl.Session(ir)
+
+
+def test_outputs_are_a_dict_of_numpy_arrays(program):
+    """However they are taken out."""
+    with popxl.Session(program.ir) as session:
+        for take in (dict, lambda outputs: {**outputs}, lambda outputs: outputs | {}, lambda outputs: outputs.copy()):
+            outputs = session.run(program.feeds())
+            assert isinstance(outputs, dict) and outputs.keys() == {program.y, program.twice}
+            assert all(type(array) is np.ndarray for array in take(outputs).values())
+        np.testing.assert_equal({program.twice: outputs.pop(program.twice)}, {program.twice: 6})
 
 
 def test_outputs_print_as_numpy_arrays(program):

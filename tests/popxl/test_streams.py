@@ -35,6 +35,15 @@ def test_names(ir, make):
 
 
 @makers
+def test_the_shape_is_a_sequence_of_integers(ir, make):
+    with ir.main_graph:
+        for shape in (2, (2.5,)):
+            with pytest.raises(TypeError, match="The shape of 'x' must"):
+                make(shape, F32, "x")
+    assert ir.main_graph.tensors == ()
+
+
+@makers
 def test_streams_live_in_the_main_graph(ir, make):
     with ir.create_empty_graph():
         s = make((), F32, "x")

@@ -1,5 +1,6 @@
 """`Tensor`: ids and names, properties, identity, operators with every kind of operand, indexing, placement."""
 
+import contextlib
 import operator
 
 import numpy as np
@@ -28,6 +29,14 @@ def test_ids(ir):
         c = a + 3
         assert (c.producer.inputs[1].id, c.id) == ("t__t3", "add_out__t4")
     assert [op.id for op in ir.main_graph.ops] == [100, 101]
+
+
+def test_a_tensor_is_no_array(ir):
+    with ir.main_graph:
+        x = popxl.variable([1.0, 2.0], name="x")
+        for make in (np.asarray, popxl.variable, lambda t: np.array([t, t])):
+            with pytest.raises(TypeError, match="is no array: a tensor has numbers only when a session runs"):
+                make(x + 1)
 
 
 def test_ids_in_a_subgraph(ir):
@@ -411,6 +420,16 @@ def test_refused_keys(ir):
             x[index]
 
 
+def test_a_refused_key_leaves_nothing_behind(ir):
+    with ir.main_graph as main:
+        x, scalar = popxl.constant(np.zeros((3, 2))), popxl.constant(0.0)
+        before = list(main.tensors)
+        for t, key in ((x, [True, False, True, True]), (scalar, [0])):
+            with pytest.raises(PopxlError):
+                t[key]
+        assert list(main.tensors) == before
+
+
 # Placement ------------------------------------------------------------------------------------------------------------
 
 
@@ -437,6 +456,24 @@ def test_a_tensor_is_where_the_op_is(ir, ipu, io, expected):
             y = v + 0
     assert (y.ipu, y.tile_set) == expected
     assert (v.ipu, v.tile_set) == expected  # from its consumer
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([(1, False), (0, True)], (0, "io")),  # the compute tiles are those of another IPU
+        ([(0, True), (1, False)], (0, "io")),
+        ([(1, True), (1, False), (2, False)], (1, "compute")),
+        ([(None, False), (3, True)], (3, "io")),
+    ],
+)
+def test_a_tensor_is_where_the_first_of_its_consumers_is(ir, places, expected):
+    with ir.main_graph:
+        v = popxl.variable(1)
+        for ipu, io in places:
+            with popxl.ipu(ipu), popxl.io_tiles() if io else contextlib.nullcontext():
+                ops.identity(v)
+    assert (v.ipu, v.tile_set) == expected
 
 
 def test_a_graph_input_is_where_the_caller_has_it(ir):
@@ -484,7 +521,7 @@ def test_tensors_on_two_ipus_do_not_meet(ir):
             on_io = popxl.constant(1.0) + 1
         with pytest.raises(ValueError, match="different IPUs: 0 and 1"):
             here + there
-        with pytest.raises(ValueError, match="different tile sets"):
+        with pytest.raises(ValueError, match="different tile sets: compute and io"):
             here + on_io
         assert (here.copy_to_ipu(1) * there).ipu == 0  # where the op is, not the operands
         assert (ops.io_tile_copy(on_io) + here).tile_set == "compute"
@@ -508,3 +545,8 @@ def test_an_operator_that_is_refused_leaves_nothing(build):
         with pytest.raises(popxl.errors.PopxlError):
             build(t)
         assert (main.constants, main.ops) == ((), [])
+
+
+def test_names_of_tile_sets():
+    assert list(popxl.tensor.TILE_SET_MAP) == [popxl.TileSet.Compute, popxl.TileSet.IO, popxl.TileSet.Undefined]
+    assert list(popxl.tensor.TILE_SET_MAP.values()) == ["compute", "io", "undefined"]

@@ -176,8 +176,7 @@ def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -
 
 def _own_part(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
     """The part of a replica's own gradient that belongs to what it gave: the gradients are copies of one value."""
-    kind = sharded_slice_kind if t_spec.meta_shape else slice_kind
-    own: Tensor = kind(g, stride=stride, group_size=group_size, chunk=math.prod(t_spec.shape))
+    own: Tensor = slice_kind(g, stride=stride, group_size=group_size, chunk=math.prod(t_spec.shape))
     return own if own.shape == t_spec.shape else reshape(own, t_spec.shape)
 
 
@@ -226,7 +225,8 @@ def replicated_all_gather(
     """Give every replica the values that `t` has on all members of its group, in the order of the replicas.
 
     The gradient of each replica is its own part of its own incoming gradient. Nothing is summed over replicas: what
-    follows a gather is taken to be the same on all members.
+    follows a gather is taken to be the same on all members. The gradient of a shard has no meta-shape: it is an
+    ordinary tensor, which may be stored to the host.
 
     Args:
         t: tensor of any shape and dtype.

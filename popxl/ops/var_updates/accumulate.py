@@ -18,7 +18,7 @@ from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, product
 from popxl.shapes import like_first
 from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.tensor import Tensor, taken_back_on_failure
 
 
 def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
@@ -124,7 +124,10 @@ def accumulate_mean_(t: Tensor, X: Tensor, step: float | Tensor) -> Tensor:
         >>> count += 1
     """
     step = factor(step, "accumulate_mean_: `step`")
-    return _mean(t, X, step if isinstance(step, Tensor) else constant(step, dtypes.float32))
+    if isinstance(step, Tensor):
+        return _mean(t, X, step)
+    with taken_back_on_failure(constant(step, dtypes.float32)) as count:
+        return _mean(t, X, count)
 
 
 def accumulate_moving_average_(t: Tensor, X: Tensor, f: float | Tensor) -> Tensor:

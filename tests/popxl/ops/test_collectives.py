@@ -508,7 +508,7 @@ def test_a_buffer_may_be_larger_than_a_shard(device: Any) -> None:
         info = autodiff(graph)
         (whole,) = ops.call(graph, shard)
         (back,) = ops.call(info.graph, own(ir, Y))
-        assert (whole.shape, whole.meta_shape, back.spec) == ((5,), (), shard.spec)
+        assert (whole.shape, whole.meta_shape, back.spec) == ((5,), (), popxl.TensorSpec((3,), popxl.float32))
         found = run(ir, device, store(whole), store(back))
     np.testing.assert_array_equal(found[0], [[0, 1, 2, 3, 4]] * 4)
     np.testing.assert_array_equal(found[1], [Y[0, :3], [*Y[1, 3:], 0], [0] * 3, [0] * 3])
@@ -590,6 +590,86 @@ def test_in_calls_loops_and_branches(device: Any, way: Any) -> None:
         found, [meant(X), meant(meant(X)), meant(meant(meant(X))), meant(X), X + 1], strict=True
     ):
         np.testing.assert_array_equal(result, expected)
+
+
+def square(s: popxl.Tensor) -> popxl.Tensor:
+    return s * s
+
+
+def called(ir: popxl.Ir, s: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
+    graph = ir.create_graph(square, s)
+    return lambda s: c.replicated_all_gather(ops.call(graph, s)[0])
+
+
+def carried(ir: popxl.Ir, s: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
+    graph = ir.create_graph(square, s)
+    return lambda s: c.replicated_all_gather(ops.repeat(graph, 1, s)[0])
+
+
+def the_same_in_every_turn(ir: popxl.Ir, s: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
+    total = ops.init(s.meta_shape, s.dtype)
+    graph = ir.create_graph(lambda total, s: total + c.replicated_all_gather(s * s * 0.5), total, s)
+    return lambda s: ops.repeat(graph, 2, ops.init(s.meta_shape, s.dtype), s)[0]
+
+
+def gathered_in_a_branch(ir: popxl.Ir, s: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
+    graph = ir.create_graph(lambda s: c.replicated_all_gather(s * s), s)
+    nothing = ir.create_graph(lambda: ops.init((5,), popxl.float32))
+    return lambda s: ops.conditional(popxl.constant(True), graph, nothing, [s])[0]
+
+
+def made_in_a_branch(ir: popxl.Ir, s: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
+    graph, same = ir.create_graph(square, s), ir.create_graph(lambda: ops.init(**s.spec))
+    return lambda s: c.replicated_all_gather(ops.conditional(popxl.constant(True), graph, same, [s])[0])
+
+
+@pytest.mark.parametrize("build", [called, carried, the_same_in_every_turn, gathered_in_a_branch, made_in_a_branch])
+def test_gradients_of_shards_in_calls_loops_and_branches(build: Any) -> None:
+    """The gradient of the gathered squares of a shard."""
+    data, g = values("float32", (4, 2)), values("float32", (5,))
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph, popxl.in_sequence():
+        shard = ops.add(ops.init((2,), popxl.float32, meta_shape=(5,)), own(ir, data))
+        graph = ir.create_graph(build(ir, shard), shard)
+        info = autodiff(graph)
+        site = ops.call_with_info(graph, shard)
+        (d,) = ops.call(info.graph, popxl.constant(g), inputs_dict=info.inputs_dict(site))
+        assert (d.shape, d.dtype) == (shard.shape, shard.dtype)
+        (found,) = run(ir, one_device, store(d))
+    np.testing.assert_allclose(found, 2 * data * np.append(g, [0] * 3).reshape(4, 2), rtol=1e-6)
+
+
+def test_gradients_of_shards_are_passed_on_by_hand() -> None:
+    """The gradient of a gather has no meta-shape, and the graph that made the shard takes it all the same."""
+    data, g = values("float32", (4, 2)), values("float32", (5,))
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph, popxl.in_sequence():
+        shard = ops.add(ops.init((2,), popxl.float32, meta_shape=(5,)), own(ir, data))
+        first, second = ir.create_graph(square, shard), ir.create_graph(lambda s: c.replicated_all_gather(s), shard)
+        of_first, of_second = autodiff(first), autodiff(second)
+        site = ops.call_with_info(first, shard)
+        (d_square,) = ops.call(of_second.graph, popxl.constant(g))
+        assert (d_square.meta_shape, site.outputs[0].meta_shape) == ((), (5,))
+        (d,) = ops.call(of_first.graph, d_square, inputs_dict=of_first.inputs_dict(site))
+        (found,) = run(ir, one_device, store(d))
+    np.testing.assert_allclose(found, 2 * data * np.append(g, [0] * 3).reshape(4, 2), rtol=1e-6)
+
+
+def test_the_gradient_of_what_is_no_shard_is_none() -> None:
+    """A plain chunk that is multiplied by a shard; its gradient may be stored."""
+    data = values("float32", (2, 3))
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph, popxl.in_sequence():
+        x = own(ir, data)
+        shard = ops.add(ops.init((3,), popxl.float32, meta_shape=(6,)), x)
+        graph = ir.create_graph(lambda x, s: c.replicated_all_gather(x * s), x, shard)
+        info = autodiff(graph, grads_required=graph.inputs[:1])
+        site = ops.call_with_info(graph, x, shard)
+        (dx,) = ops.call(info.graph, popxl.constant(np.ones(6, np.float32)), inputs_dict=info.inputs_dict(site))
+        out = popxl.d2h_stream(dx.shape, dx.dtype)
+        ops.host_store(out, dx)
+        (found,) = run(ir, one_device, out)
+    np.testing.assert_array_equal(found, data)
 
 
 def test_data_parallel_training_is_training_on_all_data(device: Any) -> None:

@@ -402,9 +402,11 @@ def test_refuses(row, refused) -> None:
     for name in [row.name, *([row.inplace.name] if row.inplace else [])]:
         with popxl.Ir().main_graph as main:
             operands = tensors_for(refused.operands)
+            before = list(main.tensors)
             with pytest.raises(refused.error, match=refused.message):
                 function_of(name)(*operands, **refused.attributes)
             assert main.ops == []
+            assert list(main.tensors) == before
 
 
 def _forms() -> Iterator[Any]:

@@ -84,6 +84,7 @@ PROBS = softmax(values("float32", (2, 3, 4)), -1)
 
 
 LABELS = i32([3, 0, 2], [1, 1, 2])
+BEYOND = np.array([[3, 2**32 - 1, 2], [1, 2**31, 2]], np.uint32)
 
 
 NN = [
@@ -113,7 +114,7 @@ NN = [
         [*(sample(PROBS, LABELS, reduction=r, ignore_index=ignored)
            for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),
          sample(PROBS.astype(np.float16), LABELS.astype(np.uint32)),
-         sample(PROBS, LABELS.astype(np.uint32), ignore_index=-100),
+         sample(PROBS, LABELS.astype(np.uint32), ignore_index=-100), sample(PROBS, BEYOND, ignore_index=2**32 - 1),
          sample(PROBS.astype(np.float16), LABELS.astype(np.int8), reduction="none"),
          sample(np.log(PROBS), LABELS, log_prob=True), sample(PROBS, i32([9, -1, 2], [1, 1, 2]), torch=False),
          sample(PROBS, LABELS * 0 + 1, ignore_index=1, torch=False), sample(PROBS[0, 0], scalar(2, "int32")),
@@ -140,6 +141,7 @@ NN = [
         [*(sample(PROBS, LABELS, loss_grad=3, reduction=r, ignore_index=ignored)
            for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),
          sample(PROBS, LABELS, values("float32", (2, 3)), reduction="none"), sample(PROBS, LABELS.astype(np.uint32)),
+         sample(PROBS, BEYOND, ignore_index=2**32 - 1),
          sample(PROBS.astype(np.float16), LABELS, scalar(64, "float32")), sample(PROBS, i32([9, -1, 2], [1, 1, 2])),
          sample(PROBS, LABELS * 0 + 1, ignore_index=1)],
         "NlllWithSoftmaxGradDirect", "loss dx", adds=3, numbers=(2,), tolerance=4e-6,

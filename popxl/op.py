@@ -93,10 +93,10 @@ class OpKind:
             pass; `REFUSED` makes autodiff raise. A mapping from operand names to rules gives gradients to these
             operands only. A rule is written with ops, and its parameters say what it reads: `g`, the incoming
             gradient (`gs`, those of all results); an operand or an attribute, by name; `out`, the result (`outs`, all
-            of them); `<operand>_spec`, the spec of an operand; and where the last operand stands for several, `i`,
-            `operand` and `operand_spec`, the one in question. Operands and results that it reads are kept alive. A
-            rule that returns another shape than the operand's is summed over the broadcast axes. A single function
-            `(forward, gs) -> {operand index: Tensor}` serves ops that run graphs.
+            of them); `<operand>_spec`, the spec of an operand; `attributes`, all there are; and where the last operand
+            stands for several, `i`, `operand` and `operand_spec`, the one in question. Operands and results that it
+            reads are kept alive. A rule that returns another shape than the operand's is summed over the broadcast
+            axes. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run graphs.
         result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
             the result where there are several; a tuple names several results.
         put: makes the op a *view*: its result shares storage with its operands. Where `lowering` reads the view from

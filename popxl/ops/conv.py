@@ -8,11 +8,12 @@ looked at; running it says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import ascii_lowercase
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import ShapeDtypeStruct, lax
 
 from popxl import dtypes
 from popxl.errors import PopxlError
@@ -105,22 +106,90 @@ def _check_steps(**sequences: tuple[int, ...]) -> None:
             raise PopxlError(f"`{name}` is {steps}; expected numbers of 1 or more.")
 
 
-def _convolved(name: str, t: Any, weight: Any, sizes: tuple[int, ...], pads: list[tuple[int, int]], **how: Any) -> Any:
-    """The convolution of arrays, in float32, or float64 where that is what there is."""
+def _convolved(
+    name: str,
+    t: Any,
+    weight: Any,
+    sizes: Sequence[int],
+    pads: Sequence[tuple[int, int]],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    spread: Sequence[int] | None = None,
+) -> Any:
+    """The convolution of arrays, in float32, or float64 where that is what there is.
+
+    It is written with the channels last, as that is the one form for which XLA has quick code on CPUs; within loops
+    and kept calls it does not find that form by itself (with 64 channels it then takes twenty times as long).
+
+    Args:
+        name: of the op, for errors.
+        t, weight: of shape (N, C, d, ...) and (M, C / groups, k, ...).
+        sizes: what the spatial sizes of the result are.
+        pads, strides, dilation: for each spatial axis.
+        groups: of channels.
+        spread: how far the elements of `t` are apart; zeros lie between them.
+    """
     if t.ndim != weight.ndim:
         raise PopxlError(f"{name}: `t` has rank {t.ndim} and `weight` has rank {weight.ndim}; expected the same.")
     if min(sizes) < 1:
         raise PopxlError(
-            f"{name}: the result would have the spatial sizes {sizes}; expected positive ones. Pad more, or crop less."
+            f"{name}: the result would have the spatial sizes {tuple(sizes)}; expected positive ones. Pad more, or "
+            "crop less."
         )
     wide = wide_dtype(t, weight)
     # Halves are multiplied exactly by units too that are quicker, as they leave out some digits of float32.
     narrow = t.dtype == weight.dtype == jnp.float16
-    precision = lax.Precision.HIGH if narrow else lax.Precision.HIGHEST
-    return lax.conv_general_dilated(t.astype(wide), weight.astype(wide), padding=pads, precision=precision, **how)
+    n = t.ndim - 2
+    last, axes = (0, *range(2, n + 2), 1), ascii_lowercase[:n]
+    result = lax.conv_general_dilated(
+        t.astype(wide).transpose(last),
+        weight.astype(wide).transpose(*range(2, n + 2), 1, 0),
+        strides,
+        pads,
+        spread,
+        dilation,
+        (f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+        groups,
+        precision=lax.Precision.HIGH if narrow else lax.Precision.HIGHEST,
+    )
+    return result.transpose(0, n + 1, *range(1, n + 1))
 
 
-def _declared(name: str, lowering: Callable[..., Any], shape: Callable[..., tuple[int, ...]]) -> tuple[OpKind, OpKind]:
+def _transposed(
+    name: str,
+    t: Any,
+    weight: Any,
+    sizes: Sequence[int],
+    begins: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Any:
+    """What a convolution is the gradient of, and has as its own: every element of `t` puts the kernel into the result.
+
+    It is a convolution of `t` with zeros between its elements: with the flipped kernel, its channels exchanged by
+    group.
+
+    Args:
+        name, t, dilation: as for `_convolved`.
+        weight: of shape (channels of `t`, channels of the result / groups, k, ...).
+        sizes: the spatial sizes of the result.
+        begins: how many positions are cropped before each axis of the result.
+        strides: between what neighbours put there.
+    """
+    channels, depth, *kernel = weight.shape
+    grouped = weight.reshape(groups, channels // groups, depth, *kernel).swapaxes(1, 2)
+    flipped = jnp.flip(grouped.reshape(depth * groups, channels // groups, *kernel), range(2, weight.ndim))
+    ends = [size - s * (d - 1) - 1 + b for size, s, d, b in zip(sizes, strides, t.shape[2:], begins, strict=False)]
+    reaches = [step * (k - 1) for step, k in zip(dilation, kernel, strict=False)]
+    pads = [(reach - begin, end) for reach, begin, end in zip(reaches, begins, ends, strict=False)]
+    return _convolved(name, t, flipped, sizes, pads, (1,) * len(pads), dilation, groups, strides)
+
+
+def _declared(
+    name: str, lowering: Callable[..., Any], shape: Callable[..., tuple[int, ...]], gradient: Mapping[str, Any]
+) -> tuple[OpKind, OpKind]:
     """A convolution of floats, and that of scaled float8."""
 
     def pow2scaled(t: Any, weight: Any, log2_scale: Any, **attributes: Any) -> Any:
@@ -135,7 +204,7 @@ def _declared(name: str, lowering: Callable[..., Any], shape: Callable[..., tupl
         return TensorSpec(shape(t, weight, scaled=True, **attributes), dtypes.float16)
 
     result = f"{name.lower()}_out"
-    return OpKind(name, lowering, shape=spec, result=result), OpKind(
+    return OpKind(name, lowering, shape=spec, result=result, gradient=gradient), OpKind(
         name,
         pow2scaled,
         key=f"{name}Pow2Scaled",
@@ -192,15 +261,54 @@ def _conv_lowering(t: Any, weight: Any, *, dilation: tuple[int, ...], groups: in
         "conv",
         t,
         weight,
-        tuple(w.count for w in windows),
+        [w.count for w in windows],
         [(w.begin, w.end) for w in windows],
-        window_strides=[w.stride for w in windows],
-        rhs_dilation=dilation or None,
-        feature_group_count=groups,
+        [w.stride for w in windows],
+        dilation or (1,) * len(windows),
+        groups,
     )
 
 
-_conv, _conv_pow2scaled = _declared("Conv", _conv_lowering, _conv_shape)
+def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], dilation: Any, groups: int, **how: Any) -> Any:
+    windows = _conv_windows(ShapeDtypeStruct(shape, g.dtype), weight, dilation=dilation, **how)
+    begins, strides = [w.begin for w in windows], [w.stride for w in windows]
+    return _transposed("conv", g, weight, shape[2:], begins, strides, dilation or (1,) * len(windows), groups)
+
+
+def _weights_gradient(
+    g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, dilation: Any, groups: int, **how: Any
+) -> Any:
+    """A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels."""
+    windows = _conv_windows(t, ShapeDtypeStruct(shape, t.dtype), dilation=dilation, **how)
+    batch, channels, *sizes = t.shape
+    grouped = t.reshape(batch, groups, channels // groups, *sizes)
+    turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(channels // groups, groups * batch, *sizes)
+    pads = [(w.begin, w.stride * (w.count - 1) + w.reach - w.size - w.begin) for w in windows]
+    strides, steps = dilation or (1,) * len(windows), [w.stride for w in windows]
+    return _convolved("conv", turned, g.swapaxes(0, 1), shape[2:], pads, strides, steps, groups).swapaxes(0, 1)
+
+
+_conv_data_grad = OpKind(
+    "ConvDataGrad", _data_gradient, shape=lambda g, weight, *, shape, **how: TensorSpec(shape, g.dtype)
+)
+_conv_weights_grad = OpKind(
+    "ConvWeightsGrad", _weights_gradient, shape=lambda g, t, *, shape, dtype, **how: TensorSpec(shape, dtype)
+)
+
+
+def _with_respect_to_weights(g: Tensor, t: Tensor, weight: TensorSpec, attributes: Mapping[str, Any]) -> Tensor:
+    return _conv_weights_grad(g, t, shape=weight.shape, dtype=weight.dtype, **attributes)
+
+
+_conv, _conv_pow2scaled = _declared(
+    "Conv",
+    _conv_lowering,
+    _conv_shape,
+    {
+        "t": lambda g, t_spec, weight, attributes: _conv_data_grad(g, weight, shape=t_spec.shape, **attributes),
+        "weight": lambda g, t, weight_spec, attributes: _with_respect_to_weights(g, t, weight_spec, attributes),
+    },
+)
 
 
 def conv(
@@ -376,26 +484,33 @@ def _conv_transpose_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> t
 
 def _conv_transpose_lowering(t: Any, weight: Any, *, groups: int, **how: Any) -> Any:
     n = t.ndim - 2
-    crops, kernel = _crops(t, weight, groups=groups, **how), _kernel(t, weight)
-    steps, more = _fitted(how["stride"], n, 1), _fitted(how["output_padding"], n, 0)
-    # A convolution of `t` with zeros between its elements: with the flipped kernel, its channels exchanged by group.
-    channels, depth, *sizes = weight.shape
-    grouped = weight.reshape(groups, channels // groups, depth, *sizes).swapaxes(1, 2)
-    flipped = jnp.flip(grouped.reshape(depth * groups, channels // groups, *sizes), range(2, weight.ndim))
-    return _convolved(
-        "conv_transpose",
-        t,
-        flipped,
-        tuple(size for _, _, size in crops),
-        [(k - 1 - b, k - 1 - e + extra) for (b, e, _), k, extra in zip(crops, kernel, more, strict=True)],
-        window_strides=(1,) * n,
-        lhs_dilation=steps,
-        feature_group_count=groups,
-    )
+    crops = _crops(t, weight, groups=groups, **how)
+    begins, sizes = [b for b, _, _ in crops], [size for _, _, size in crops]
+    return _transposed("conv_transpose", t, weight, sizes, begins, _fitted(how["stride"], n, 1), (1,) * n, groups)
+
+
+def _conv_of(g: Any, t: Any, weight: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of the convolution that takes `g`, of the shape of the result, to the shape of `t`."""
+    crops, n = _crops(t, weight, **attributes), len(t.shape) - 2
+    stride = _fitted(attributes["stride"], n, 1)
+    sizes = zip(t.shape[2:], _kernel(t, weight), stride, crops, strict=True)
+    ends = [s * (d - 1) + k - begin - size for d, k, s, (begin, _, size) in sizes]
+    padding, groups = (*(begin for begin, _, _ in crops), *ends), attributes["groups"]
+    return {"stride": stride, "padding": padding, "dilation": (), "groups": groups, "pad_type": "not_set"}
 
 
 _conv_transpose, _conv_transpose_pow2scaled = _declared(
-    "ConvTranspose", _conv_transpose_lowering, _conv_transpose_shape
+    "ConvTranspose",
+    _conv_transpose_lowering,
+    _conv_transpose_shape,
+    {
+        "t": lambda g, t_spec, weight, weight_spec, attributes: _conv(
+            g, weight, **_conv_of(g, t_spec, weight_spec, attributes)
+        ),
+        "weight": lambda g, t, t_spec, weight_spec, attributes: _with_respect_to_weights(
+            t, g, weight_spec, _conv_of(g, t_spec, weight_spec, attributes)
+        ),
+    },
 )
 
 

@@ -146,11 +146,7 @@ _max_pool = OpKind(
     _max,
     shape=_pooled_shape,
     result="maxpool_out",
-    gradient={
-        "t": lambda g, t, kernel_size, stride, padding, auto_pad, ceil_mode: _max_pool_grad(
-            g, t, kernel_size=kernel_size, stride=stride, padding=padding, auto_pad=auto_pad, ceil_mode=ceil_mode
-        )
-    },
+    gradient={"t": lambda g, t, attributes: _max_pool_grad(g, t, **attributes)},
 )
 
 # What users call ----------------------------------------------------------------------------------------------------

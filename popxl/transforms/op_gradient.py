@@ -129,6 +129,8 @@ def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) ->
         return forward.read(op.inputs[i])
     if name == "operand_spec":
         return op.inputs[i].spec
+    if name == "attributes":
+        return op.attributes
     if name == "specs":
         return tuple(t.spec for t in op.inputs)
     operands = dict(zip(op.operand_names(), op.inputs, strict=True))

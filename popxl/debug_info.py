@@ -9,6 +9,7 @@ The names in the `location` of an op's record are numbers of strings in the tabl
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from pathlib import Path
@@ -28,14 +29,22 @@ _irs: list[Ir] = []
 
 
 def open_file(file_name: str | os.PathLike[str], format: str = "json") -> None:
-    """Collect what Irs made from now on consist of. One file is open at a time: another one is closed first.
+    """Collect what Irs made from now on consist of, which keeps them, until `close` or the end of Python.
+
+    One file is open at a time: another one is closed first.
 
     Raises:
         ValueError: for another format than `"json"`.
+        FileNotFoundError: if there is no folder for the file.
     """
     global _path
     if format != "json":
         raise ValueError(f"Debug information is written as 'json'; the format {format!r} is not known.")
+    folder = Path(file_name).absolute().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"`file_name` is {os.fspath(file_name)!r}, and there is no folder {folder}: make it first."
+        )
     close()
     _path = Path(file_name).absolute()
 
@@ -47,6 +56,9 @@ def close() -> None:
         path, irs, _path = _path, [*_irs], None
         _irs.clear()
         replace_file(path, json.dumps(_content(irs), indent=1).encode())
+
+
+atexit.register(close)
 
 
 def note(ir: Ir) -> None:

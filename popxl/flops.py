@@ -101,6 +101,8 @@ def _of(jaxpr: Any) -> Flops:
         elif name in _OF_WINDOWS:
             window = math.prod(equation.params["window_dimensions"])
             found = found.plus(Flops(others=window * equation.outvars[0].aval.size))
+        elif name == "cond" and equation.params.get("branches_platforms"):  # one thing in several forms, the plain last
+            found = found.plus(_of(inner[-1]))
         elif name == "cond":
             found = found.plus(max(map(_of, inner), key=lambda f: f.total))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ from runtime.program import Program
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
     """What a run stored, by stream. An array is fetched from the device when it is first looked at.
 
-    It is a `dict` to whoever asks; but its contents are in `data`, as a `dict` would hand them out unfetched.
+    It is a `dict` to whoever asks; but its contents are in `data`, as a `dict` would hand them out unfetched. (A C
+    function that reads a `dict` past its methods finds it empty.)
     """
 
     def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
@@ -27,6 +28,9 @@ class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream,
 
     def __repr__(self) -> str:
         return repr(dict(self.items()))
+
+    def __reversed__(self) -> Iterator[DeviceToHostStream]:
+        return reversed(self.data)
 
     def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
         array = self.data[stream]

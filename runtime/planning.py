@@ -182,10 +182,11 @@ class Steps:
     def _grouped(self) -> Iterator[Piece | Entry]:
         """The steps, with those taken together that come again and again in the same order.
 
-        All that the pieces make is made by the group too, needed or not, so that programs share it.
+        All that the pieces make is made by the group too, needed or not, so that programs share it: values between
+        them live until its end.
         """
         steps = self.steps
-        forms = [step.form if isinstance(step, Piece) else id(step) for step in steps]
+        forms = [(step.form, step.place) if isinstance(step, Piece) else id(step) for step in steps]
         sizes = [self._choice.size(step.ops) if isinstance(step, Piece) else 0 for step in steps]
         first = 0
         while first < len(steps):
@@ -203,16 +204,17 @@ class Steps:
         period. (1, 1), if nothing is repeated that is worth it."""
         best = (1, 1)
         for period in range(1, min(LONGEST, (len(forms) - first) // FEWEST) + 1):
+            last = first + period
+            if self.steps[last - 1].place != self.steps[first].place:
+                break
+            distinct = dict(zip(forms[first:last], sizes[first:last], strict=True))
+            if sum(sizes[first:last]) > max(SMALL, TOGETHER[0] * sum(distinct.values())):
+                continue
             end = first
             while end + period < len(forms) and forms[end] == forms[end + period]:
                 end += 1
             times = (end - first) // period + 1
-            if times < FEWEST or period * times < max(2 * TOGETHER[0], best[0] * best[1] + 1):
-                continue
-            if {step.place for step in self.steps[first : first + period * times]} != {self.steps[first].place}:
-                continue
-            distinct = dict(zip(forms[first : first + period], sizes[first:], strict=False))
-            if sum(sizes[first : first + period]) <= max(SMALL, TOGETHER[0] * sum(distinct.values())):
+            if times >= FEWEST and period * times >= max(2 * TOGETHER[0], best[0] * best[1] + 1):
                 best = (period, times)
         return best
 

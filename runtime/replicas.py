@@ -33,10 +33,11 @@ _SAFE: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY
 
 @cache
 def _cpu_options() -> dict[str, str | bool] | None:
-    """Options for XLA on CPUs: YNNPACK is given single products only, as some of its fusions compute something else.
+    """Options for XLA on CPUs: YNNPACK is given single products only, as some of its fusions compute something else
+    with jaxlib 0.10.2 and 0.11.0, or crash (https://github.com/jax-ml/jax/issues/39103 and 39257).
 
-    (Products summed along the last axis of three, twice in one expression, are off by their own size with jaxlib
-    0.10.2.) A jaxlib that does not have the option does not have the fusions.
+    A jaxlib that does not have the option does not have the fusions. (Tempting, and wrong too, on CPUs: to have
+    `xla_cpu_copy_insertion_use_region_analysis` leave out copies of what loops overwrite.)
     """
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=_SAFE)

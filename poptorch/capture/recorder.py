@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from poptorch.ambient import Ambient
 from poptorch.capture.torch_private import storage_key, without_modes
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.errors import createPoptorchError
+from poptorch.logging_ import logger
 from popxl.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
@@ -80,8 +82,10 @@ class _Cell:
             value.requires_grad = t.requires_grad
             if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
                 _undo_detach(value.made_by, t)
-            if not t._is_view():  # asking a view would have PyTorch make its derivative anew
-                value.of_function = isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction)
+            made_by = None if t._is_view() else t.grad_fn  # asking a view would have PyTorch make its derivative anew
+            if isinstance(made_by, torch.autograd.function.BackwardCFunction):
+                value.of_function = True
+                _tell_of_function(type(made_by)._forward_cls)
         self.unsettled.clear()
 
 
@@ -93,6 +97,17 @@ def _undo_detach(node: Node, t: torch.Tensor) -> None:
     while value.made_by is not None and value.made_by.op == "aten.detach":
         (value,) = value.made_by.inputs
     node.op, node.arguments = "aten.alias", {"input": value}
+
+
+@cache
+def _tell_of_function(function: type) -> None:
+    """Tell, once, of a function that brings its own derivative. Those of PyTorch bring the one that there is anyway."""
+    if not function.__module__.startswith("torch."):
+        logger.warning(
+            "%s.backward has no effect in a wrapped model: what `forward` computes is differentiated. Where it should "
+            "count, write the function with `detach`, as in `x + (round(x) - x).detach()`.",
+            function.__qualname__,
+        )
 
 
 @dataclass(eq=False)
@@ -168,26 +183,38 @@ class Recorder:
         self.value_of(t)  # makes it known
         seen = self._seen[id(t)]
         cell = seen.cell
-        if not self._is_own(cell.value):
-            raise createPoptorchError(
-                f"A body of a loop or of a conditional overwrites a tensor from outside of it, {tuple(t.shape)} of "
-                f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
-            )
+        self._check_own(t, cell.value)
         content = value
         for view, base in reversed(list(zip(seen.lens, self._looked_at(seen), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
         keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not _is_in_own_derivative()
         if keeps_history:  # what PyTorch is not to see does not change what it differentiates
-            view = View("aten.detach", "default", {"input": LOOKED_AT}, (content.shape,), content.dtype)
-            node = self.node("poptorch.put", "", {"base": self._here(cell.value), "content": content, "view": view})
-            content = self.result(node, content.shape, content.dtype)
+            content = self._with_history_of(self._here(cell.value), content)
         cell.value = content
         cell.version += 1
         if not keeps_history:
             seen.value, seen.version = value, cell.version
         cell.settle()
         self._await(cell, value, t)
+
+    def rebind(self, t: torch.Tensor, before: Value, content: Value) -> None:
+        """Note that a tensor has a storage of its own now, with other numbers. It is differentiated as before."""
+        self._check_own(t, before)
+        self._introduce(t, self._with_history_of(before, content))
+
+    def _with_history_of(self, before: Value, content: Value) -> Value:
+        view = View("aten.detach", "default", {"input": LOOKED_AT}, (content.shape,), content.dtype)
+        node = self.node("poptorch.put", "", {"base": before, "content": content, "view": view})
+        return self.result(node, content.shape, content.dtype)
+
+    def _check_own(self, t: torch.Tensor, value: Value) -> None:
+        """Check that the function that is being recorded has made what a tensor holds."""
+        if not self._is_own(value):
+            raise createPoptorchError(
+                f"A body of a loop or of a conditional overwrites a tensor from outside of it, {tuple(t.shape)} of "
+                f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
+            )
 
     def moved(self, t: torch.Tensor) -> None:
         """Note that a tensor now looks at another place of a storage (`transpose_`), or at another storage."""

@@ -137,7 +137,8 @@ class Tracer:
     def set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
         """`t.data = data`, which is no op of PyTorch either: other numbers, and no change to what it differentiates.
 
-        They are copied: `data` may be overwritten afterwards, and `t` keeps its numbers.
+        They are copied: what is written to `data` afterwards does not show in `t`. What looked at the numbers of `t`
+        before still looks at those.
         """
         if (t.shape, t.dtype) != (data.shape, data.dtype):
             raise createPoptorchError(
@@ -145,8 +146,10 @@ class Tracer:
                 f"{data.dtype} ({self.recorder.source()}). While a model is compiled a tensor keeps its shape and "
                 "dtype: use a new tensor for others."
             )
-        with torch.no_grad():
-            t.copy_(data)
+        before, content = self.recorder.value_of(t), self.recorder.value_of(data)
+        with self.suspended():
+            t.data = data.detach().clone()
+        self.recorder.rebind(t, before, content)
 
     def loss(self, x: torch.Tensor) -> Any:
         """A tensor, marked as a loss."""

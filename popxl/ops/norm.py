@@ -11,6 +11,7 @@ from jax import lax
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.precision import wide_dtype
+from popxl.ops.sums import summed
 from popxl.shapes import integer, like_first, number
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -147,7 +148,7 @@ def _group_norm_backward(
     sums, products = of_channels(g), of_channels(g * x)
     level, slope = (_rows(s * weight, num_groups).sum(1, keepdims=True) / x.shape[1] for s in (sums, products))
     dt = inverse * (_spread(weight, t, num_groups) * g - level - x * slope)
-    return dt.reshape(t.shape), products.sum(0), sums.sum(0)
+    return dt.reshape(t.shape), summed(products, (0,)), summed(sums, (0,))
 
 
 def _group_norm_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:

@@ -19,6 +19,7 @@ from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
+from popxl.ops.sums import summed
 from popxl.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -43,7 +44,7 @@ def spread(reduced: Tensor, spec: Any, axis: int | Iterable[int] | None) -> Tens
 def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     count = math.prod(t.shape[d] for d in axes)
     if not jnp.issubdtype(t.dtype, jnp.integer):
-        return jnp.sum(t, axis=axes, keepdims=keepdims) / count
+        return summed(t, axes, keepdims) / count
     # The dtype of the sum is said because JAX's choice would depend on what else is in the program.
     dtype = jnp.promote_types(t.dtype, jnp.int32 if jnp.issubdtype(t.dtype, jnp.signedinteger) else jnp.uint32)
     return jax.lax.div(jnp.sum(t, axis=axes, keepdims=keepdims, dtype=dtype), jnp.asarray(count, dtype))
@@ -51,7 +52,7 @@ def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
 
 sum = reduction(
     "sum",
-    lambda t, axes, keepdims: jnp.sum(t, axis=axes, keepdims=keepdims),
+    summed,
     "The sum of the elements.",
     lambda g, t_spec, axis: spread(g, t_spec, axis),
 )
@@ -79,7 +80,7 @@ prod = reduction(
 )
 sumsquare = reduction(
     "sumsquare",
-    lambda t, axes, keepdims: jnp.sum(t * t, axis=axes, keepdims=keepdims),
+    lambda t, axes, keepdims: summed(t * t, axes, keepdims),
     "The sum of the squares of the elements.",
     lambda g, t, axis: spread(g, t, axis) * t * 2,
     kind="ReduceSumSquare",

@@ -113,6 +113,19 @@ def _other_data(model: Model, x: torch.Tensor) -> torch.Tensor:
     return model.w * x * model.seen
 
 
+def _data_for_a_while(model: Model, x: torch.Tensor) -> torch.Tensor:
+    backup, seen = model.w.data, model.w.view(-1)
+    model.w.data = model.seen * 2
+    result = model.w * x
+    model.w.data = backup
+    return result + model.w * seen.detach()
+
+
+def _data_exchanged(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.w.data, model.seen.data = model.seen.data, model.w.data
+    return model.w * x * model.seen
+
+
 def _overwritten_in_a_function(model: Model, x: torch.Tensor) -> torch.Tensor:
     return _Overwriting.apply(model.w * x)
 
@@ -124,7 +137,7 @@ def _by_a_gradient(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Overwriting(torch.autograd.Function):
-    """Says itself what its derivative is."""
+    """Says itself what its derivative is, as PyTorch would."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -159,6 +172,8 @@ class Model(torch.nn.Module):
         _through_a_view,
         _of_a_result,
         _other_data,
+        _data_for_a_while,
+        _data_exchanged,
         _overwritten_in_a_function,
         _by_a_gradient,
     ],
@@ -186,3 +201,27 @@ def test_data_of_another_shape() -> None:
 
     with pytest.raises(poptorch.Error, match="`.data` of a tensor of .2, 3. and torch.float32 is set to one of .3, 2."):
         poptorch.inferenceModel(function)(_x)
+
+
+class _Hundredfold(torch.autograd.Function):
+    """Has a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
+        return g * 100
+
+
+def test_a_derivative_of_its_own_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Model(lambda model, x: _Hundredfold.apply(model.w * x))
+    before = ours.w.detach().clone()
+    model = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
+    with caplog.at_level("WARNING", "poptorch::python"):
+        x = torch.tensor([0.1, 0.2, 0.3])
+        model(x)
+    assert "_Hundredfold.backward has no effect" in caplog.text
+    model.copyWeightsToHost()
+    torch.testing.assert_close(ours.w.detach(), before - 0.1 * 8 * before * x * x)

@@ -37,6 +37,7 @@ def last(build: Callable[[], Any]) -> popxl.op.Op:
         (lambda: ops.add_(tensor(3, 4), tensor(3, 4)), 0, 12),
         (lambda: ops.exp(tensor(3, 4)), 0, 12),
         (lambda: ops.sum(tensor(3, 4), axis=0), 0, 12),
+        (lambda: ops.sum(tensor(30, 4), axis=0), 0, 120),
         (lambda: ops.average_pool(tensor(1, 1, 4, 4), (2, 2), (2, 2)), 0, 4 * 4 + 4 + 1),
         (lambda: ops.transpose(tensor(3, 4)), 0, 0),
         (lambda: ops.reshape_(tensor(3, 4), (12,)), 0, 0),

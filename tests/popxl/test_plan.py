@@ -145,6 +145,21 @@ def test_how_many_pieces_are_one(count: int, calls: int, pieces: int) -> None:
     assert sum(plan.runs.values()) == pieces
 
 
+def test_pieces_of_several_places_are_not_one() -> None:
+    """Those of each place are taken together."""
+    ir = popxl.Ir()
+    ir.options.placement, ir.options.calledGraphs = "several", "dispatched"
+    with ir.main_graph, popxl.in_sequence():
+        for ipu in range(2):
+            with popxl.ipu(ipu):
+                weight = popxl.variable(X)
+                update = ir.create_graph(updated, weight, weight)
+                for _ in range(12):
+                    ops.call(update, weight, popxl.constant(X))
+    plan = popxl.Session(ir, "ipu_model").program.executable
+    assert sum(plan.runs.values()) == 6
+
+
 def test_constants_tell_structures_apart() -> None:
     """1, 1.0 and True; 0.0 and -0.0."""
     ir = popxl.Ir()

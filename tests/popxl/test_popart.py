@@ -325,3 +325,5 @@ def test_debug_information_of_a_call_that_makes_several_ops(tmp_path):
 def test_debug_information_in_another_format(tmp_path):
     with pytest.raises(ValueError, match="'cbor' is not known"):
         popart.initializePoplarDebugInfo(tmp_path / "debug", "cbor")
+    with pytest.raises(FileNotFoundError, match="`file_name` is .* there is no folder"):
+        popart.initializePoplarDebugInfo(tmp_path / "missing" / "debug.json")

@@ -865,6 +865,7 @@ def test_outputs_are_a_dict_of_numpy_arrays(program):
         for take in (dict, lambda outputs: {**outputs}, lambda outputs: outputs | {}, lambda outputs: outputs.copy()):
             outputs = session.run(program.feeds())
             assert isinstance(outputs, dict) and outputs.keys() == {program.y, program.twice}
+            assert [*reversed(outputs)] == [*outputs][::-1]
             assert all(type(array) is np.ndarray for array in take(outputs).values())
         np.testing.assert_equal({program.twice: outputs.pop(program.twice)}, {program.twice: 6})
 
@@ -878,6 +879,13 @@ def test_outputs_print_as_numpy_arrays(program):
 def test_inputs_have_to_be_a_mapping(program):
     with popxl.Session(program.ir) as session, pytest.raises(TypeError, match="maps streams to arrays"):
         session.run([1.0, 2.0])
+
+
+def test_long_sums_are_exact():
+    """As exact as sums of few numbers, that is: not added up one by one."""
+    x = np.random.default_rng(0).uniform(size=(2**18, 2)).astype(np.float32)
+    (found,) = evaluate(lambda x: [ops.mean(x, 0)], x)
+    np.testing.assert_allclose(found, x.astype(np.float64).mean(0), rtol=1e-6)
 
 
 def test_reductions_are_what_they_say():

@@ -52,6 +52,7 @@ ROWS = [
         lambda x: F.max_pool2d(F.relu(x), 3, 2, 1, return_indices=True),
         (normal(2, 3, 7, 6) - 1,),
     ),
+    Row("max_pool2d of many", lambda x: F.max_pool2d(x, 5, 1, 2, return_indices=True), (normal(2, 3, 7, 6),)),
     Row("max_unpool2d", _unpooled, (normal(2, 3, 7, 6),)),
     Row("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (normal(2, 3, 6),)),
     Row(

@@ -53,6 +53,7 @@ def reduction(name: str, of: Callable[..., Any], dtypes: str = NUMBERS, low: flo
     kinds = {"logsum": "LogSum", "logsumexp": "LogSumExp", "sumsquare": "SumSquare"}
     first, *others = dtypes.split()
     samples = [s for attributes in AXES for s in over(first, (2, 3, 4), low=low, **attributes)]
+    samples += over(first, (18, 3), low=low, axis=0) + over(first, (4, 5, 3), low=low, axis=[0, 1], keepdims=True)
     samples += over(first, (), low=low) + over(" ".join(others), (2, 3), low=low, axis=0)
     samples += [sample(limits, **settings.pop("at_limits", {})) for d, limits in LIMITS.items() if d in others]
     settings = {

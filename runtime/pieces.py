@@ -153,6 +153,7 @@ class Piece(Step):
 
     Attributes:
         ops: what is run.
+        size: how many ops XLA sees.
         encoding: the ops, written down.
         donated: the storages that the ops overwrite, whose new value somebody needs, and that nobody else holds.
         keys: under which the piece finds what it reads, where that is in another place.
@@ -161,6 +162,7 @@ class Piece(Step):
     """
 
     ops: tuple[Op, ...] = ()
+    size: int = 0
     encoding: Any = None
     donated: tuple[Tensor, ...] = ()
     keys: dict[Tensor, Key] = field(default_factory=dict)

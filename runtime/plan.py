@@ -36,11 +36,13 @@ from runtime.timeline import Recorder
 def compile_all(pieces: Sequence[Piece], targets: Mapping[int, Target], watch: Watch) -> None:
     """Compile pieces, as many at once as there are cores.
 
-    They are traced one after the other, in this thread, while XLA compiles those before in others. If devices of
-    several processes run them, these have to compile the same in the same order: one at a time, then.
+    They are traced one after the other, in this thread, while XLA compiles those before in others: the largest first,
+    as it takes longest. If devices of several processes run them, these have to compile the same in the same order:
+    one at a time, then.
     """
     if not pieces:
         return
+    pieces = sorted(pieces, key=lambda piece: piece.size, reverse=True)
     is_divided = any(target.replicas.local_count < target.replicas.count for target in targets.values())
     with ThreadPoolExecutor(1 if is_divided else os.cpu_count(), "compilation") as threads:
         try:

@@ -160,7 +160,8 @@ class Steps:
         made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
         place = self._place_of(ops[0])
         reads = tuple(t for t in encoding.roots if not isinstance(t, Constant))
-        return Piece(reads, tuple(made), place=place, ops=tuple(ops), encoding=encoding)
+        size = self._choice.size(ops)
+        return Piece(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
 
     def _find_last_uses(self, needed: set[Tensor]) -> None:
         """What each step makes, and what nobody needs after it.
@@ -187,7 +188,7 @@ class Steps:
         """
         steps = self.steps
         forms = [(step.form, step.place) if isinstance(step, Piece) else id(step) for step in steps]
-        sizes = [self._choice.size(step.ops) if isinstance(step, Piece) else 0 for step in steps]
+        sizes = [step.size if isinstance(step, Piece) else 0 for step in steps]
         first = 0
         while first < len(steps):
             period, times = self._repeat(forms, sizes, first)

@@ -41,19 +41,11 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
     return ops.reshape(t, (-1, t.shape[-1]))
 
 
-@jax_op(title="LinearWeightGrad")
-@rounded_once
-def _weight_gradient(g: Any, input: Any) -> Any:
-    # Rows in several dimensions make XLA transpose `g` first, for which it has the quicker code on CPUs.
-    rows = tuple(range(g.ndim - 1))
-    return lax.dot_general(g, input, ((rows, rows), ((), ())), precision=lax.Precision.HIGHEST)
-
-
 @jax_op(
     title="Linear",
     gradient={
         "input": lambda g, weight: product(g, weight),
-        "weight": lambda g, input: _weight_gradient(g, input),
+        "weight": lambda g, input: product(ops.transpose(_rows(g)), _rows(input)),
         "bias": lambda g: ops.sum(_rows(g), 0),
     },
 )

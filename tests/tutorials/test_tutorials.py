@@ -104,35 +104,28 @@ def run(program: str, *options: str, launcher: tuple[str, ...] | None = None) ->
     )
 
 
-def skip_without_what_is_needed(tutorial: str) -> None:
-    if tutorial in NEEDED:
-        pytest.importorskip(NEEDED[tutorial])
-
-
 def test_every_tutorial_is_listed() -> None:
     found = {path.relative_to(TUTORIALS).as_posix() for path in TUTORIALS.glob("[0-9]*/*.py")}
     assert found == PROGRAMS.keys() | MODULES, "new tutorials need a row here"
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_program(program: str) -> None:
-    skip_without_what_is_needed(program.split("/")[0])
-    options, expected = PROGRAMS[program]
-    done = run(program, *options)
-    assert (done.returncode != 0) == (program in FAILING), done.stderr
-    output = done.stdout + done.stderr
-    assert [text for text in expected if text not in output] == [], output
-
-
-@pytest.mark.parametrize("readme", sorted(TUTORIALS.glob("[0-9]*/README.md")), ids=lambda path: path.parent.name)
-def test_what_the_text_shows_is_what_is_printed(readme: Path) -> None:
-    tutorial = readme.parent.name
-    skip_without_what_is_needed(tutorial)
-    runs = [run(program, *options) for program, (options, _) in PROGRAMS.items() if program.startswith(f"{tutorial}/")]
-    printed = by_process("".join(done.stdout + done.stderr for done in runs))
-    shown = re.findall(r"```text\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("tutorial", sorted({program.split("/")[0] for program in PROGRAMS}))
+def test_tutorial(tutorial: str) -> None:
+    """Its programs run, and print what they are to, and all that its text shows. (One test, as they take long.)"""
+    if tutorial in NEEDED:
+        pytest.importorskip(NEEDED[tutorial])
+    printed = ""
+    for program, (options, expected) in PROGRAMS.items():
+        if program.startswith(f"{tutorial}/"):
+            done = run(program, *options)
+            output = done.stdout + done.stderr
+            assert (done.returncode != 0) == (program in FAILING), done.stderr
+            assert [text for text in expected if text not in output] == [], output
+            printed += output
+    shown = re.findall(r"```text\n(.*?)```", (TUTORIALS / tutorial / "README.md").read_text("utf-8"), re.DOTALL)
     assert shown
-    assert [block for block in shown for who, said in by_process(block).items() if said not in printed[who]] == []
+    said = by_process(printed)
+    assert [block for block in shown for who, lines in by_process(block).items() if lines not in said[who]] == []
 
 
 def by_process(output: str) -> dict[str, str]:

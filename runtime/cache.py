@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from popxl.log import Logger
 from popxl.saving import fingerprint, replace_file
 from runtime.bundle import pack, unpack
 from runtime.devices import Device, DeviceType, processor
+from runtime.interrupts import scratch_folder
 
 SUFFIX = ".popef"
 KIND = "popxl executables"
@@ -147,12 +147,12 @@ _lock = threading.RLock()  # JAX has one persistent cache for all threads
 def _jax_cache(found: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
     """JAX's persistent cache, with these entries for the length of the block. Yields all there are at its end."""
     entries: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory(prefix="popxl-") as folder:
+    with scratch_folder() as folder:
         for name, content in found.items():
-            Path(folder, Path(name).name).write_bytes(content)
+            (folder / Path(name).name).write_bytes(content)
         settings = {
             "jax_enable_compilation_cache": True,
-            "jax_compilation_cache_dir": folder,
+            "jax_compilation_cache_dir": str(folder),
             "jax_compilation_cache_max_size": -1,
             "jax_persistent_cache_min_compile_time_secs": 0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -160,7 +160,7 @@ def _jax_cache(found: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
         }
         with _configured(settings):
             yield entries
-        entries.update((file.name, file.read_bytes()) for file in sorted(Path(folder).iterdir()))
+        entries.update((file.name, file.read_bytes()) for file in sorted(folder.iterdir()))
 
 
 @contextmanager

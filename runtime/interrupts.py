@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # of `signal`, without its look-up of names, which takes longest
 import signal
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 HELD_BACK = tuple(
@@ -64,3 +67,18 @@ def uninterrupted(work: Callable[[], object]) -> None:
             _signal.signal(number, handler)
         for number in dict.fromkeys(came):
             signal.raise_signal(number)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for the length of a block. No signal interrupts its removal, which Python's functions do not expect.
+
+    Example:
+        >>> with scratch_folder() as folder:
+        ...     (folder / "part").write_bytes(b"...")
+    """
+    folder = tempfile.TemporaryDirectory(prefix="popxl-")
+    try:
+        yield Path(folder.name)
+    finally:
+        uninterrupted(folder.cleanup)

@@ -9,7 +9,6 @@ the same versions of popxl and JAX.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from popxl.log import Logger
 from runtime.bundle import pack, unpack
 from runtime.devices import Device, find_device, processor
 from runtime.executables import Executable, described, restored
+from runtime.interrupts import scratch_folder
 from runtime.program import Program, Ready
 
 _log = Logger("session")
@@ -101,9 +101,9 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     if not program.is_fresh:
         program = Program(ir, program.device, afresh=True)
     parts: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory(prefix="popxl-") as folder:
-        saving.save(ir, Path(folder, _IR))
-        for file in sorted(Path(folder).iterdir()):
+    with scratch_folder() as folder:
+        saving.save(ir, folder / _IR)
+        for file in sorted(folder.iterdir()):
             parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
     executables = []
     for number, executable in enumerate(program.executables()):
@@ -153,8 +153,8 @@ def _compiled(path: str | os.PathLike[str], how: str, differences: str) -> str:
 
 
 def _ir(parts: dict[str, bytes]) -> Ir:
-    with tempfile.TemporaryDirectory(prefix="popxl-") as folder:
+    with scratch_folder() as folder:
         for name, content in parts.items():
             if name == _IR or name.startswith(_ARRAYS):
-                Path(folder, Path(name).name).write_bytes(content)
-        return Ir.load(Path(folder, _IR))
+                (folder / Path(name).name).write_bytes(content)
+        return Ir.load(folder / _IR)

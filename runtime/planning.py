@@ -208,6 +208,8 @@ class Steps:
             last = first + period
             if self.steps[last - 1].place != self.steps[first].place:
                 break
+            if forms[last] != forms[first]:
+                continue
             distinct = dict(zip(forms[first:last], sizes[first:last], strict=True))
             if sum(sizes[first:last]) > max(SMALL, TOGETHER[0] * sum(distinct.values())):
                 continue

@@ -100,6 +100,11 @@ def _kernel(t: Any, weight: Any) -> tuple[int, ...]:
     return (tuple(weight.shape[2:]) + (1,) * n)[:n]
 
 
+def _fitted(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
+    """So many entries: the first ones, or with the missing ones filled in."""
+    return (entries + (missing,) * count)[:count]
+
+
 def _check_steps(**sequences: tuple[int, ...]) -> None:
     for name, steps in sequences.items():
         if min(steps, default=1) < 1:
@@ -230,8 +235,8 @@ def _conv_windows(
     **others: Any,
 ) -> tuple[Windows, ...]:
     n = len(t.shape) - 2
-    reaches = [step * (size - 1) + 1 for step, size in zip(dilation or (1,) * n, _kernel(t, weight), strict=True)]
-    return windows_over(t.shape[2:], reaches, stride or (1,) * n, padding or (0,) * 2 * n, pad_type)
+    reaches = [step * (k - 1) + 1 for step, k in zip(_fitted(dilation, n, 1), _kernel(t, weight), strict=True)]
+    return windows_over(t.shape[2:], reaches, _fitted(stride, n, 1), _fitted(padding, 2 * n, 0), pad_type)
 
 
 def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, ...]:
@@ -264,7 +269,7 @@ def _conv_lowering(t: Any, weight: Any, *, dilation: tuple[int, ...], groups: in
         [w.count for w in windows],
         [(w.begin, w.end) for w in windows],
         [w.stride for w in windows],
-        dilation or (1,) * len(windows),
+        _fitted(dilation, len(windows), 1),
         groups,
     )
 
@@ -272,19 +277,22 @@ def _conv_lowering(t: Any, weight: Any, *, dilation: tuple[int, ...], groups: in
 def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], dilation: Any, groups: int, **how: Any) -> Any:
     windows = _conv_windows(ShapeDtypeStruct(shape, g.dtype), weight, dilation=dilation, **how)
     begins, strides = [w.begin for w in windows], [w.stride for w in windows]
-    return _transposed("conv", g, weight, shape[2:], begins, strides, dilation or (1,) * len(windows), groups)
+    return _transposed("conv", g, weight, shape[2:], begins, strides, _fitted(dilation, len(windows), 1), groups)
 
 
 def _weights_gradient(
     g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, dilation: Any, groups: int, **how: Any
 ) -> Any:
-    """A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels."""
+    """A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels.
+
+    `shape` and `dtype` are those of the weight.
+    """
     windows = _conv_windows(t, ShapeDtypeStruct(shape, t.dtype), dilation=dilation, **how)
     batch, channels, *sizes = t.shape
     grouped = t.reshape(batch, groups, channels // groups, *sizes)
     turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(channels // groups, groups * batch, *sizes)
     pads = [(w.begin, w.stride * (w.count - 1) + w.reach - w.size - w.begin) for w in windows]
-    strides, steps = dilation or (1,) * len(windows), [w.stride for w in windows]
+    strides, steps = _fitted(dilation, len(windows), 1), [w.stride for w in windows]
     return _convolved("conv", turned, g.swapaxes(0, 1), shape[2:], pads, strides, steps, groups).swapaxes(0, 1)
 
 
@@ -414,11 +422,6 @@ def conv_pow2scaled(
 
 
 # Transpose ----------------------------------------------------------------------------------------------------------
-
-
-def _fitted(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
-    """So many entries: the first ones, or with the missing ones filled in."""
-    return (entries + (missing,) * count)[:count]
 
 
 def _crops(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 from popxl.tensor import Tensor
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from popxl.op import Op
 
 
-def storages(graph: Graph) -> dict[Tensor, tuple[Tensor, ...]]:
-    """For each operand and aliasing result of a graph's ops, the tensors whose storage it is made of.
+def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
+    """For each operand and aliasing result of ops of one graph, in order, the tensors whose storage it is made of.
 
     That is the tensor itself, unless it is a view or the result of an in-place op.
     """
     found: dict[Tensor, tuple[Tensor, ...]] = {}
-    for op in graph.ops:
+    for op in ops:
         for part in op.parts:
             for t in part.inputs:
                 found.setdefault(t, (t,))
@@ -63,7 +63,7 @@ def has_effect(op: Op) -> bool:
 
 def written_tensors(graph: Graph) -> set[Tensor]:
     """The tensors whose storage running the graph writes to, calls included."""
-    made_of = storages(graph) if any(op.modified for op in graph.ops) else {}
+    made_of = storages(graph.ops) if any(op.modified for op in graph.ops) else {}
     return {s for op in graph.ops for i in op.modified for s in made_of[op.inputs[i]]}
 
 

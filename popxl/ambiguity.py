@@ -53,7 +53,7 @@ class _Users:
 
 def _check(graph: Graph) -> None:
     """One pass in creation order, in which every op is compared with those before it."""
-    made_of = storages(graph)
+    made_of = storages(graph.ops)
     changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in made_of[op.inputs[i]]}
     regions = _Regions(made_of)
     # Fragments of the program run one after the other, so users are kept apart by execution context too.

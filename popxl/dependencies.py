@@ -42,7 +42,7 @@ class Needs:
 
 def dependencies(graph: Graph) -> dict[Op, Needs]:
     """For each op of a graph, what it needs. Costs one look at each op, and at those of the graphs that it calls."""
-    made_of = storages(graph)
+    made_of = storages(graph.ops)
     known: dict[int, Op] = {}
     writer: dict[Tensor, Op] = {}
     readers: dict[Tensor, set[Op]] = defaultdict(set)

@@ -227,7 +227,7 @@ def variables_on_host(main: Graph) -> int:
 
 def held_variables(main: Graph) -> dict[Tensor, Variable]:
     """What the program keeps on the device: the variables that it uses, or the pieces that it uses in their place."""
-    used = {s for made_of in storages(main).values() for s in made_of}
+    used = {s for made_of in storages(main.ops).values() for s in made_of}
     holders = {v if v.piece is None else v.piece: v for v in main.variables}
     return {t: v for t, v in holders.items() if t in used}
 
@@ -293,7 +293,7 @@ class _Steps:
 
 def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callable[[Tensor], int]) -> _Steps:
     """The steps of a graph, after those of the graphs that it calls are known."""
-    made_of = storages(graph)
+    made_of = storages(graph.ops)
     ops = [op for op in graph.ops if op.kind.put is None]  # a view is made when somebody looks through it
     last: dict[Tensor, int] = {}
     for i, op in enumerate(ops):

@@ -10,8 +10,10 @@ from popxl.aliasing import callees_first, reachable
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.call import call_kind
+from popxl.ops.repeat import loop_kind
 from popxl.tensor import Constant, Tensor
 from runtime.placement import Places, can_enter
+from runtime.stacks import Stack, stacks_of
 from runtime.structure import Encoding, Structures, encoded
 
 SMALLEST = 16
@@ -42,7 +44,7 @@ class Choice:
         for graph in () if places is None else callees_first(main)[:-1]:  # so that none has to look far
             self._numbers_in(graph)
         calls = Counter(self._structures.calls(main))
-        for graph in () if places is None else places.loops:
+        for graph in () if places is None else places.gone_through:
             calls += self._structures.calls(graph)
         sizes = {self._structures.of(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
         self._pieces = {s for s, count in calls.items() if smallest is not None and count > 1 and sizes[s] >= smallest}
@@ -75,6 +77,12 @@ class Choice:
         if self._places is None:
             return 0
         return self._places.default(op) if self._places.spans(op) else min(self._places.of(op))
+
+    def stacks(self, op: Op) -> tuple[Stack, ...]:
+        """What a loop stacks that is entered; nothing, of other ops."""
+        if self._places is None or op.kind is not loop_kind or not self.is_on_several(op):
+            return ()
+        return stacks_of(op, self._places.home)
 
     def landing(self, t: Tensor, place: int) -> int:
         """Where a result is to go that is made in a place."""

@@ -194,12 +194,13 @@ def find_device(description: str | Device, ir: Ir) -> Device:
     """
     ipus = devices_needed(ir)
     count = ir.instance_replication_factor
+    best = count * len(ipus_used(ir))
     is_divided = processes.spans(count, ir.replication_factor)
     if is_divided:
-        found = _over_processes(description, count, ipus)
+        found = _over_processes(description, count, ipus, best)
     else:
         processes.warn_if_forgotten()
-        found = _found(description, count, ipus, count * len(ipus_used(ir)))
+        found = _found(description, count, ipus, best)
     if found.type is DeviceType.Cpu and ipus > 1:
         raise ValueError(
             f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
@@ -213,16 +214,16 @@ def _found(description: str | Device, count: int, ipus: int, best: int = 0) -> D
     return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus, best)
 
 
-def _over_processes(description: str | Device, count: int, ipus: int) -> Device:
+def _over_processes(description: str | Device, count: int, ipus: int, best: int) -> Device:
     """The device of a program of which this process drives `count` replicas."""
     processes.join()
-    own = _found(description, count, ipus)
+    own = _found(description, count, ipus, best)
     if isinstance(description, Device):
         raise PopxlError(
             f"Session: {description} stands for devices of this process only, and others run the program, too. "
             "Describe the device in words, such as 'ipu_hw'."
         )
-    return Device(own.name, processes.devices_of_all(own.jax_devices, count), own.type, own.numIpus)
+    return Device(own.name, processes.devices_of_all(own.jax_devices, count, best), own.type, own.numIpus)
 
 
 def _described(description: str, count: int, ipus: int, best: int) -> Device:

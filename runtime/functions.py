@@ -254,7 +254,7 @@ class _MainFunction(GraphFunction):
 
     def _describe(self) -> dict[str, _Parameter]:
         main = self.graph
-        used = {s for made_of in storages(main).values() for s in made_of}
+        used = {s for made_of in storages(main.ops).values() for s in made_of}
         changed = written_tensors(main)
         self._variables = tuple(v for v in main.variables if v in used)
         self.written = tuple(v.name for v in self._variables if v in changed)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from popxl.fp8_utils import to_device
+from popxl.graph import Graph
 from popxl.nesting import Nested
 from popxl.op import Op
 from popxl.options import SessionOptions
@@ -277,56 +278,95 @@ class Piece(Step):
 
 
 @dataclass
-class Entry(Step):
-    """A call that the host carries out step by step; or a loop, turn by turn.
+class Way:
+    """A graph that the host goes through, and how values get in and out.
 
     Attributes:
-        op: the call, or the loop.
-        turns: how often the graph is gone through.
-        inputs: the inputs of the graph for those of the op.
-        results: the storages of the graph for the results of the op.
-        extra: the inputs that only the graph of a loop has: the number of the turn, and true.
+        graph: the graph.
+        given: storages outside, and the inputs of the graph for them. Those of constants have no key of their own.
+        returned: storages outside that have a new value afterwards, and those inside that hold it.
+        again: what is passed to the next turn of a loop: storages inside, by those that get it.
         inside: the steps.
-        keys: under which the inputs are found.
-        again: what the inputs are in the next turn: storages of the graph.
-        returns: the inputs that have to be copied before the next turn, and where to.
+        keys: under which what is given is found.
+        returns: what has to be copied before the next turn, and where to.
+        sent: what has to be copied at the end, and where to: to where it is after other ways.
+    """
+
+    graph: Graph
+    given: tuple[tuple[Tensor, Tensor], ...]
+    returned: tuple[tuple[Tensor, Tensor], ...]
+    again: dict[Tensor, Tensor]
+    inside: Any = None
+    keys: tuple[Key, ...] = ()
+    returns: tuple[tuple[Tensor, int], ...] = ()
+    sent: tuple[tuple[Tensor, int], ...] = ()
+
+    def prepare(self, targets: Mapping[int, Target], place: int) -> None:
+        """Put the constants that are given to where the steps read them."""
+        self._constants = {
+            inner: targets[self.inside.starts.get(inner, place)].replicas.put(to_device(t.data, t.dtype))
+            for t, inner in self.given
+            if isinstance(t, Constant)
+        }
+
+    def begun(self, values: Values) -> Values:
+        """What the steps get."""
+        inner = dict(self._constants)
+        inner.update((t, values[key]) for (_, t), key in zip(self.given, self.keys, strict=True) if t not in inner)
+        return inner
+
+    def next(self, inner: Values, run: Run) -> Values:
+        """What they get in the turn after."""
+        inner = {t: inner[result] for t, result in self.again.items()}
+        for t, place in self.returns:
+            inner[t] = run.put(inner[t], place)
+        return inner
+
+    def finish(self, inner: Values, values: Values, run: Run) -> None:
+        """Hand out what they made."""
+        values.update((t, inner[result]) for t, result in self.returned)
+        for t, place in self.sent:
+            values[t] = run.put(values[t], place)
+
+
+@dataclass
+class Entry(Step):
+    """An op whose graph the host goes through step by step: a call; a loop, turn by turn; one branch of a conditional.
+
+    Attributes:
+        op: the op.
+        ways: the graphs: of a conditional, the two branches.
+        condition: what says which branch is taken. The host has to wait for it.
+        turns: how often the graph is gone through.
+        extra: the inputs that only the graph of a loop has: the number of the turn, and true.
     """
 
     op: Any = None
+    ways: tuple[Way, ...] = ()
+    condition: Tensor | None = None
     turns: int = 1
-    inputs: tuple[Tensor, ...] = ()
-    results: tuple[Tensor, ...] = ()
     extra: tuple[Tensor, ...] = ()
-    inside: Any = None
-    keys: tuple[Key, ...] = ()
-    again: dict[Tensor, Tensor] = field(default_factory=dict)
-    returns: tuple[tuple[Tensor, int], ...] = ()
 
     def prepare(self, targets: Mapping[int, Target]) -> None:
         """Put the constants that are passed to where the steps read them."""
-        self._constants = {
-            inner: targets[self.inside.starts.get(inner, self.place)].replicas.put(to_device(t.data, t.dtype))
-            for t, inner in zip(self.op.inputs, self.inputs, strict=True)
-            if isinstance(t, Constant)
-        }
-        self._numbered = tuple((t, self.inside.starts[t]) for t in self.extra if t in self.inside.starts)
+        for way in self.ways:
+            way.prepare(targets, self.place)
+        starts = self.ways[0].inside.starts
+        self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
 
     def running(self, values: Values, run: Run) -> Nested[None]:
-        """Carry out the call, or the loop."""
+        """Do what the op does."""
         self.fetch(values, run)
-        inner = dict(self._constants)
-        inner.update((t, values[key]) for t, key in zip(self.inputs, self.keys, strict=True) if t not in inner)
+        way = self.ways[0]
+        if self.condition is not None and not np.asarray(values[self.condition]).item():
+            way = self.ways[1]
+        inner = way.begun(values)
         for turn in range(self.turns):
             if turn:
-                inner = {t: inner[result] for t, result in self.again.items()}
-                for t, place in self.returns:
-                    inner[t] = run.put(inner[t], place)
+                inner = way.next(inner, run)
             for t, place in self._numbered:
                 inner[t] = run.number(np.int32(turn) if t is self.extra[0] else np.True_, place)
-            yield self.inside.running(inner, run)
-        for t, result in zip(self.op.outputs, self.results, strict=False):
-            values[t] = inner[result]
-        for i in self.op.modified:
-            values[self.op.inputs[i].origin] = inner[self.inputs[i]]
+            yield way.inside.running(inner, run)
+        way.finish(inner, values, run)
         for key in self.drops:
             del values[key]

@@ -14,39 +14,49 @@ from popxl.aliasing import callees_first
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.call import call_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
+from popxl.ops.conditional import conditional_kind
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, made_on
 from popxl.tensor import Constant, Tensor
 from runtime.lower import view_of
 
 
-def can_enter(op: Op) -> bool:
-    """Whether the host can go through the graph of an op: of a call, or of a loop that stacks nothing.
+def can_enter(op: Op, replicas: int = 1) -> bool:
+    """Whether the host can go through the graphs of an op: of a call; of a loop, turn by turn; of a conditional, once
+    it knows the condition. Several replicas may take different branches at the same time: not through those, then.
 
     What is passed and returned has to be whole: neither views, nor constants that are returned.
     """
     if op.kind is loop_kind:
-        if op.attributes["repeat_count"] == 0 or len(op.outputs) > op.attributes["carried"]:
+        if op.attributes["repeat_count"] == 0:
             return False
-        inputs, outputs = EXTRA_INPUTS, EXTRA_OUTPUTS
+        inputs, first, last = EXTRA_INPUTS, EXTRA_OUTPUTS, EXTRA_OUTPUTS + op.attributes["carried"]
+    elif op.kind is conditional_kind:
+        if replicas > 1 or isinstance(op.inputs[0].origin, Constant):
+            return False
+        inputs, first, last = -1, 0, len(op.outputs)
     elif op.kind is call_kind:
-        inputs = outputs = 0
+        inputs, first, last = 0, 0, None
     else:
         return False
-    (graph,) = op.called_graphs
-    returned = graph.outputs[outputs:]
+    returned = [t for graph in op.called_graphs for t in graph.outputs[first:last]]
     whole = all(view_of(t.origin) is None for t in (*op.inputs, *returned))
     made = not any(isinstance(t.origin, Constant) for t in returned)
-    return whole and made and inputs + len(op.inputs) == len(graph.inputs)
+    return whole and made and inputs + len(op.inputs) == sum(len(graph.inputs) for graph in op.called_graphs)
 
 
 class Places:
     """The IPUs of the ops of a program.
 
+    Args:
+        main: the graph that the program runs.
+        replicas: how many replicas run it.
+
     Attributes:
         ipus: those that ops run on, in ascending order.
     """
 
-    def __init__(self, main: Graph) -> None:
+    def __init__(self, main: Graph, replicas: int = 1) -> None:
+        self._replicas = replicas
         self._of_graph: dict[Graph, frozenset[int]] = {}
         self._landings: dict[Graph, tuple[int | None, ...]] = {}
         self._of_copies: dict[Op, frozenset[int]] = {}
@@ -69,10 +79,10 @@ class Places:
         """The IPUs that an op runs on: several, if the host has to go through its graph."""
         if op in self._of_copies:
             return self._of_copies[op]
-        if can_enter(op):
-            (graph,) = op.called_graphs
-            if len(self._of_graph[graph]) > 1:
-                return self._of_graph[graph]
+        if can_enter(op, self._replicas):
+            inside = frozenset[int]().union(*(self._of_graph[graph] for graph in op.called_graphs))
+            if len(inside) > 1:
+                return inside
         return frozenset((op.ipu or 0,))
 
     def spans(self, op: Op) -> bool:
@@ -80,14 +90,19 @@ class Places:
         return len(self.of(op)) > 1
 
     @cached_property
-    def loops(self) -> tuple[Graph, ...]:
-        """The graphs of loops that are on several IPUs."""
+    def gone_through(self) -> tuple[Graph, ...]:
+        """The graphs that the host goes through, other than those of calls, because they are on several IPUs."""
         ops = (op for graph, ipus in self._of_graph.items() if len(ipus) > 1 for op in graph.ops)
-        return tuple(op.called_graphs[0] for op in ops if op.kind is loop_kind and self.spans(op))
+        return tuple(graph for op in ops if op.kind is not call_kind and self.spans(op) for graph in op.called_graphs)
 
     def default(self, op: Op) -> int:
         """Where an op is that runs on several, for what none of its steps touches."""
         return op.ipu if op.ipu in self.ipus else self.ipus[0]
+
+    def home(self, t: Tensor) -> int:
+        """The IPU to keep a stack on of what a tensor is in each turn."""
+        ipu = made_on(t)
+        return ipu if ipu in self.ipus else self.ipus[0]
 
     def landing(self, t: Tensor) -> int | None:
         """The IPU that a result goes to, if that is not where it is made."""

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from popxl.aliasing import storages
-from popxl.graph import Graph
 from popxl.nesting import Nested
 from popxl.op import Op
+from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
 from popxl.tensor import Constant, Tensor
 from runtime.choice import Choice
 from runtime.effects import Channel
-from runtime.pieces import Entry, Key, Piece, Run, Step, Values
+from runtime.pieces import Entry, Key, Piece, Run, Step, Values, Way
+from runtime.stacks import Stack
 from runtime.structure import Structure, structure_of
 
 TOGETHER = (4, 5, 3, 6, 7, 8)
@@ -48,7 +49,7 @@ class Steps:
     """What the host does for one graph, in order.
 
     Args:
-        graph: the graph.
+        ops: those of the graph, and what is to be done after them.
         choice: which calls become pieces, and where ops run.
         owned: the storages that nobody else holds at the start.
         kept: the storages whose values are needed at the end.
@@ -63,7 +64,7 @@ class Steps:
 
     def __init__(
         self,
-        graph: Graph,
+        ops: Iterable[Op],
         choice: Choice,
         owned: Iterable[Tensor],
         kept: Iterable[Tensor],
@@ -71,7 +72,8 @@ class Steps:
         is_whole: bool = False,
     ) -> None:
         self._choice = choice
-        self._made_of = storages(graph)
+        spelled_out = tuple(self._spelled_out(ops))
+        self._made_of = storages(spelled_out)
         self._kept = tuple(kept)
         self._place = place
         self._is_whole = is_whole
@@ -79,7 +81,7 @@ class Steps:
         self.starts: dict[Tensor, int] = {}
         self.at: dict[Tensor, int] = {}
         self._copies: defaultdict[Tensor, set[int]] = defaultdict(set)
-        self.steps: list[Piece | Entry] = list(self._cut(graph))
+        self.steps: list[Piece | Entry] = list(self._cut(spelled_out))
         self._find_last_uses(set(self._kept))
         self.steps = list(self._grouped())
 
@@ -99,7 +101,16 @@ class Steps:
             self._touch(t, self._place)
         return self
 
-    def _cut(self, graph: Graph) -> Iterator[Piece | Entry]:
+    def _spelled_out(self, ops: Iterable[Op]) -> Iterator[Op]:
+        """The ops, and before each loop that is entered what makes room for its stacks."""
+        self._stacks: dict[Op, tuple[Stack, ...]] = {}
+        for op in ops:
+            if stacks := self._choice.stacks(op):
+                self._stacks[op] = stacks
+                yield from (stack.room for stack in stacks)
+            yield op
+
+    def _cut(self, ops: Iterable[Op]) -> Iterator[Piece | Entry]:
         """The pieces and entries: each call that is one, and the ops between, as far as they are in one place.
 
         What follows a call joins its piece, as far as it follows such a call elsewhere too: the update of the weights
@@ -107,7 +118,7 @@ class Steps:
         """
         runs: list[list[Op]] = [[]]  # an entry, or the ops between, or a call and what follows it
         place = self._place_of
-        for op in graph.ops:
+        for op in ops:
             if self._choice.is_entered(op):
                 runs += [[op], []]
             elif self._choice.is_piece(op):
@@ -135,24 +146,34 @@ class Steps:
         return structure_of(tuple(self._choice.encoded(ops).code))
 
     def _entry(self, op: Op) -> Entry:
-        reads = dict.fromkeys(t.origin for t in op.inputs if not isinstance(t, Constant))
-        written = [op.inputs[i].origin for i in sorted(op.modified)]
-        (graph,) = op.called_graphs
-        is_loop = op.kind is loop_kind
-        inputs, outputs = (EXTRA_INPUTS, EXTRA_OUTPUTS) if is_loop else (0, 0)
-        results = tuple(t.origin for t in graph.outputs[outputs:])
+        stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
+        written = tuple(op.inputs[i].origin for i in sorted(op.modified))
         return Entry(
-            tuple(reads),
+            tuple(dict.fromkeys((*(t.origin for t in op.inputs if not isinstance(t, Constant)), *stacks))),
             (*op.outputs, *written),
             place=self._place_of(op),
             op=op,
-            turns=op.attributes["repeat_count"] if is_loop else 1,
-            inputs=graph.inputs[inputs:],
-            results=results,
-            extra=graph.inputs[:inputs],
-            again=dict(zip(graph.inputs[inputs:], graph.inputs[inputs:], strict=True))
-            | (dict(zip(graph.inputs[inputs:], results, strict=False)) if is_loop else {}),
+            ways=tuple(self._ways(op, stacks)),
+            condition=op.inputs[0].origin if op.kind is conditional_kind else None,
+            turns=op.attributes["repeat_count"] if op.kind is loop_kind else 1,
+            extra=op.called_graphs[0].inputs[:EXTRA_INPUTS] if op.kind is loop_kind else (),
         )
+
+    def _ways(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[Way]:
+        """The graphs of an op that is entered: of a call or a loop one, of a conditional two."""
+        first = 1 if op.kind is conditional_kind else 0
+        extra = (EXTRA_INPUTS, EXTRA_OUTPUTS) if op.kind is loop_kind else (0, 0)
+        results = op.outputs[: len(op.outputs) - len(stacks)]
+        kept = tuple((stack, stack) for stack in stacks)
+        for graph in op.called_graphs:
+            inputs, outputs = graph.inputs[extra[0] :], tuple(t.origin for t in graph.outputs[extra[1] :])
+            given = tuple((t.origin, inner) for t, inner in zip(op.inputs[first:], inputs, strict=False))
+            written = tuple(given[i] for i in sorted(op.modified))
+            again = {inner: inner for _, inner in (*given, *kept)}
+            if op.kind is loop_kind:
+                again |= zip(inputs, outputs[: len(results)], strict=False)
+            yield Way(graph, (*given, *kept), (*zip(results, outputs, strict=False), *written, *kept), again)
+            first += len(graph.inputs)
 
     def _piece(self, ops: Sequence[Op]) -> Piece:
         encoding = self._choice.encoded(ops)
@@ -257,58 +278,72 @@ class Steps:
     # Entries
 
     def _enter(self, step: Entry) -> Nested[None]:
-        """Plan the graph of an entry. Two storages may hold one array afterwards: neither is then owned."""
-        op: Op = step.op
-        (graph,) = op.called_graphs
-        origins = [t.origin for t in op.inputs]
-        given_up = {*step.frees, *(origins[i] for i in op.modified)}
-        owned = {
-            t
-            for t, origin in zip(step.inputs, origins, strict=True)
-            if origin in self.owned & given_up and origins.count(origin) == 1
-        }
-        results = list(zip(op.outputs, step.results, strict=False))
-        results += [(origins[i], step.inputs[i]) for i in sorted(op.modified)]
-        kept = {inner for _, inner in results}
+        """Plan what an entry goes through, and have that find what is passed to it."""
+        owned = set(self.owned)
+        for way in step.ways:
+            yield self._go(step, way, owned)
+            self._bring_to(step, way)
+        ends: dict[Tensor, int] = {}
+        for way in step.ways:
+            left = {t: way.inside.at[inner] for t, inner in way.returned}
+            ends = left | ends
+            way.sent = tuple((t, ends[t]) for t in left if left[t] != ends[t])
+        self._leave(step, ends)
+
+    def _go(self, step: Entry, way: Way, owned_before: set[Tensor]) -> Nested[None]:
+        """Plan one graph that an entry goes through. Two storages may hold one array afterwards: neither is then owned.
+
+        What another way leaves with somebody else is not owned either.
+        """
+        origins = Counter(origin for origin, _ in way.given)
+        given_up = {*step.frees, *step.makes}
+        owned = {t for origin, t in way.given if origin in owned_before & given_up and origins[origin] == 1}
+        kept = {inner for _, inner in way.returned}
         if step.turns > 1:
-            owned &= {t for i, t in enumerate(step.inputs) if step.again[t] is not t or i in op.modified}
-            owned -= self._choice.lost[op]
-            kept.update(step.again.values())
+            owned &= {t for origin, t in way.given if way.again[t] is not t or origin in step.makes}
+            owned -= self._choice.lost[step.op]
+            kept.update(way.again.values())
+        last = tuple(stack.turn for stack in self._stacks.get(step.op, ()))
         while True:
-            is_whole = self._is_whole or not self._choice.is_on_several(op)
-            step.inside = yield Steps(graph, self._choice, owned, kept, step.place, is_whole).planned()
-            passed = Counter(step.again.values())
-            lost = {t for t in owned if passed[step.again[t]] > 1 or step.again[t] not in step.inside.owned}
+            is_whole = self._is_whole or not self._choice.is_on_several(step.op)
+            ops = (*way.graph.ops, *last)
+            way.inside = yield Steps(ops, self._choice, owned, kept, step.place, is_whole).planned()
+            passed = Counter(way.again.values())
+            lost = {t for t in owned if passed[way.again[t]] > 1 or way.again[t] not in way.inside.owned}
             if step.turns == 1 or not lost:
                 break
-            self._choice.lost[op] |= lost
+            self._choice.lost[step.op] |= lost
             owned -= lost
-        self._bring_to(step, origins)
-        returned = Counter(inner for _, inner in results)
-        for t, origin in zip(step.inputs, origins, strict=True):
-            if returned[t] and t not in step.inside.owned:
+        returned = Counter(inner for _, inner in way.returned)
+        inputs = {t for _, t in way.given}
+        # What is not owned inside and no input is perhaps what some input holds, handed on by a call.
+        passed_on = {inner.spec for inner in returned.keys() - inputs - way.inside.owned}
+        for origin, t in way.given:
+            if t not in way.inside.owned and (returned[t] or t.spec in passed_on):
                 self.owned.discard(origin)
-        for t, inner in results:
-            if returned[inner] == 1 and inner in step.inside.owned:
+        for t, inner in way.returned:
+            is_first, is_alone = way is step.ways[0], returned[inner] == 1 and inner in way.inside.owned
+            if is_alone and (is_first or t in self.owned):
                 self.owned.add(t)
             else:
                 self.owned.discard(t)
-        self._leave(step, {t: step.inside.at[inner] for t, inner in results})
 
-    def _bring_to(self, step: Entry, origins: Sequence[Tensor]) -> None:
+    def _bring_to(self, step: Entry, way: Way) -> None:
         """Have the steps of an entry find what is passed to them where they need it, in each turn."""
-        starts, at = step.inside.starts, step.inside.at
+        if step.condition is not None:
+            self._touch(step.condition, step.place)
+        starts, at = way.inside.starts, way.inside.at
         keys: list[Key] = []
-        for t, origin in zip(step.inputs, origins, strict=True):
+        for origin, t in way.given:
             place = starts.get(t)
             if isinstance(origin, Constant) or place is None:
                 keys.append(origin)
                 continue
             self._bring(step, {origin: place})
             keys.append(origin if self.at[origin] == place else (origin, place))
-        step.keys = tuple(keys)
+        way.keys = tuple(keys)
         if step.turns > 1:
-            step.returns = tuple((t, starts[t]) for t in step.again if t in starts and at[step.again[t]] != starts[t])
+            way.returns = tuple((t, starts[t]) for t in way.again if t in starts and at[way.again[t]] != starts[t])
 
     def all(self) -> Iterator[tuple[Piece | Entry, int]]:
         """All steps, those inside of entries too, each with how often it is done."""
@@ -317,7 +352,8 @@ class Steps:
             step, times = waiting.pop()
             yield step, times
             if isinstance(step, Entry):
-                waiting += [(inner, times * step.turns) for inner in reversed(step.inside.steps)]
+                inside = [inner for way in step.ways for inner in way.inside.steps]
+                waiting += [(inner, times * step.turns) for inner in reversed(inside)]
 
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces, in the order in which they first run."""
@@ -364,9 +400,10 @@ class Steps:
                 needed = step.structure.executable.memory_analysis().temp_size_in_bytes
                 curve.append((step, held(step.place), sum(made.values()) + needed))
             else:  # what an entry makes, its steps make
-                inner, within = yield step.inside.curve(copies)
-                lives += (Life(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within)
-                curve += [(piece, held(piece.place) + before, inside) for piece, before, inside in inner]
+                for way in step.ways:
+                    inner, within = yield way.inside.curve(copies)
+                    lives += (Life(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within)
+                    curve += [(piece, held(piece.place) + before, inside) for piece, before, inside in inner]
             now = len(curve) - 1
             alive |= {t: (step.ends[t], size, now) for t, size in made.items()}
             for t in step.frees:

@@ -208,15 +208,16 @@ def spans(instance_replicas: int, replicas: int) -> bool:
     return True
 
 
-def devices_of_all(own: Sequence[jax.Device], count: int) -> list[jax.Device]:
+def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax.Device]:
     """The devices of the replicas of all processes, in their order.
 
     Args:
         own: the devices of this process.
-        count: how many replicas it drives: as many of the devices are used.
+        count: how many replicas it drives.
+        best: how many devices it would use. If some process has fewer, each replica has one.
 
     Raises:
-        PopxlError: if there are too few.
+        PopxlError: if there are not even so many.
     """
     if len(own) < count:
         raise PopxlError(
@@ -227,7 +228,8 @@ def devices_of_all(own: Sequence[jax.Device], count: int) -> list[jax.Device]:
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices(own[0].platform):
         by_process.setdefault(device.process_index, []).append(device)
-    return [device for process in sorted(by_process) for device in by_process[process][:count]]
+    used = best if all(len(found) >= best for found in by_process.values()) else count
+    return [device for process in sorted(by_process) for device in by_process[process][:used]]
 
 
 @cache

@@ -105,7 +105,7 @@ class Program:
         self.inputs = tuple(s for s in self._channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self._channels if isinstance(s, DeviceToHostStream))
         self._checks = FAILURE in self._channels
-        used = {s for made_of in storages(main).values() for s in made_of}
+        used = {s for made_of in storages(main.ops).values() for s in made_of}
         written = written_tensors(main)
         # What holds a variable on the device is the variable, or the piece that the program uses in its place.
         holders = {v if v.piece is None else v.piece: v for v in main.variables}
@@ -187,13 +187,13 @@ class Program:
 
     def _placement(self, smallest: int | None) -> tuple[Places | None, str]:
         """The IPUs of the program, if each is a device of its own; and why, or why not, in a sentence."""
-        places = Places(self._main)
+        places = Places(self._main, self.replicas.count)
         needed, found = len(places.ipus) * self.replicas.count, self.device.jax_devices
         if len(places.ipus) == 1:
             return None, ""
         if self._options.placement == "one":
             why = "`ir.options.placement` says so"
-        elif self._divided is not None or len(found) < needed:
+        elif len(found) < needed:
             why = f"with {self.replicas.count} replica(s) they would need {needed}, and {len(found)} can be used"
         elif self._options.placement == "auto" and found[0].platform == "cpu" and not self._pays(smallest, places):
             why = "there is so little work that a CPU would take longer to share it out than to do it"
@@ -203,7 +203,7 @@ class Program:
         return None, f" The {len(places.ipus)} IPUs of a replica are all on one device: {why}."
 
     def _pays(self, smallest: int | None, places: Places) -> bool:
-        steps: Steps = done(Steps(self._main, Choice(self._main, smallest, places), (), self._changed).planned())
+        steps: Steps = done(Steps(self._main.ops, Choice(self._main, smallest, places), (), self._changed).planned())
         return steps.is_worthwhile()
 
     def _targets_of(self, places: Places | None) -> Iterator[tuple[int, Target]]:
@@ -212,7 +212,7 @@ class Program:
         for i, ipu in enumerate(ipus):
             replicas = self.replicas
             if places is not None:
-                replicas = Replicas(self.replicas.count, self.device.jax_devices[i :: len(ipus)])
+                replicas = Replicas.of(self.replicas.local_count, self.device.jax_devices[i :: len(ipus)])
             slots = remote.sharding(replicas, self._options)
             yield ipu, Target(replicas, slots, self._options, self.transfers, self._wide)
 
@@ -309,7 +309,7 @@ class Program:
 
     def _plan(self, choice: Choice, known: Sequence[Any] | None, watch: Watch) -> Plan:
         """The program as pieces that the host runs one after the other."""
-        steps: Steps = done(Steps(self._main, choice, self._changed, self._changed).planned())
+        steps: Steps = done(Steps(self._main.ops, choice, self._changed, self._changed).planned())
         self._homes = steps.starts | steps.homes()
         buffers = {buffer: self._homes[buffer] for buffer in self._buffers}
         channels = {place: self._channels_in(place, steps) for place in self._targets}
@@ -412,9 +412,8 @@ class Program:
 
     def feed_sharding(self, stream: Stream) -> Any:
         """Where JAX arrays for a stream have to be: with the replicas of this process."""
-        if self._divided is not None:
-            return SingleDeviceSharding(self._divided.device)
-        return self._target(stream).replicas.sharding(self._axis)
+        replicas = self._target(stream).replicas
+        return replicas.sharding(self._axis) if self._divided is None else SingleDeviceSharding(replicas.device)
 
     def _feeds(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
         sharding = replicas.sharding(self._axis)
@@ -568,10 +567,10 @@ class Program:
         taken: list[_Taken] = []
         with self._precision():
             for t, value in zip(self._changed, self._state()[:count], strict=True):
-                taken.append(self._taken_from(self._held[t], self.replicas.fetched(value)))
+                taken.append(self._taken_from(self._held[t], self._target(t).replicas.fetched(value)))
             for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
                 if vs and buffer in self.stored_to:
-                    for v, array in remote.parts_in(buffer, vs, self.replicas.fetched(slots)).items():
+                    for v, array in remote.parts_in(buffer, vs, self._target(buffer).replicas.fetched(slots)).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
 
@@ -610,8 +609,10 @@ class Program:
         start = perf_counter()
         state = self._changing if self._changing is not None else self._state()
         if self._divided is not None:
-            shapes = map(self._shape_of_all, self.inputs)
-            feeds = tuple(self._divided.joined(*feed, self._axis) for feed in zip(feeds, shapes, strict=True))
+            feeds = tuple(
+                self._target(s).replicas.joined(feed, self._shape_of_all(s), self._axis)
+                for s, feed in zip(self.inputs, feeds, strict=True)
+            )
             self._divided.runs += 1
         results: list[Any] = []
         try:
@@ -627,7 +628,7 @@ class Program:
                 self._changing = None
             raise
         if self._divided is not None:
-            checks = ((self._divided.local_count, *FAILURE.shape),) * self._checks
+            checks = [(self._divided.local_count, *FAILURE.shape)] * (len(fetches) - len(self.outputs))
             fetches = tuple(map(self._divided.own, fetches, (*map(self.host_shape, self.outputs), *checks)))
         if self._prints:
             jax.effects_barrier()

@@ -64,9 +64,15 @@ class Replicas:
 
     @staticmethod
     def of(count: int, devices: Sequence[Any]) -> Replicas:
-        """So many replicas of one process on its devices; or, if there are devices of several, those of all."""
-        divided = devices[0].process_index != devices[-1].process_index
-        return DividedReplicas(len(devices), devices) if divided else Replicas(count, devices)
+        """So many replicas of one process on its devices; or, if there are devices of several, so many of each.
+
+        Of several processes there are as many devices each; if more than replicas, then the same number for each of
+        these, of which the first is taken.
+        """
+        processes = len({device.process_index for device in devices})
+        if processes == 1:
+            return Replicas(count, devices)
+        return DividedReplicas(count * processes, devices[:: len(devices) // (count * processes)])
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
@@ -153,6 +159,16 @@ class Replicas:
         """An array of all replicas, whose first dimension counts them, on the host."""
         return np.asarray(array)
 
+    def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
+        """The array of all replicas, of which this process has those of its own.
+
+        Args:
+            array: what this process has, with or without a dimension for a single replica.
+            shape: the shape of the array of all replicas.
+            axis: the dimension that counts the replicas.
+        """
+        return array
+
     def meet(self, place: str) -> None:
         """Wait until all processes that drive replicas are at this place."""
 
@@ -174,7 +190,6 @@ class DividedReplicas(Replicas):
         own = [device for device in devices if device.process_index == jax.process_index()]
         self.local_count = len(own)
         self.device = own[0]
-        self._own = Mesh(np.asarray(own), (AXIS,))
 
     def __str__(self) -> str:
         return f"{self.count} replicas on as many devices, {self.local_count} of them of this process"
@@ -199,23 +214,18 @@ class DividedReplicas(Replicas):
         processes.meet(f"{place} after {self.runs} run{'s' * (self.runs != 1)}")
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
-        """The array of all replicas, of which this process has those of its own.
-
-        Args:
-            array: what this process has, with or without a dimension for a single replica.
-            shape: the shape of the array of all replicas.
-            axis: the dimension that counts the replicas.
-        """
         own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])
         return jax.make_array_from_process_local_data(self.sharding(axis), own, shape)
 
     def own(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """What this process has of an array of all replicas, in the shape that it has there."""
-        shards = [shard.data for shard in array.addressable_shards]
+        """What this process has of an array of all replicas, on whichever of their devices, in the shape that it has
+        there."""
+        shards = array.addressable_shards
         if self.local_count == 1:
-            return shards[0].reshape(shape)
-        sharding = NamedSharding(self._own, array.sharding.spec)
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+            return shards[0].data.reshape(shape)
+        own = Mesh(np.asarray([shard.device for shard in shards]), (AXIS,))
+        sharding = NamedSharding(own, array.sharding.spec)
+        return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in shards])
 
 
 _PIECE = 1 << 26  # bytes

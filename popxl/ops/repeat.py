@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, SupportsIndex
 
 from popxl import dtypes
-from popxl.aliasing import written_inputs
+from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError
@@ -19,6 +19,7 @@ from popxl.ops.call import (
     bind_inputs,
     by_the_machine,
     call_gradient_graph,
+    call_kind,
     call_op,
     check_callable,
     check_fit,
@@ -128,8 +129,8 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         arrived = [(results[k], seed) for k, seed in seeds.items()]
         if stacks or of_stacks or wrapper.inputs[0] in info.inputs:
             place = known[wrapper.inputs[0]] = constant(count - 1, dtypes.int32) - iteration
-            known |= {t: gather(stack, place) for t, stack in stacks.items()}
-            arrived += [(t, gather(stack, place)) for t, stack in of_stacks]
+            known |= {t: _taken(stack, place, t) for t, stack in stacks.items()}
+            arrived += [(t, _taken(stack, place, t)) for t, stack in of_stacks]
         given = [
             known[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
             for expected in info.expected_inputs
@@ -142,6 +143,24 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     names = [f"{t.name}__t{ir.next_suffix()}" for t in turn.outputs[EXTRA_OUTPUTS:]]
     loop = call_op(turn, tuple(initial), names, loop_kind, repeat_count=count, carried=len(flowing) + len(same))
     return dict(zip([*flowing, *map(own_inputs.index, same)], loop.outputs, strict=True))
+
+
+def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
+    """What a stack has of one turn. It is taken on the IPU that the tensor was made on, and stacked."""
+    with get_current_context().set(ipu_id=made_on(t)):
+        return gather(stack, turn)
+
+
+def made_on(t: Tensor) -> int:
+    """The IPU that a tensor is made on: in a graph that is called, if that has ops on several."""
+    op = t.origin.producer
+    while op is not None and op.kind in (call_kind, loop_kind):
+        if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:
+            break
+        first = EXTRA_OUTPUTS if op.kind is loop_kind else 0
+        t = op.called_graphs[0].outputs[first + op.outputs.index(t.origin)]
+        op = t.origin.producer
+    return 0 if op is None else op.ipu or 0
 
 
 def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -226,7 +226,7 @@ class Pipelining:
                 f"pipelined_execution: {self.graph.title} returns {outputs}, which the pipeline computes anew for each "
                 "micro-batch. Write it into a tensor from outside, or store it to the host."
             )
-        made_of = storages(self.graph)
+        made_of = storages(self.graph.ops)
         for s, members in enumerate(by_stage):
             for t in (op.inputs[i] for op in members for i in op.modified):
                 if not makers.keys() >= {*made_of[t]} and any(makers.get(u, s) != s for u in _chain(t, makers)):

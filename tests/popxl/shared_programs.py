@@ -167,6 +167,37 @@ def alone(replication: Replication, share: Share) -> Results:
     return {"v": session.get_tensor_data(v)}, {}
 
 
+def pipeline(replication: Replication, share: Share, placement: Any = "several") -> Results:
+    """Two stages on two IPUs of each replica, over micro-batches, with a collective in each: each IPU is a device, if
+    there are enough of them."""
+    ir = popxl.Ir(replication)
+    ir.options.placement = placement
+    ir.num_host_transfers = 3
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream((2,), popxl.float32), popxl.d2h_stream((2,), popxl.float32)
+        w = [popxl.variable(np.float32([k + 1, 2]), name=f"w{k}") for k in range(2)]
+
+        def step(w0: popxl.TensorByRef, w1: popxl.TensorByRef) -> None:
+            with popxl.ipu(0):
+                x = ops.host_load(into)
+                y = ops.sin(x * w0)
+                ops.add_(w0, ops.collectives.replicated_all_reduce(y) * 0.1)
+                y = ops.ipu_copy(y, 1)
+            with popxl.ipu(1):
+                z = y + w1
+                ops.add_(w1, ops.collectives.replicated_all_reduce(z) * 0.1)
+                ops.host_store(out, z)
+
+        step.__annotations__ = {"w0": popxl.TensorByRef, "w1": popxl.TensorByRef}
+        ops.repeat(ir.create_graph(step, *w), 3, *w)
+    with popxl.Session(ir, "ipu_hw") as session:
+        assert session.program.ipus == ((0, 1) if placement == "several" else (0,)), session.program.reason
+        data = np.random.default_rng(5).normal(size=(3, REPLICAS, 2)).astype(np.float32)
+        own = session.run({into: share(data.swapaxes(0, 1)).swapaxes(0, 1).reshape(session.host_shape((2,)))})[out]
+    known = {v.name: session.get_tensor_data(v) for v in w}
+    return known, {"out": np.moveaxis(np.asarray(own).reshape(3, -1, 2), 1, 0)}
+
+
 PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "training": training,
     "training, dispatched": lambda replication, share: training(replication, share, calls="dispatched"),
@@ -176,6 +207,8 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "seeds": seeds,
     "other dtypes": other_dtypes,
     "alone": alone,
+    "pipeline": pipeline,
+    "pipeline on one device": lambda replication, share: pipeline(replication, share, "one"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
 from runtime import structure
 from runtime.devices import Device
+from tests.popxl import test_random_programs as random_programs
 from tests.popxl.random_programs.maker import Maker
 from tests.popxl.random_programs.meanings import transfers
 from tests.popxl.test_random_programs import RUNS, Show, assert_same, check, feed, programs
@@ -184,7 +185,7 @@ def nested_loops() -> Any:
 
 
 def a_conditional_on_two() -> Any:
-    """A branch with ops on two IPUs cannot be divided, nor can a loop around it."""
+    """Branches with ops on two IPUs, and ones that are each on one; also in loops. Some return what they get."""
     x = popxl.variable(X, name="x")
 
     def grow(x: popxl.Tensor) -> popxl.Tensor:
@@ -198,13 +199,25 @@ def a_conditional_on_two() -> Any:
     with popxl.ipu(1):
         flag = ops.host_load(popxl.h2d_stream((), popxl.int32))
     (y,) = ops.conditional(ops.cast(flag, popxl.bool), *branches, [x], [x])
+
+    def on(ipu: int) -> Callable[..., Any]:
+        def both(a: popxl.Tensor, b: popxl.Tensor) -> Any:
+            with popxl.ipu(ipu):
+                return ops.exp(a * 0.1), b
+
+        return both
+
+    with popxl.ipu(1):
+        pair = ops.conditional(
+            ops.cast(flag, popxl.bool), ir.create_graph(on(0), x, x), ir.create_graph(on(1), x, x), [x, y], [y, x]
+        )
     turn = ir.create_graph(lambda y: ops.conditional(ops.cast(ops.sum(y), popxl.bool), *branches, [y], [y]), y)
     (z,) = ops.repeat(turn, 3, y)
-    return [y, z]
+    return [y, z, *pair]
 
 
 def gradients_of_a_loop() -> Any:
-    """What a forward loop stacks for its gradient is made on one device."""
+    """What a forward loop stacks for its gradient stays where it is made."""
     x = popxl.variable(X * 0.1, name="x")
 
     def turn(x: popxl.Tensor) -> popxl.Tensor:
@@ -253,7 +266,29 @@ def one_graph_on_two() -> Any:
     return found
 
 
+def what_is_handed_on() -> Any:
+    """A result that is what was passed, by way of two calls, and what was passed is overwritten afterwards."""
+    x = popxl.variable(X, name="x")
+    ir = popxl.gir()
+
+    def same(x: popxl.Tensor) -> popxl.Tensor:
+        for ipu in (0, 1):
+            with popxl.ipu(ipu):
+                ops.print_tensor(ops.ipu_copy(ops.exp(x), 1 - ipu), print_self=False)
+        return x
+
+    inner = ir.create_graph(same, x)
+    outer = ir.create_graph(lambda x: ops.call(inner, x), x)
+    y = ops.sin(x)
+    (z,) = ops.call(outer, y)
+    ops.add_(y, x)
+    with popxl.ipu(1):
+        far = ops.cos(x)
+    return [far, y, z]
+
+
 PROGRAMS = [
+    what_is_handed_on,
     one_graph_on_two,
     one_after_the_other,
     one_variable_on_two,
@@ -446,6 +481,26 @@ def work(elements: int) -> popxl.Ir:
     return ir
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_host_takes_a_branch(replicas: int) -> None:
+    """Its ops are then on their IPUs. Replicas, which may differ, choose by themselves: on one IPU."""
+    ir = popxl.Ir(replicas)
+    with ir.main_graph:
+        a_conditional_on_two()
+    names = [piece.name for piece in session_of(ir, "several").program.executable.pieces if piece.place == 1]
+    assert any("Sin" in name for name in names) == (replicas == 1)
+
+
+def test_stacks_are_where_they_are_made() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        gradients_of_a_loop()
+    plan = session_of(ir, "several").program.executable
+    rooms = [(piece.place, piece.name) for piece in plan.pieces if "Stack" in piece.name]
+    assert rooms == [(1, "StackRoom"), (0, "StackRoom"), (1, "StackTurn"), (0, "StackTurn")]
+    assert [(p.place, p.name) for p in plan.pieces if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
+
+
 @pytest.mark.parametrize(("elements", "placed"), [(100, False), (1000000, True)])
 def test_the_session_chooses(elements: int, placed: bool) -> None:
     session = popxl.Session(work(elements), "ipu_model")
@@ -625,3 +680,16 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
 @programs(60)
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")
+
+
+@programs(30)
+def test_random_gradients(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of JAX, wherever the ops are."""
+
+    def apart(ir: popxl.Ir, seed: int) -> Iterator[tuple[str, popxl.Ir, str]]:
+        scatter(ir, seed)
+        ir.options.placement = "several"
+        yield "on several IPUs", ir, ("kept", "dispatched", "inlined")[seed % 3]
+
+    monkeypatch.setattr(random_programs, "ways", apart)
+    check(lambda *what: random_programs.same_gradients(*what, order=1), seeds, "test_random_gradients")

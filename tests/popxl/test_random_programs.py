@@ -64,7 +64,7 @@ def check(agree: Callable[[Sequence[int], Show], None], seeds: range, test: str)
 def run(ir: popxl.Ir, feeds: Sequence[Arrays], called_graphs: str) -> tuple[list[Arrays], Arrays]:
     """What each run stores, by the ids of streams, and the variables after the last one."""
     ir.options.calledGraphs = called_graphs
-    with popxl.Session(ir, "cpu") as session:
+    with popxl.Session(ir, "ipu_model") as session:
         given = [{stream: feed[stream.tensor_id] for stream in session.expected_inputs()} for feed in feeds]
         outputs = [session.run(each) for each in given]
         stored = [{stream.tensor_id: np.asarray(array) for stream, array in each.items()} for each in outputs]

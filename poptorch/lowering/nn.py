@@ -13,6 +13,7 @@ from poptorch.lowering.norms import renormed
 from poptorch.lowering.operands import axis_of, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
+from popxl.ops import sums
 from popxl.ops.precision import rounded_once, widened
 
 # Softmax --------------------------------------------------------------------------------------------------------------
@@ -44,13 +45,13 @@ def _log_softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popx
 softmax = _along_a_dim(
     "softmax",
     jax_op(title="Softmax", gradient={"input": _softmax_gradient})(
-        rounded_once(lambda input, *, axis: jax.nn.softmax(input, axis))
+        rounded_once(lambda input, *, axis: sums.softmax(input, axis))
     ),
 )
 log_softmax = _along_a_dim(
     "log_softmax",
     jax_op(title="LogSoftmax", gradient={"input": _log_softmax_gradient})(
-        rounded_once(lambda input, *, axis: jax.nn.log_softmax(input, axis))
+        rounded_once(lambda input, *, axis: sums.log_softmax(input, axis))
     ),
 )
 

@@ -101,7 +101,7 @@ def _spread(vector: Any, t: Any, num_groups: int) -> Any:
 
 
 def _mean(rows: Any) -> Any:
-    return rows.mean(1, keepdims=True)
+    return summed(rows, (1,), keepdims=True) / rows.shape[1]
 
 
 def _check_channels(t: Any, weight: Any, bias: Any, num_groups: int) -> None:
@@ -143,10 +143,10 @@ def _group_norm_backward(
     x = (x - rest) * inverse
 
     def of_channels(rows: Any) -> Any:
-        return rows.reshape(t.shape).sum(tuple(range(2, t.ndim)))
+        return summed(rows.reshape(t.shape), range(2, t.ndim))
 
     sums, products = of_channels(g), of_channels(g * x)
-    level, slope = (_rows(s * weight, num_groups).sum(1, keepdims=True) / x.shape[1] for s in (sums, products))
+    level, slope = (summed(_rows(s * weight, num_groups), (1,), True) / x.shape[1] for s in (sums, products))
     dt = inverse * (_spread(weight, t, num_groups) * g - level - x * slope)
     return dt.reshape(t.shape), summed(products, (0,)), summed(sums, (0,))
 

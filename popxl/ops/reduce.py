@@ -19,7 +19,7 @@ from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
-from popxl.ops.sums import summed
+from popxl.ops.sums import largest, summed
 from popxl.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
@@ -63,7 +63,7 @@ mean = reduction(
 )
 max = reduction(
     "max",
-    lambda t, axes, keepdims: jnp.max(t, axis=axes, keepdims=keepdims),
+    largest,
     "The largest element. Every element equal to it receives the whole gradient; ties are not split.",
     lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
 )
@@ -87,21 +87,21 @@ sumsquare = reduction(
 )
 l1 = reduction(
     "l1",
-    lambda t, axes, keepdims: jnp.sum(jnp.abs(t), axis=axes, keepdims=keepdims),
+    lambda t, axes, keepdims: summed(jnp.abs(t), axes, keepdims),
     "The sum of the absolute values of the elements.",
     lambda g, t, axis: spread(g, t, axis) * sign(t),
 )
 l2_grad = OpKind("ReduceL2Grad", rounded_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
 l2 = reduction(
     "l2",
-    lambda t, axes, keepdims: jnp.sqrt(jnp.sum(t * t, axis=axes, keepdims=keepdims)),
+    lambda t, axes, keepdims: jnp.sqrt(summed(t * t, axes, keepdims)),
     "The square root of the sum of the squares of the elements. Its gradient is NaN where all of them are zero.",
     lambda g, t, out, axis: l2_grad(spread(g, t, axis), t, spread(out, t, axis)),
 )
 logsum_grad = OpKind("ReduceLogSumGrad", rounded_once(lambda g, out: g / jnp.exp(out)), shape=like_first)
 logsum = reduction(
     "logsum",
-    lambda t, axes, keepdims: jnp.log(jnp.sum(t, axis=axes, keepdims=keepdims)),
+    lambda t, axes, keepdims: jnp.log(summed(t, axes, keepdims)),
     "The natural logarithm of the sum of the elements.",
     lambda g, t_spec, out, axis: spread(logsum_grad(g, out), t_spec, axis),
     kind="ReduceLogSum",

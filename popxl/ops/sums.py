@@ -1,33 +1,101 @@
-"""Sums along axes, in the form that is quick where they are computed."""
+"""Sums, maxima and what is made of them, in the form that is quick where they are computed.
+
+On CPUs XLA reduces number after number, to keep the order of additions, and computes anew what it reduces for each
+reduction of it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 ROWS = range(16, 1025)
 """So many rows are worth a product, and not so many that adding them up one by one is less exact."""
 
+FEW = 8
+"""So many numbers of a row are reduced one after the other."""
+
+
+class _Reduction(NamedTuple):
+    """A reduction of an array, and what it makes of two numbers."""
+
+    whole: Callable[..., Any]
+    of_two: Callable[[Any, Any], Any]
+
+
+_SUM, _MAX = _Reduction(jnp.sum, jnp.add), _Reduction(jnp.max, jnp.maximum)
+
 
 def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The sum of an array along some axes, ascending: `jnp.sum`.
 
-    On CPUs sums along the leading axes, as gradients of biases and scales are, become products with ones. XLA would
-    fuse them with what computes their terms, and compute these anew for each sum, column after column.
+    On CPUs sums along the leading axes, as gradients of biases and scales are, become products with ones.
     """
     axes = tuple(axes)
     rows = math.prod(t.shape[: len(axes)])
     is_leading = axes == tuple(range(len(axes))) and len(axes) < t.ndim
     if not is_leading or rows not in ROWS or t.dtype != jnp.float32:
-        return jnp.sum(t, axis=axes, keepdims=keepdims)
+        return _reduced(_SUM, t, axes, keepdims)
 
     def by_product(t: Any) -> Any:
         total = lax.dot(jnp.ones(rows, t.dtype), t.reshape(rows, -1), precision=lax.Precision.HIGHEST)
         return total.reshape((1,) * len(axes) * keepdims + t.shape[len(axes) :])
 
     return lax.platform_dependent(t, cpu=by_product, default=partial(jnp.sum, axis=axes, keepdims=keepdims))
+
+
+def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
+    """The largest element of an array along some axes, ascending: `jnp.max`."""
+    return _reduced(_MAX, t, tuple(axes), keepdims)
+
+
+def softmax(t: Any, axis: int) -> Any:
+    """`jax.nn.softmax`."""
+    if not t.size:
+        return t
+    powers = jnp.exp(t - lax.stop_gradient(largest(t, (axis,), keepdims=True)))
+    return powers / summed(powers, (axis,), keepdims=True)
+
+
+def log_softmax(t: Any, axis: int) -> Any:
+    """`jax.nn.log_softmax`."""
+    if not t.size:
+        return t
+    t = t - lax.stop_gradient(largest(t, (axis,), keepdims=True))
+    return t - jnp.log(summed(jnp.exp(t), (axis,), keepdims=True))
+
+
+def _reduced(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    """A reduction; on CPUs by halves, if it is along the trailing axes."""
+    columns = math.prod(t.shape[d] for d in axes)
+    is_trailing = bool(axes) and axes == tuple(range(t.ndim - len(axes), t.ndim))
+    if not is_trailing or columns % 2 or columns <= FEW or t.dtype != jnp.float32:
+        return reduction.whole(t, axis=axes, keepdims=keepdims)
+
+    def by_halves(t: Any) -> Any:
+        reduced = _by_halves(reduction, t.reshape(*t.shape[: -len(axes)], columns))
+        return reduced.reshape(*t.shape[: -len(axes)], *(1,) * len(axes) * keepdims)
+
+    return lax.platform_dependent(t, cpu=by_halves, default=partial(reduction.whole, axis=axes, keepdims=keepdims))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_halves(reduction: _Reduction, t: Any) -> Any:
+    """A reduction of the last axis: its halves are combined element by element, which takes vector instructions, as
+    often as there are halves."""
+    while t.shape[-1] > FEW and t.shape[-1] % 2 == 0:
+        middle = t.shape[-1] // 2
+        t = reduction.of_two(t[..., :middle], t[..., middle:])
+    return reduction.whole(t, axis=-1)
+
+
+@_by_halves.defjvp
+def _as_whole(reduction: _Reduction, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    """The derivative of the reduction: those of all slices and additions would be as many ops again."""
+    return jax.jvp(partial(reduction.whole, axis=-1), primals, tangents)

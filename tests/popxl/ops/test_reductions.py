@@ -1,0 +1,91 @@
+"""Reductions of long axes beyond their rows, and what is made of them: on CPUs some have a form of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from tests.popxl.evaluate import evaluate
+
+REDUCTIONS = {
+    "sum": lambda t, axis: t.sum(axis),
+    "mean": lambda t, axis: t.mean(axis),
+    "max": lambda t, axis: t.max(axis),
+    "sumsquare": lambda t, axis: (t * t).sum(axis),
+    "l1": lambda t, axis: abs(t).sum(axis),
+    "l2": lambda t, axis: (t * t).sum(axis) ** 0.5,
+    "logsum": lambda t, axis: np.log(t.sum(axis)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((3, 96), 1),  # halves, down to six
+        ((3, 35), 1),  # no halves
+        ((2, 5, 8), (1, 2)),
+        ((512,), 0),
+        ((20, 6), 0),  # a product, on CPUs
+        ((4, 10, 6), (0, 1)),
+        ((7, 64, 3), 1),
+    ],
+    ids=str,
+)
+def test_numbers(shape: tuple[int, ...], axis: Any, dtype: str) -> None:
+    t = np.random.default_rng(1).uniform(0.5, 2, shape).astype(dtype)
+    found = evaluate(lambda t: [getattr(ops, name)(t, axis) for name in REDUCTIONS], t)
+    for (name, meaning), array in zip(REDUCTIONS.items(), found, strict=True):
+        expected = meaning(t.astype(np.float64), axis)
+        np.testing.assert_allclose(array, expected, 2e-6 if dtype == "float32" else 1e-3, err_msg=name)
+        assert array.dtype == dtype
+
+
+@pytest.mark.parametrize("columns", [96, 35])
+def test_numbers_that_are_none(columns: int) -> None:
+    """Infinities and NaN, wherever in the row they are."""
+    t = np.tile(np.linspace(-1, 1, columns, dtype=np.float32), (5, 1))
+    t[0, 7], t[1, -1], t[2, columns // 2], t[3] = np.nan, np.inf, -np.inf, -np.inf
+    largest, total, shares = evaluate(lambda t: [ops.max(t, 1), ops.sum(t, 1), ops.softmax(t, 1)], t)
+    np.testing.assert_array_equal(largest, [np.nan, np.inf, 1, -np.inf, 1])
+    np.testing.assert_allclose(total, t.astype(np.float64).sum(1), atol=1e-5)
+    assert np.isnan(shares).all(1).tolist() == [True, True, False, True, False]
+    assert shares[2, columns // 2] == 0
+
+
+def functions(t: Any, w: Any, of: Any) -> Any:
+    """Something of reductions of rows, by popxl's ops or by JAX."""
+    return of.sum(t * t * w, 1) * of.max(t, 1) + of.sum(of.softmax(t * w, 1) * t, 1) / of.mean(w, 1)
+
+
+class OfJax:
+    sum, max, mean, softmax = jnp.sum, jnp.max, jnp.mean, jax.nn.softmax
+
+
+def test_derivatives() -> None:
+    """Backwards, forwards, and of gradients: those of JAX."""
+    random = np.random.default_rng(2)
+    operands = [random.uniform(0.5, 2, (3, 48)).astype(np.float32) for _ in range(2)]
+    ir = popxl.Ir()
+    with ir.main_graph:
+        ours = popxl.to_jax(ir.create_graph(lambda t, w: functions(t, w, ops), *map(popxl.variable, operands)))
+
+    def derivatives(function: Any) -> Any:
+        def loss(*operands: Any) -> Any:
+            (y,) = jax.tree.leaves(function(*operands))
+            return (y**2).sum()
+
+        def size_of_gradient(*operands: Any) -> Any:
+            return sum((g**2).sum() for g in jax.grad(loss, (0, 1))(*operands))
+
+        forwards = jax.jvp(loss, operands, operands[::-1])[1]
+        return [*jax.grad(loss, (0, 1))(*operands), forwards, *jax.grad(size_of_gradient, (0, 1))(*operands)]
+
+    for found, expected in zip(derivatives(ours), derivatives(lambda t, w: functions(t, w, OfJax)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())

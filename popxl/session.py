@@ -297,6 +297,7 @@ class Session:
                 return
             try:
                 if exception is None and self.weights_to_host_on_exit:
+                    self.program.meet("the end of a session")
                     self.weights_to_host()
             finally:
                 self.detach()
@@ -441,8 +442,9 @@ class Session:
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
 
-        If several processes run the program, all have to do this: then each has the values of all replicas. It is part
-        of leaving a `with session:` block, and of `get_tensor_data` after a run.
+        It is part of leaving a `with session:` block, and of `get_tensor_data` after a run. Of a program that several
+        processes run, and that changes variables which are not the same on all replicas, all of them have to do this:
+        then each has the values of all replicas. Otherwise one process may do it alone.
         """
         if self._has_read_only_data():
             raise Exception(
@@ -462,8 +464,8 @@ class Session:
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
 
-        The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
-        ask, as for `weights_to_host`; one may then be the one that saves it.
+        The array changes when the host copy does; copy it to keep it. If several processes run the program, see
+        `weights_to_host` for whether all have to ask.
 
         Raises:
             TypeError: for any other tensor.

@@ -559,20 +559,34 @@ class Program:
         parts = parts_of(v).of(array)
         return replicas.place(parts.reshape(replicas.count, *t.shape), replicas.sharding())
 
+    def meet(self, place: str) -> None:
+        """Wait until all processes that run the program are at this place."""
+        self.replicas.meet(place)
+
     def download(self) -> None:
-        """Copy the values of all variables that the program changes from the device to the host."""
+        """Copy the values of all variables that the program changes from the device to the host. If all are alike on
+        all replicas, no other process is needed for it."""
         count = len(self._changed)
-        if self._changed or self.stored_to:
-            self.replicas.meet("Session.weights_to_host")
+        alike = {t for t in self._changed if self._is_alike(t)}
+        if len(alike) < count or self.stored_to:
+            self.meet("Session.weights_to_host")
         taken: list[_Taken] = []
         with self._precision():
             for t, value in zip(self._changed, self._state()[:count], strict=True):
-                taken.append(self._taken_from(self._held[t], self._target(t).replicas.fetched(value)))
+                replicas = self._target(t).replicas
+                fetched = replicas.fetched_once(value) if t in alike else replicas.fetched(value)
+                taken.append(self._taken_from(self._held[t], fetched))
             for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
                 if vs and buffer in self.stored_to:
-                    for v, array in remote.parts_in(buffer, vs, self._target(buffer).replicas.fetched(slots)).items():
+                    fetched = self._target(buffer).replicas.fetched(slots)
+                    for v, array in remote.parts_in(buffer, vs, fetched).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
+
+    def _is_alike(self, t: Tensor) -> bool:
+        """Whether what holds a variable is the same on all replicas, and wanted once."""
+        v = self._held[t]
+        return v is t and v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
 
     def _taken_from(self, v: Variable, array: np.ndarray) -> _Taken:
         """What the replicas hold of a variable: its host copy to be, and the values on all replicas if these are

@@ -159,6 +159,13 @@ class Replicas:
         """An array of all replicas, whose first dimension counts them, on the host."""
         return np.asarray(array)
 
+    def fetched_once(self, array: Array) -> np.ndarray:
+        """The same, as rows of numbers, of an array that all replicas have alike: only one of them is asked."""
+        if self.count == 1:
+            return np.asarray(array).reshape(1, -1)
+        first = np.asarray(array.addressable_shards[0].data)[:1]
+        return np.broadcast_to(first.reshape(1, -1), (self.count, first.size))
+
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         """The array of all replicas, of which this process has those of its own.
 

@@ -198,6 +198,23 @@ def pipeline(replication: Replication, share: Share, placement: Any = "several")
     return known, {"out": np.moveaxis(np.asarray(own).reshape(3, -1, 2), 1, 0)}
 
 
+def read_by_one(replication: Replication, share: Share) -> Results:
+    """A variable that is the same everywhere is read by one process alone, on the way."""
+    ir = popxl.Ir(replication)
+    with ir.main_graph:
+        v = popxl.variable(np.float32([1, 2, 3]), name="v")
+        ops.add_(v, ops.collectives.replicated_all_reduce(v))
+    found = []
+    with popxl.Session(ir, "ipu_hw") as session:
+        for _ in range(3):
+            session.run()
+            if popdist.getInstanceIndex() == 0:
+                found.append(session.get_tensor_data(v).copy())
+    if found:
+        np.testing.assert_array_equal(found, [np.float32([1, 2, 3]) * (REPLICAS + 1) ** k for k in (1, 2, 3)])
+    return {"v": session.get_tensor_data(v)}, {}
+
+
 PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "training": training,
     "training, dispatched": lambda replication, share: training(replication, share, calls="dispatched"),
@@ -207,6 +224,7 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "seeds": seeds,
     "other dtypes": other_dtypes,
     "alone": alone,
+    "read by one": read_by_one,
     "pipeline": pipeline,
     "pipeline on one device": lambda replication, share: pipeline(replication, share, "one"),
 }

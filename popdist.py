@@ -1,7 +1,8 @@
 """What programs ask about the processes that run them together; `poprun` starts those.
 
 Only for programs: `popxl`, `runtime` and `popxl_addons` do not import this module. A process that `poprun` has not
-started is the only instance of its program, with one replica, so that a program may ask in any case.
+started is the only instance of its program, with one replica, so that a program may ask in any case. PyTorch programs
+find their options in `popdist.poptorch`.
 
 Example:
     >>> import popdist
@@ -10,6 +11,8 @@ Example:
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from popxl.distributed import Instance, launched
 from runtime import processes
@@ -27,6 +30,8 @@ __all__ = [
     "isPopdistEnvSet",
     "synchronize",
 ]
+
+__path__ = [str(Path(__file__).parent / "poptorch" / "popdist")]  # what needs torch is with what else does
 
 
 def init() -> None:

@@ -357,7 +357,7 @@ class Compiled:
     def reseed(self) -> None:
         """Begin random numbers anew, with the seed."""
         if (random := self.ends.random) is not None:
-            seeds = popxl.create_seeds(self.seed, replicas=self.batching.groups.replicas)
+            seeds = popxl.create_seeds(self.seed, replicas=self.session.ir.replication_factor)
             self._write({random: seeds.reshape(random.shape_on_host)})
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:

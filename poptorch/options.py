@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
@@ -733,6 +733,11 @@ class Options(OptionsDict):
             except Exception as error:
                 error.add_note("This is what the environment variable POPTORCH_DEFAULT_OPTIONS says.")
                 raise
+
+    @property
+    def replication(self) -> int | Literal["popdist"]:
+        """The number of replicas, as `popxl.Ir` takes it."""
+        return self.replication_factor
 
     # Batches
 

@@ -92,7 +92,7 @@ class Program:
     """A captured model as a program.
 
     Args:
-        ir: an empty Ir, with as many replicas as `batching` says.
+        ir: an empty Ir, of whose replicas this process has as many as `batching` says.
         captured: the model.
         leaves: names of its inputs.
         host: the values of its parameters and buffers, by name, as `poptorch.weights.read` gives them.
@@ -182,7 +182,8 @@ class Program:
 
     @property
     def _replicas(self) -> int:
-        return self._batching.groups.replicas
+        """Those of all processes; what is dealt to replicas, and returned, is of this one's."""
+        return self.ir.replication_factor
 
     # The model ------------------------------------------------------------------------------------------------------
 

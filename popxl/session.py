@@ -464,8 +464,8 @@ class Session:
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
 
-        The array changes when the host copy does; copy it to keep it. If several processes run the program, see
-        `weights_to_host` for whether all have to ask.
+        The array changes when the host copy does; copy it to keep it. If several processes run the program, one of them
+        may ask alone for a variable that is the same on all replicas; for others, all have to ask.
 
         Raises:
             TypeError: for any other tensor.
@@ -490,8 +490,12 @@ class Session:
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
         with self._lock, self._ir.host_data_lock:
-            if self.is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
-                self.weights_to_host()
+            variables = [t for t in wanted if isinstance(t, Variable)]
+            if self.is_attached and self._host_is_stale and variables:
+                if self.program.can_read_alone(variables):
+                    self.program.download(alone=True)
+                else:
+                    self.weights_to_host()
             return {t: self._numbers(t) for t in wanted}
 
     def _numbers(self, t: Variable | Constant) -> np.ndarray:

@@ -563,25 +563,37 @@ class Program:
         """Wait until all processes that run the program are at this place."""
         self.replicas.meet(place)
 
-    def download(self) -> None:
+    def download(self, alone: bool = False) -> None:
         """Copy the values of all variables that the program changes from the device to the host. If all are alike on
-        all replicas, no other process is needed for it."""
+        all replicas, no other process is needed for it.
+
+        Args:
+            alone: copy only those that are alike.
+        """
         count = len(self._changed)
-        alike = {t for t in self._changed if self._is_alike(t)}
-        if len(alike) < count or self.stored_to:
+        alike = set(filter(self._is_alike, self._changed))
+        if not alone and (len(alike) < count or self.stored_to):
             self.meet("Session.weights_to_host")
         taken: list[_Taken] = []
         with self._precision():
             for t, value in zip(self._changed, self._state()[:count], strict=True):
                 replicas = self._target(t).replicas
-                fetched = replicas.fetched_once(value) if t in alike else replicas.fetched(value)
-                taken.append(self._taken_from(self._held[t], fetched))
+                if t in alike:
+                    taken.append(self._taken_from(self._held[t], replicas.fetched_once(value)))
+                elif not alone:
+                    taken.append(self._taken_from(self._held[t], replicas.fetched(value)))
             for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
-                if vs and buffer in self.stored_to:
+                if vs and buffer in self.stored_to and not alone:
                     fetched = self._target(buffer).replicas.fetched(slots)
                     for v, array in remote.parts_in(buffer, vs, fetched).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
+
+    def can_read_alone(self, variables: Iterable[Variable]) -> bool:
+        """Whether other processes run the program, too, and are not needed for the values of these variables."""
+        apart = {self._held[t] for t in self._changed if not self._is_alike(t)}
+        apart.update(v for b in self.stored_to for v in self._in_buffers[b])
+        return self._divided is not None and apart.isdisjoint(variables)
 
     def _is_alike(self, t: Tensor) -> bool:
         """Whether what holds a variable is the same on all replicas, and wanted once."""

@@ -204,6 +204,8 @@ def read_by_one(replication: Replication, share: Share) -> Results:
     with ir.main_graph:
         v = popxl.variable(np.float32([1, 2, 3]), name="v")
         ops.add_(v, ops.collectives.replicated_all_reduce(v))
+        apart = popxl.variable(np.zeros(REPLICAS, np.float32), replica_grouping=ir.replica_grouping(group_size=1))
+        ops.add_(apart, popxl.constant(1.0))
     found = []
     with popxl.Session(ir, "ipu_hw") as session:
         for _ in range(3):
@@ -212,7 +214,7 @@ def read_by_one(replication: Replication, share: Share) -> Results:
                 found.append(session.get_tensor_data(v).copy())
     if found:
         np.testing.assert_array_equal(found, [np.float32([1, 2, 3]) * (REPLICAS + 1) ** k for k in (1, 2, 3)])
-    return {"v": session.get_tensor_data(v)}, {}
+    return {"v": session.get_tensor_data(v), "apart": session.get_tensor_data(apart)}, {}
 
 
 PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {

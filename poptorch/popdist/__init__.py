@@ -1,0 +1,1 @@
+"""The modules of `popdist` that need torch: `popdist.poptorch`."""

@@ -1,0 +1,81 @@
+"""`popdist.poptorch`: options of a PyTorch program that `poprun` has started in several processes.
+
+Each process runs the program on its share of the rows, with its share of the replicas. The model is one: gradients are
+reduced over the replicas of all processes. Results are those of the process's own replicas. Every process has to begin
+with the same weights (`torch.manual_seed`) and to make the same calls. One of them may read the weights alone, to save
+them; buffers that each replica writes for itself need all.
+
+Example:
+    >>> import popdist.poptorch
+    >>> options = popdist.poptorch.Options()
+    >>> options.replication_factor, options.Distributed.numProcesses      # without `poprun`
+    (1, 1)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+import poptorch
+from poptorch.options import _DistributedOptions
+from poptorch.settings import group
+from popxl.distributed import Instance, launched
+from runtime import processes
+
+__all__ = ["Options"]
+
+
+class _Processes(_DistributedOptions):
+    """Which of the processes this is, as `poprun` says; `options.Distributed`."""
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> NoReturn:
+        """`RuntimeError`: `poprun` says it. The same for `setEnvVarNames` and `disable`."""
+        raise _set_by_poprun("Distributed")
+
+
+class Options(poptorch.Options):
+    """`poptorch.Options` whose number of replicas, and whose share of the rows, are what `poprun` says.
+
+    The number of rows of a call is that of this process's replicas. It joins the other processes, and waits for them.
+
+    Args:
+        ipus_per_replica: how many devices each replica has; by default what `poprun` says.
+
+    Raises:
+        RuntimeError: if `poprun` says another number; by `replicationFactor`, `useIpuId` and the methods of
+            `Distributed`.
+    """
+
+    Distributed: _Processes = group(_Processes, "Which of several processes this is, as `poprun` says.")
+
+    def __init__(self, ipus_per_replica: int | None = None) -> None:
+        super().__init__()
+        instance = launched() or Instance()
+        if ipus_per_replica not in (None, instance.num_ipus_per_replica):
+            raise RuntimeError(
+                f"popdist.poptorch.Options: `ipus_per_replica` is {ipus_per_replica}, and poprun was told of "
+                f"{instance.num_ipus_per_replica}: `poprun --ipus-per-replica`."
+            )
+        processes.join()
+        self._set(replication_factor=instance.num_local_replicas)
+        self.Distributed._set(process_id=instance.instance_index, num_processes=instance.num_instances)
+
+    @property
+    def replication(self) -> int | Literal["popdist"]:
+        """What the program is told: that there are other processes, if there are."""
+        return "popdist" if self.Distributed.numProcesses > 1 else self.replication_factor
+
+    def replicationFactor(self, replication_factor: int) -> NoReturn:
+        """`RuntimeError`: `poprun --num-replicas` says it."""
+        raise _set_by_poprun("replicationFactor")
+
+    def useIpuId(self, ipu_id: int) -> NoReturn:
+        """`RuntimeError`: each process has devices of its own."""
+        raise _set_by_poprun("useIpuId")
+
+
+def _set_by_poprun(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"popdist.poptorch.Options: `{what}` cannot be set, as `poprun` says how many processes, replicas and devices "
+        "there are. Use `poptorch.Options` for a program of a single process."
+    )

@@ -1,0 +1,66 @@
+"""PyTorch programs over several processes: `popdist.poptorch`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import popdist.poptorch  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
+import poptorch
+from popxl.distributed import Instance
+from runtime import processes
+from tests.poptorch.popdist_training import REPLICAS, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """One of the processes reads the weights, alone, after each call."""
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", f"--num-replicas={REPLICAS}"]
+    command += ["--timeout=60", sys.executable, "-m", "tests.poptorch.popdist_training", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    first, second = (np.load(tmp_path / f"{index}.npz") for index in range(2))
+    expected = train(poptorch.Options().replicationFactor(REPLICAS))
+    for name in ("losses", "masks"):
+        np.testing.assert_allclose(np.concatenate([first[name], second[name]]), expected[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(first["weights"], expected["weights"], rtol=1e-5)
+    masks = expected["masks"]
+    assert (masks[0] != masks[-1]).any() and (masks[:, 0] != masks[:, 1]).any()
+
+
+def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "join", lambda: None)
+    instance = Instance(instance_index=1, num_instances=2, num_total_replicas=6, num_ipus_per_replica=2)
+    for name, value in instance.environment().items():
+        monkeypatch.setenv(name, value)
+    options = popdist.poptorch.Options(ipus_per_replica=2)
+    assert (options.replication_factor, options.replication) == (3, "popdist")
+    assert (options.Distributed.processId, options.Distributed.numProcesses) == (1, 2)
+    assert options.clone() == options
+    rows = poptorch.DataLoader(options, list(range(12)), batch_size=1)
+    assert [each.tolist() for each in rows] == [[6, 7, 8], [9, 10, 11]]
+    with pytest.raises(RuntimeError, match="`ipus_per_replica` is 1, and poprun was told of 2"):
+        popdist.poptorch.Options(ipus_per_replica=1)
+
+
+def test_a_single_process() -> None:
+    options = popdist.poptorch.Options()
+    assert (options.replication_factor, options.replication, options.Distributed.numProcesses) == (1, 1, 1)
+    setters: list[Any] = [
+        lambda: options.replicationFactor(2),
+        lambda: options.useIpuId(0),
+        lambda: options.Distributed.configureProcessId(0, 1),
+        lambda: options.Distributed.disable(),
+        lambda: options.Distributed.setEnvVarNames("A", "B"),
+    ]
+    for setter in setters:
+        with pytest.raises(RuntimeError, match="cannot be set, as `poprun` says how many processes"):
+            setter()

@@ -15,20 +15,9 @@ from popxl.tensor import Constant, Tensor
 from runtime.choice import Choice
 from runtime.effects import Channel
 from runtime.pieces import Entry, Key, Piece, Run, Step, Values, Way
+from runtime.repeats import spans
 from runtime.stacks import Stack
 from runtime.structure import Structure, structure_of
-
-TOGETHER = (4, 5, 3, 6, 7, 8)
-"""Calls that are alike and follow each other are one piece, so many at a time: the first of these numbers that leaves
-the fewest over, which are pieces of their own. The more, the less often XLA has to wait for the end of one before it
-begins the next; the fewer, the less there is to compile."""
-
-FEWEST, LONGEST = 4, 100
-"""Pieces that come in the same order at least so often are one piece, too, if there are not more of them: the gradient
-of a layer and the updates of its weights, say. One dispatch does what many small ones would."""
-
-SMALL = 300
-"""So many ops are soon compiled, whatever they repeat."""
 
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
@@ -207,40 +196,10 @@ class Steps:
         All that the pieces make is made by the group too, needed or not, so that programs share it: values between
         them live until its end.
         """
-        steps = self.steps
-        forms = [(step.form, step.place) if isinstance(step, Piece) else id(step) for step in steps]
-        sizes = [step.size if isinstance(step, Piece) else 0 for step in steps]
-        first = 0
-        while first < len(steps):
-            period, times = self._repeat(forms, sizes, first)
-            size = period if period > 1 else min(TOGETHER, key=lambda size: times % size)
-            grouped = first + (period * times // size * size if times > 1 else 0)
-            end = first + period * times
-            for start in range(first, grouped, size):
-                yield self._group(steps[start : start + size])
-            yield from steps[grouped:end]
-            first = end
-
-    def _repeat(self, forms: Sequence[Any], sizes: Sequence[int], first: int) -> tuple[int, int]:
-        """How many steps from here on are repeated, and how often they come: the most steps in all, in the shortest
-        period. (1, 1), if nothing is repeated that is worth it."""
-        best = (1, 1)
-        for period in range(1, min(LONGEST, (len(forms) - first) // FEWEST) + 1):
-            last = first + period
-            if self.steps[last - 1].place != self.steps[first].place:
-                break
-            if forms[last] != forms[first]:
-                continue
-            distinct = dict(zip(forms[first:last], sizes[first:last], strict=True))
-            if sum(sizes[first:last]) > max(SMALL, TOGETHER[0] * sum(distinct.values())):
-                continue
-            end = first
-            while end + period < len(forms) and forms[end] == forms[end + period]:
-                end += 1
-            times = (end - first) // period + 1
-            if times >= FEWEST and period * times >= max(2 * TOGETHER[0], best[0] * best[1] + 1):
-                best = (period, times)
-        return best
+        forms = [(step.form, step.place) if isinstance(step, Piece) else id(step) for step in self.steps]
+        sizes = [step.size if isinstance(step, Piece) else 0 for step in self.steps]
+        for first, count in spans(forms, sizes, [step.place for step in self.steps]):
+            yield self._group(self.steps[first : first + count]) if count > 1 else self.steps[first]
 
     def _group(self, pieces: Sequence[Any]) -> Piece:
         """Pieces that follow each other, as one."""

@@ -1,0 +1,66 @@
+"""Which steps of a plan are taken together: those that come again and again in the same order.
+
+A dispatch costs the host some time, and compiling the same steps once more costs more. So steps that are repeated are
+one piece, as many at a time as leaves the fewest over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+TOGETHER = (4, 5, 3, 6, 7, 8)
+"""Steps that are alike and follow each other are one piece, so many at a time: the first of these numbers that leaves
+the fewest over, which are pieces of their own. The more, the less often XLA has to wait for the end of one before it
+begins the next; the fewer, the less there is to compile."""
+
+FEWEST, LONGEST = 4, 100
+"""Steps that come in the same order at least so often are one piece, too, if there are not more of them: the gradient
+of a layer and the updates of its weights, say. One dispatch does what many small ones would."""
+
+SMALL = 300
+"""So many ops are soon compiled, whatever they repeat."""
+
+
+def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """All steps, taken together where that pays: the first of each piece, and how many they are.
+
+    Args:
+        forms: of each step; equal ones are compiled once.
+        sizes: how many ops XLA sees of each.
+        places: where each runs; a piece is in one place.
+
+    Example:
+        >>> list(spans("xabababab", [9] * 9, [0] * 9))
+        [(0, 1), (1, 2), (3, 2), (5, 2), (7, 2)]
+    """
+    first = 0
+    while first < len(forms):
+        period, times = _repeat(forms, sizes, places, first)
+        size = period if period > 1 else min(TOGETHER, key=lambda size: times % size)
+        grouped = first + (period * times // size * size if times > 1 else 0)
+        end = first + period * times
+        yield from ((start, size) for start in range(first, grouped, size))
+        yield from ((start, 1) for start in range(grouped, end))
+        first = end
+
+
+def _repeat(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int], first: int) -> tuple[int, int]:
+    """How many steps from here on are repeated, and how often they come: the most steps in all, in the shortest period.
+    (1, 1), if nothing is repeated that is worth it."""
+    best = (1, 1)
+    for period in range(1, min(LONGEST, (len(forms) - first) // FEWEST) + 1):
+        last = first + period
+        if places[last - 1] != places[first]:
+            break
+        if forms[last] != forms[first]:
+            continue
+        distinct = dict(zip(forms[first:last], sizes[first:last], strict=True))
+        if sum(sizes[first:last]) > max(SMALL, TOGETHER[0] * sum(distinct.values())):
+            continue
+        end = first
+        while end + period < len(forms) and forms[end] == forms[end + period]:
+            end += 1
+        times = (end - first) // period + 1
+        if times >= FEWEST and period * times >= max(2 * TOGETHER[0], best[0] * best[1] + 1):
+            best = (period, times)
+    return best

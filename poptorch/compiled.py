@@ -199,6 +199,7 @@ class Compiled:
             Result(program.spec(each).shape, program.count(each), label)
             for each, label in zip(returned, labels, strict=True)
         ]
+        options._Popart.apply(ir.options)
         if options.executable_cache is not None:
             ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
         return cls(

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+from pydantic import ValidationError
 
 import popxl
 from poptorch import enums, strategies
@@ -441,7 +442,12 @@ _SESSION_OPTIONS = frozenset(SessionOptions.model_fields) | frozenset(
 class _PopartOptions(OptionsDict):
     """Session options by their own names, for programs that reach below poptorch; `options._Popart`."""
 
-    options: dict[str, Any] = setting({}, "no effect here; a name that no session option has raises an Error", "set")
+    options: dict[str, Any] = setting(
+        {},
+        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`) have their effect there, and "
+        "others none; a name that no session option has raises an Error",
+        "set",
+    )
     patterns: dict[str, bool] = setting({}, NO_EFFECT, "setPatterns")
     patterns_level: int = setting(2, NO_EFFECT, "setPatterns")
     engine_options: dict[str, str] = setting(
@@ -493,6 +499,20 @@ class _PopartOptions(OptionsDict):
                     f"Session option {key!r} is {value!r}, a {type(value).__name__}; expected a bool, a number, a "
                     "string, an enum, or a list or dictionary of these."
                 )
+
+    def apply(self, to: SessionOptions) -> None:
+        """Set the options of an Ir that were set here, but for the number of replicas, which it knows.
+
+        Raises:
+            Error: if one does not take its value.
+        """
+        self.check()
+        for key, value in self.options.items():
+            if key in SessionOptions.model_fields and "replica" not in key.lower():
+                try:
+                    setattr(to, key, value)
+                except ValidationError as problem:
+                    raise Error(f"Session option {key!r} is {value!r}: {problem.errors()[0]['msg']}.") from None
 
 
 def _is_session_value(value: object) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch
 from poptorch import blocks
 from poptorch.ambient import (
     Ambient,
@@ -451,3 +452,36 @@ def test_an_example_of_the_guide() -> None:
                 with Block(f"phase{phase}_ipu{unit}"):
                     met.append(site())
     assert [(each.phase, each.stage, each.unit) for each in met[:4]] == [(0, 0, 0), (0, 1, 2), (1, 0, 1), (1, 1, 3)]
+
+
+# On several devices ---------------------------------------------------------------------------------------------------
+
+
+class TwoBlocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        with blocks.Block("first", ipu_id=0):
+            x = torch.relu(self.first(x))
+        with blocks.Block("second", ipu_id=1):
+            return torch.nn.functional.cross_entropy(self.second(x), labels)
+
+
+@pytest.mark.parametrize("strategy", [ShardedExecution, PipelinedExecution])
+def test_each_unit_is_a_device(strategy: Any) -> None:
+    """If there are several and the session options say so; the numbers are those of one device."""
+    found = []
+    for placement in ("several", "one"):
+        options = Options().setExecutionStrategy(strategy("first", "second")).useIpuModel(True)
+        options.Training.gradientAccumulation(4)
+        options._Popart.set("placement", placement)
+        torch.manual_seed(0)
+        model = TwoBlocks()
+        training = poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.1))
+        losses = [training(torch.randn(8, 5), torch.arange(8) % 3) for _ in range(3)]
+        assert training._executable.session.program.ipus == ((0, 1) if placement == "several" else (0,))
+        found.append([torch.stack(losses), *(p.detach().clone() for p in model.parameters())])
+    for several, one in zip(*found, strict=True):
+        torch.testing.assert_close(several, one)

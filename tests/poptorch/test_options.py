@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import popxl
 from poptorch import strategies
 from poptorch.blocks import MultiConv
 from poptorch.enums import (
@@ -154,7 +155,7 @@ def groups() -> dict[str, type[OptionsDict]]:
 @pytest.mark.parametrize("path, kind", [("", Options), *groups().items(), ("settings", TensorLocationSettings)])
 def test_each_method_sets_a_declared_setting(path: str, kind: type[OptionsDict]) -> None:
     by = {each.by for each in kind._declared().values() if isinstance(each, Setting)}
-    others = {"setEnvVarNames", "disable", "check", "appendToLocationExcludes", *NOT_SETTERS}
+    others = {"setEnvVarNames", "disable", "check", "apply", "appendToLocationExcludes", *NOT_SETTERS}
     assert methods(kind) - others == by
     if path != "settings":
         assert by - {"anchorTensor"} == {
@@ -412,6 +413,20 @@ def test_popart_values() -> None:
     options._Popart.set("convolutionOptions", {"a": object()})
     with pytest.raises(Error, match="Session option 'convolutionOptions' is .* a dict; expected a bool"):
         options._Popart.check()
+
+
+def test_options_of_the_ir() -> None:
+    """They have their effect, but for those that the Ir decides."""
+    options = Options()
+    for key, value in {"calledGraphs": "inlined", "replicatedGraphCount": 4, "decomposeGradSum": True}.items():
+        options._Popart.set(key, value)
+    ir = popxl.Ir()
+    options._Popart.apply(ir.options)
+    assert (ir.options.calledGraphs, ir.options.replicatedGraphCount) == ("inlined", 1)
+    assert ir.options.decomposeGradSum
+    options._Popart.set("placement", "somewhere")
+    with pytest.raises(Error, match="Session option 'placement' is 'somewhere': Input should be 'auto', 'several'"):
+        options._Popart.apply(ir.options)
 
 
 # Files

@@ -180,10 +180,10 @@ class PoplarExecutor:
         options = self._options
         ir = popxl.Ir(replication=options.replication)
         groups = {name: each.groups for name, each in self._grouped.items() if each.groups.count > 1}
-        if groups and ir.replication_factor != options.replication_factor:
+        if self._grouped and ir.replication_factor != options.replication_factor:
             raise NotImplementedError(
-                f"replicaGrouping: {', '.join(map(repr, groups))} differ(s) between replicas, of which other processes "
-                "have some. Run the program in one process, with `options.replicationFactor`."
+                f"replicaGrouping: {', '.join(map(repr, self._grouped))} has groups of replicas, of which other "
+                "processes have some. Run the program in one process, with `options.replicationFactor`."
             )
         groupings = {name: ir.replica_grouping(each.stride, each.size) for name, each in groups.items()}
         update, count = None, 0

@@ -297,7 +297,6 @@ class Session:
                 return
             try:
                 if exception is None and self.weights_to_host_on_exit:
-                    self.program.meet("the end of a session")
                     self.weights_to_host()
             finally:
                 self.detach()
@@ -442,9 +441,8 @@ class Session:
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
 
-        It is part of leaving a `with session:` block, and of `get_tensor_data` after a run. Of a program that several
-        processes run, and that changes variables which are not the same on all replicas, all of them have to do this:
-        then each has the values of all replicas. Otherwise one process may do it alone.
+        If several processes run the program, all have to do this: then each has the values of all replicas. It is part
+        of leaving a `with session:` block, and of `get_tensor_data` after a run.
         """
         if self._has_read_only_data():
             raise Exception(
@@ -464,8 +462,8 @@ class Session:
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
 
-        The array changes when the host copy does; copy it to keep it. If several processes run the program, one of them
-        may ask alone for a variable that is the same on all replicas; for others, all have to ask.
+        The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
+        ask, as for `weights_to_host`; one may then be the one that saves it.
 
         Raises:
             TypeError: for any other tensor.
@@ -490,12 +488,8 @@ class Session:
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
         with self._lock, self._ir.host_data_lock:
-            variables = [t for t in wanted if isinstance(t, Variable)]
-            if self.is_attached and self._host_is_stale and variables:
-                if self.program.can_read_alone(variables):
-                    self.program.download(alone=True)
-                else:
-                    self.weights_to_host()
+            if self.is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
+                self.weights_to_host()
             return {t: self._numbers(t) for t in wanted}
 
     def _numbers(self, t: Variable | Constant) -> np.ndarray:

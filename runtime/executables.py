@@ -93,8 +93,11 @@ def copied(array: jax.Array, sharding: Any) -> jax.Array:
     """
     if not array.is_fully_addressable:
         own = [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
-        shards = zip(array.addressable_shards, map(SingleDeviceSharding, own), strict=True)
-        parts = [copied(shard.data, there) for shard, there in shards]
+        memory = sharding.memory_kind
+        parts = [
+            copied(shard.data, SingleDeviceSharding(device, memory_kind=memory))
+            for shard, device in zip(array.addressable_shards, own, strict=True)
+        ]
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
     always = xla_client.ArrayCopySemantics.ALWAYS_COPY
     devices = [sharding._internal_device_list]

@@ -67,7 +67,7 @@ class Planned(Program):
         self.is_loaded = True
         self.device.loads(self)
 
-    def download(self, alone: bool = False) -> None:
+    def download(self) -> None:
         """They are there."""
 
     def run(self, feeds: tuple[Any, ...]) -> NoReturn:

@@ -15,7 +15,7 @@ from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, made_on
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, left_on, loop_kind
 from popxl.tensor import Constant, Tensor
 from runtime.lower import view_of
 
@@ -101,7 +101,7 @@ class Places:
 
     def home(self, t: Tensor) -> int:
         """The IPU to keep a stack on of what a tensor is in each turn."""
-        ipu = made_on(t)
+        ipu = left_on(t)
         return ipu if ipu in self.ipus else self.ipus[0]
 
     def landing(self, t: Tensor) -> int | None:

@@ -212,7 +212,7 @@ class Program:
         for i, ipu in enumerate(ipus):
             replicas = self.replicas
             if places is not None:
-                replicas = Replicas.of(self.replicas.local_count, self.device.jax_devices[i :: len(ipus)])
+                replicas = Replicas.of(self.replicas.local_count, self.device.jax_devices, len(ipus), i)
             slots = remote.sharding(replicas, self._options)
             yield ipu, Target(replicas, slots, self._options, self.transfers, self._wide)
 
@@ -559,46 +559,49 @@ class Program:
         parts = parts_of(v).of(array)
         return replicas.place(parts.reshape(replicas.count, *t.shape), replicas.sharding())
 
-    def meet(self, place: str) -> None:
-        """Wait until all processes that run the program are at this place."""
-        self.replicas.meet(place)
-
-    def download(self, alone: bool = False) -> None:
-        """Copy the values of all variables that the program changes from the device to the host. If all are alike on
-        all replicas, no other process is needed for it.
-
-        Args:
-            alone: copy only those that are alike.
-        """
+    def download(self) -> None:
+        """Copy the values of all variables that the program changes from the device to the host."""
         count = len(self._changed)
-        alike = set(filter(self._is_alike, self._changed))
-        if not alone and (len(alike) < count or self.stored_to):
-            self.meet("Session.weights_to_host")
+        if self._changed or self.stored_to:
+            self.replicas.meet("Session.weights_to_host")
         taken: list[_Taken] = []
         with self._precision():
             for t, value in zip(self._changed, self._state()[:count], strict=True):
                 replicas = self._target(t).replicas
-                if t in alike:
-                    taken.append(self._taken_from(self._held[t], replicas.fetched_once(value)))
-                elif not alone:
-                    taken.append(self._taken_from(self._held[t], replicas.fetched(value)))
+                one_will_do = self._is_one(t) and self._divided is None
+                fetched = replicas.fetched_once(value) if one_will_do else replicas.fetched(value)
+                taken.append(self._taken_from(self._held[t], fetched))
             for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
-                if vs and buffer in self.stored_to and not alone:
+                if vs and buffer in self.stored_to:
                     fetched = self._target(buffer).replicas.fetched(slots)
                     for v, array in remote.parts_in(buffer, vs, fetched).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
 
-    def can_read_alone(self, variables: Iterable[Variable]) -> bool:
-        """Whether other processes run the program, too, and are not needed for the values of these variables."""
-        apart = {self._held[t] for t in self._changed if not self._is_alike(t)}
-        apart.update(v for b in self.stored_to for v in self._in_buffers[b])
-        return self._divided is not None and apart.isdisjoint(variables)
-
-    def _is_alike(self, t: Tensor) -> bool:
-        """Whether what holds a variable is the same on all replicas, and wanted once."""
+    def _is_one(self, t: Tensor) -> bool:
+        """Whether what holds a variable is declared to be the same on all replicas, and its value is asked for once."""
         v = self._held[t]
         return v is t and v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
+
+    def read_here(self, variables: Sequence[Variable]) -> dict[Variable, np.ndarray] | None:
+        """Values of variables as the first replica of this process has them. Host copies stay as they are.
+
+        `None`, unless several processes run the program and none but this one is needed for it.
+        """
+        changed = {self._held[t]: (t, array) for t, array in zip(self._changed, self._state(), strict=False)}
+        elsewhere = {v for v, (t, _) in changed.items() if not self._is_one(t)}
+        elsewhere.update(v for b in self.stored_to for v in self._in_buffers[b])
+        if self._divided is None or not elsewhere.isdisjoint(variables):
+            return None
+
+        def value(v: Variable) -> np.ndarray:
+            if v not in changed:
+                return v.data
+            t, array = changed[v]
+            return to_host(self._target(t).replicas.fetched_once(array)[0].reshape(v.shape), v.dtype)
+
+        with self._precision():
+            return {v: value(v) for v in variables}
 
     def _taken_from(self, v: Variable, array: np.ndarray) -> _Taken:
         """What the replicas hold of a variable: its host copy to be, and the values on all replicas if these are

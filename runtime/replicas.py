@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -63,16 +64,20 @@ class Replicas:
     """
 
     @staticmethod
-    def of(count: int, devices: Sequence[Any]) -> Replicas:
+    def of(count: int, devices: Sequence[Any], ipus: int = 1, ipu: int = 0) -> Replicas:
         """So many replicas of one process on its devices; or, if there are devices of several, so many of each.
 
-        Of several processes there are as many devices each; if more than replicas, then the same number for each of
-        these, of which the first is taken.
+        Args:
+            count: how many a process drives.
+            devices: those of one process after the other.
+            ipus: how many devices each replica has: the first replica the first of its process, and so on.
+            ipu: which of them is meant.
         """
-        processes = len({device.process_index for device in devices})
-        if processes == 1:
-            return Replicas(count, devices)
-        return DividedReplicas(count * processes, devices[:: len(devices) // (count * processes)])
+        of_processes = [list(found) for _, found in groupby(devices, lambda device: device.process_index)]
+        chosen = [found[ipu::ipus][:count] for found in of_processes]
+        if len(chosen) == 1:
+            return Replicas(count, chosen[0])
+        return DividedReplicas(count * len(chosen), [device for found in chosen for device in found])
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
@@ -160,7 +165,7 @@ class Replicas:
         return np.asarray(array)
 
     def fetched_once(self, array: Array) -> np.ndarray:
-        """The same, as rows of numbers, of an array that all replicas have alike: only one of them is asked."""
+        """The same, as rows of numbers, of an array that all replicas have alike: of one device of this process."""
         if self.count == 1:
             return np.asarray(array).reshape(1, -1)
         first = np.asarray(array.addressable_shards[0].data)[:1]

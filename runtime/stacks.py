@@ -1,7 +1,7 @@
 """What a loop stacks, where the host goes through its turns: values that are carried, and written a part at a time.
 
 A loop of XLA stacks by itself. Where the turns are steps of the host, two ops do it that no graph has: one makes room
-before the loop; the other, at the end of each turn, writes what that turn gives. They run where it is made.
+before the loop; the other, at the end of each turn, writes what that turn gives. They run where that is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
 
     Args:
         loop: the loop.
-        home: gives the IPU that a tensor is made on.
+        home: gives the IPU that a tensor is on.
     """
     (graph,) = loop.called_graphs
     carried = loop.attributes["carried"]

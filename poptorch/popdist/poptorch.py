@@ -2,8 +2,11 @@
 
 Each process runs the program on its share of the rows, with its share of the replicas. The model is one: gradients are
 reduced over the replicas of all processes. Results are those of the process's own replicas. Every process has to begin
-with the same weights (`torch.manual_seed`) and to make the same calls. One of them may read the weights alone, to save
-them; buffers that each replica writes for itself need all.
+with the same weights (`torch.manual_seed`), to make the same calls, and to write the same weights: nobody compares.
+
+One process may read the weights alone, to save them. If the model writes buffers (batch norm, with
+`broadcastBuffers(False)`), call `model.copyWeightsToHost()` in all processes before. Of the executable cache
+nothing is used; `compileAndExport` and `save` are for programs of one process.
 
 Example:
     >>> import popdist.poptorch
@@ -14,7 +17,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import poptorch
 from poptorch.options import _DistributedOptions
@@ -59,6 +62,12 @@ class Options(poptorch.Options):
         processes.join()
         self._set(replication_factor=instance.num_local_replicas)
         self.Distributed._set(process_id=instance.instance_index, num_processes=instance.num_instances)
+
+    def _check(self, **values: Any) -> None:
+        count = (launched() or Instance()).num_local_replicas
+        if values.get("replication_factor", count) != count:
+            raise _set_by_poprun("replication_factor")
+        super()._check(**values)
 
     @property
     def replication(self) -> int | Literal["popdist"]:

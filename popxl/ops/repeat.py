@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from typing import Any, SupportsIndex
 
 from popxl import dtypes
@@ -146,13 +147,14 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 
 
 def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
-    """What a stack has of one turn. It is taken on the IPU that the tensor was made on, and stacked."""
-    with get_current_context().set(ipu_id=made_on(t)):
+    """What a stack has of one turn. It is taken on the IPU where the tensor was, and is stacked."""
+    ipu = left_on(t)
+    with nullcontext() if ipu is None else get_current_context().set(ipu_id=ipu):
         return gather(stack, turn)
 
 
-def made_on(t: Tensor) -> int:
-    """The IPU that a tensor is made on: in a graph that is called, if that has ops on several."""
+def left_on(t: Tensor) -> int | None:
+    """The IPU that the op leaves a tensor on which makes it: in a graph that is called, if that has ops on several."""
     op = t.origin.producer
     while op is not None and op.kind in (call_kind, loop_kind):
         if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:
@@ -160,7 +162,7 @@ def made_on(t: Tensor) -> int:
         first = EXTRA_OUTPUTS if op.kind is loop_kind else 0
         t = op.called_graphs[0].outputs[first + op.outputs.index(t.origin)]
         op = t.origin.producer
-    return 0 if op is None else op.ipu or 0
+    return None if op is None else op.location_of(t.origin)[0]
 
 
 def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -314,7 +314,8 @@ class _Differentiation:
                     "gradient, and this op cannot be carried out twice: move it out of the branch, or return what it "
                     "makes from both branches."
                 )
-            self.again[op] = op.again([self.read(u) for u in op.inputs])
+            with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+                self.again[op] = op.again([self.read(u) for u in op.inputs])
 
 
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:

@@ -1,5 +1,7 @@
 """PyTorch programs over several processes: `popdist.poptorch`."""
 
+# ruff: noqa: E402 - poptorch needs torch
+
 from __future__ import annotations
 
 import subprocess
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 import popdist.poptorch  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
 import poptorch
@@ -47,6 +49,10 @@ def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch
     assert options.clone() == options
     rows = poptorch.DataLoader(options, list(range(12)), batch_size=1)
     assert [each.tolist() for each in rows] == [[6, 7, 8], [9, 10, 11]]
+    model = poptorch.inferenceModel(torch.nn.Linear(2, 1), options)
+    model.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 3, poptorch.VariableRetrievalMode.OnePerGroup)
+    with pytest.raises(NotImplementedError, match="replicaGrouping: 'weight' has groups of replicas, of which other"):
+        model(torch.ones(3, 2))
     with pytest.raises(RuntimeError, match="`ipus_per_replica` is 1, and poprun was told of 2"):
         popdist.poptorch.Options(ipus_per_replica=1)
 
@@ -56,6 +62,7 @@ def test_a_single_process() -> None:
     assert (options.replication_factor, options.replication, options.Distributed.numProcesses) == (1, 1, 1)
     setters: list[Any] = [
         lambda: options.replicationFactor(2),
+        lambda: setattr(options, "replication_factor", 2),
         lambda: options.useIpuId(0),
         lambda: options.Distributed.configureProcessId(0, 1),
         lambda: options.Distributed.disable(),

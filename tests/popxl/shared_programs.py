@@ -198,23 +198,33 @@ def pipeline(replication: Replication, share: Share, placement: Any = "several")
     return known, {"out": np.moveaxis(np.asarray(own).reshape(3, -1, 2), 1, 0)}
 
 
-def read_by_one(replication: Replication, share: Share) -> Results:
-    """A variable that is the same everywhere is read by one process alone, on the way."""
+def several_ipus(replication: Replication, share: Share) -> Results:
+    """A buffer in the host's memory that two IPUs use; a third one is only in a branch, which replicas take alone."""
     ir = popxl.Ir(replication)
-    with ir.main_graph:
-        v = popxl.variable(np.float32([1, 2, 3]), name="v")
-        ops.add_(v, ops.collectives.replicated_all_reduce(v))
-        apart = popxl.variable(np.zeros(REPLICAS, np.float32), replica_grouping=ir.replica_grouping(group_size=1))
-        ops.add_(apart, popxl.constant(1.0))
-    found = []
+    ir.options.placement, ir.options.remoteBuffers = "several", "host"
+    rng = np.random.default_rng(7)
+    with ir.main_graph, popxl.in_sequence():
+        into, out = popxl.h2d_stream((3,), popxl.float32), popxl.d2h_stream((3,), popxl.float32)
+        buffer = popxl.remote_buffer((3,), popxl.float32, 1)
+        v = popxl.remote_variable(rng.normal(size=3).astype(np.float32), buffer, 0)
+        x = ops.host_load(into)
+
+        def far(x: popxl.Tensor) -> popxl.Tensor:
+            with popxl.ipu(2):
+                return ops.exp(x)
+
+        branches = ir.create_graph(far, x), ir.create_graph(ops.negate, x)
+        (y,) = ops.conditional(ops.cast(ops.sum(x), popxl.bool), *branches, [x], [x])
+        for ipu in (1, 0, 1):
+            with popxl.ipu(ipu):
+                t = ops.remote_load(buffer, 0)
+                ops.remote_store(buffer, 0, ops.sin(t) + ops.collectives.replicated_all_reduce(x))
+        ops.host_store(out, y)
     with popxl.Session(ir, "ipu_hw") as session:
-        for _ in range(3):
-            session.run()
-            if popdist.getInstanceIndex() == 0:
-                found.append(session.get_tensor_data(v).copy())
-    if found:
-        np.testing.assert_array_equal(found, [np.float32([1, 2, 3]) * (REPLICAS + 1) ** k for k in (1, 2, 3)])
-    return {"v": session.get_tensor_data(v), "apart": session.get_tensor_data(apart)}, {}
+        assert session.program.ipus == ((0, 1) if replication == "popdist" else (0,)), session.program.reason
+        data = share(rng.normal(size=(REPLICAS, 3)).astype(np.float32))
+        own = session.run({into: data.reshape(session.host_shape((3,)))})[out]
+    return {"v": session.get_tensor_data(v)}, {"out": np.asarray(own).reshape(-1, 3)}
 
 
 PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
@@ -226,21 +236,21 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "seeds": seeds,
     "other dtypes": other_dtypes,
     "alone": alone,
-    "read by one": read_by_one,
     "pipeline": pipeline,
+    "several IPUs": several_ipus,
     "pipeline on one device": lambda replication, share: pipeline(replication, share, "one"),
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     first, count = popdist.getReplicaIndexOffset(), popdist.getNumLocalReplicas()
     results: dict[str, np.ndarray] = {}
-    for name, program in PROGRAMS.items():
-        known, own = program("popdist", lambda data: data[first : first + count])
+    for name in names:
+        known, own = PROGRAMS[name]("popdist", lambda data: data[first : first + count])
         results |= {f"{name}/known/{key}": value for key, value in known.items()}
         results |= {f"{name}/own/{key}": value for key, value in own.items()}
     np.savez(folder / f"{popdist.getInstanceIndex()}.npz", **results)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

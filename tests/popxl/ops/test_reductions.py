@@ -28,7 +28,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
-        ((3, 96), 1),  # halves, down to six
+        ((3, 96), 1),  # halves, down to twelve
         ((3, 35), 1),  # no halves
         ((2, 5, 8), (1, 2)),
         ((512,), 0),

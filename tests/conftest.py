@@ -1,5 +1,6 @@
 """What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others."""
 
+import gc
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).parent
+
+gc.set_threshold(20_000, 20)  # programs are many small objects: by default, a tenth of the time goes to looking at them
 
 hypothesis.settings.register_profile("popxl", deadline=None, derandomize=True)  # the first example compiles
 hypothesis.settings.load_profile("popxl")

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -77,10 +78,10 @@ def line(name: str, config: Config, reference: Weights | None) -> tuple[list[str
     return [name, f"{loss:.6f}", difference, *times, *sizes], weights
 
 
-def table(config: Config) -> str:
-    """All variants, each with its costs on one replica."""
+def table(config: Config, names: Iterable[str] = tuple(VARIANTS)) -> str:
+    """Variants, each with its costs on one replica; the others are compared with the first."""
     rows, reference = [HEADER], None
-    for name in VARIANTS:
+    for name in names:
         progress(f"{name}: compiling")
         row, weights = line(name, config, reference)
         rows.append(row)

@@ -76,8 +76,7 @@ def both(case: Case, optimiser: str = "SGD", **ways: int) -> tuple[poptorch.Popl
     return poptorch.trainingModel(model, options, OPTIMISERS[optimiser](model)), reference
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "optimiser"), [("MLP", "SGD"), *((name, "AdamW") for name in CASES)])
 def test_step_by_step(name: str, optimiser: str) -> None:
     case = CASES[name]
     ours, reference = both(case, optimiser)
@@ -95,8 +94,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["MLP", "GPT", "BERT"])
+@pytest.mark.parametrize(("name", "way"), [*(("MLP", way) for way in WAYS), ("GPT", "all"), ("BERT", "all")])
 def test_ways(name: str, way: str) -> None:
     """Ten steps, each of which is dealt to micro-batches and replicas; several of them in one call."""
     case, ways = CASES[name], WAYS[way]

@@ -236,6 +236,27 @@ def gradients_of_a_loop() -> Any:
     return [*site.outputs, g]
 
 
+def gradients_of_a_conditional() -> Any:
+    """What a branch computed on two IPUs is computed again, there."""
+    x = popxl.variable(X * 0.1, name="x")
+
+    def grow(x: popxl.Tensor) -> popxl.Tensor:
+        with popxl.ipu(0):
+            y = ops.sin(x).copy_to_ipu(1)
+        with popxl.ipu(1):
+            return ops.ipu_copy(ops.exp(y), 0)
+
+    ir = popxl.gir()
+    grown, same = ir.create_graph(grow, x), ir.create_graph(lambda x: x * 2.0, x)
+    flag = ops.cast(ops.host_load(popxl.h2d_stream((), popxl.int32)), popxl.bool)
+    model = ir.create_graph(lambda x, flag: ops.conditional(flag, grown, same, [x], [x]), x, flag)
+    info = autodiff(model, grads_required=model.inputs[:1])
+    site = ops.call_with_info(model, x, flag)
+    (g,) = ops.call(info.graph, popxl.constant(X), inputs_dict=info.inputs_dict(site))
+    with popxl.ipu(1):
+        return [*site.outputs, g, ops.sin(g.copy_to_ipu(1))]
+
+
 def sums_over_ipus() -> Any:
     """A collective over the IPUs of a replica."""
     x = popxl.variable(X, name="x")
@@ -297,6 +318,7 @@ PROGRAMS = [
     nested_loops,
     a_conditional_on_two,
     gradients_of_a_loop,
+    gradients_of_a_conditional,
     sums_over_ipus,
 ]
 
@@ -499,6 +521,20 @@ def test_stacks_are_where_they_are_made() -> None:
     rooms = [(piece.place, piece.name) for piece in plan.pieces if "Stack" in piece.name]
     assert rooms == [(1, "StackRoom"), (0, "StackRoom"), (1, "StackTurn"), (0, "StackTurn")]
     assert [(p.place, p.name) for p in plan.pieces if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
+    for step, _ in plan._steps.all():
+        assert not any(result.shape == (3, *X.shape) for way in getattr(step, "ways", ()) for result, _ in way.returns)
+
+
+def test_a_gradient_is_where_its_loop_is() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.ipu(1):
+        x = popxl.variable(X, name="x")
+        turn = ir.create_graph(ops.sin, x)
+        model = ir.create_graph(lambda x: ops.repeat(turn, 3, x), x)
+        info = autodiff(model)
+        ops.call(info.graph, popxl.constant(X), inputs_dict=info.inputs_dict(ops.call_with_info(model, x)))
+    assert {op.ipu for graph in ir.graphs for op in graph.ops} == {1}
+    assert not is_placed(session_of(ir, "several"))
 
 
 @pytest.mark.parametrize(("elements", "placed"), [(100, False), (1000000, True)])
@@ -677,12 +713,12 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
         assert_same(name, array, values[1][name], 1e-4)
 
 
-@programs(60)
+@programs("0:40")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")
 
 
-@programs(30)
+@programs("0:20")
 def test_random_gradients(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of JAX, wherever the ops are."""
 

@@ -1,4 +1,7 @@
-"""poprun: starting instances, their output, and how one that fails ends the others. Nothing here may hang."""
+"""poprun: starting instances, their output, and how one that fails ends the others. Nothing here may hang.
+
+Most tests call what the command calls, see `poprun` in `conftest.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,11 @@ from popxl.distributed import Instance
 from popxl.errors import PopxlRuntimeError
 from runtime.poprun import GRACE
 from runtime.processes import Line
+from tests.popxl.conftest import Run
 
 ROOT = Path(__file__).parents[2]
 POPRUN = [sys.executable, "-m", "runtime.poprun"]
 LIMIT = 60  # seconds, after which a test gives up: far more than anything here takes
-
-
-def poprun(*arguments: str, program: str = "", environment: dict[str, str] | None = None) -> Any:
-    """Run poprun with a Python program, or with what the arguments say."""
-    command = [*POPRUN, *arguments]
-    if program:
-        command += [sys.executable, "-c", textwrap.dedent(program)]
-    path = {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, env=os.environ | path | (environment or {}), capture_output=True, text=True, timeout=LIMIT
-    )
 
 
 # Starting ------------------------------------------------------------------------------------------------------------
@@ -46,7 +39,7 @@ SAY_WHO = """
 """
 
 
-def test_each_instance_is_told_who_it_is() -> None:
+def test_each_instance_is_told_who_it_is(poprun: Run) -> None:
     done = poprun("--num-instances", "2", "--num-replicas", "6", "--ipus-per-replica=2", program=SAY_WHO)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[0] 0 2 0 6 2 None", "[1] 1 2 1 6 2 None"]
@@ -55,7 +48,7 @@ def test_each_instance_is_told_who_it_is() -> None:
     assert re.match("poprun: each of the 2 instances ran the program by itself", lines[2])
 
 
-def test_a_single_instance_by_default() -> None:
+def test_a_single_instance_by_default(poprun: Run) -> None:
     done = poprun(program=SAY_WHO)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 0 1 1 None\n", "problem\n")
 
@@ -69,17 +62,17 @@ def test_a_single_instance_by_default() -> None:
         ([], "before"),
     ],
 )
-def test_environment(options: list[str], said: str) -> None:
+def test_environment(poprun: Run, options: list[str], said: str) -> None:
     done = poprun("--num-instances=2", *options, program=SAY_WHO, environment={"SAID": "before"})
     assert {line.split()[-1] for line in done.stdout.splitlines()} == {said}
 
 
-def test_output_of_one_instance_without_tags() -> None:
+def test_output_of_one_instance_without_tags(poprun: Run) -> None:
     options = ("--num-instances=3", "--only-output-from-instance=2", "--no-tag-output")
     assert poprun(*options, program=SAY_WHO).stdout == "2 3 2 3 1 None\n"
 
 
-def test_output_is_shown_line_by_line() -> None:
+def test_output_is_shown_line_by_line(poprun: Run) -> None:
     """Also where lines are overwritten, as progress bars are, and where the last one has no end."""
     done = poprun("--num-instances=2", program="import sys; sys.stdout.write('1%\\r2%\\r\\nlast')")
     for number in "01":
@@ -87,7 +80,7 @@ def test_output_is_shown_line_by_line() -> None:
         assert f"{tag}1%\n{tag}2%\n{tag}last\n" in _of_instance(done.stdout, tag)
 
 
-def test_what_collectives_say_at_their_start_is_not_shown() -> None:
+def test_what_collectives_say_at_their_start_is_not_shown(poprun: Run) -> None:
     """Threads say it at once; of the numbers in the output only theirs are left out."""
     begin = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : "
     lines = ["3", f"{begin}3", f"{begin}{begin}3", "3", "3", f"[Gloo] Rank {begin}31", begin[13:], "3", "[Gloo] Rank x"]
@@ -95,7 +88,7 @@ def test_what_collectives_say_at_their_start_is_not_shown() -> None:
     assert done.stdout == "[1] 3\n[1] 3\n[1] 3\n[1] [Gloo] Rank x\n"
 
 
-def test_a_line_may_be_long() -> None:
+def test_a_line_may_be_long(poprun: Run) -> None:
     done = poprun("--num-instances=2", program="print('x' * 30_000_000)")
     assert sorted(line[:5] for line in done.stdout.splitlines()) == ["[0] x", "[1] x"]
     assert len(done.stdout) == 2 * len("[0] \n") + 60_000_000
@@ -116,7 +109,7 @@ def _of_instance(output: str, tag: str) -> str:
     return "".join(line + "\n" for line in output.splitlines() if line.startswith(tag))
 
 
-def test_options_without_meaning_here_are_accepted() -> None:
+def test_options_without_meaning_here_are_accepted(poprun: Run) -> None:
     options = ("--vv", "--vipu-partition=mine", "--num-ilds", "1", "--mpi-global-args=--tag-output", "--numa-aware=1")
     assert poprun(*options, program=SAY_WHO).returncode == 0
 
@@ -137,28 +130,34 @@ def test_options_without_meaning_here_are_accepted() -> None:
         ("--num-instances 2 --only-output-from-instance 2 true", "there is no such instance; their numbers are 0 to 1"),
     ],
 )
-def test_what_does_not_fit_together(arguments: str, message: str) -> None:
+def test_what_does_not_fit_together(poprun: Run, arguments: str, message: str) -> None:
     done = poprun(*arguments.split())
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_program_that_is_not_there() -> None:
+def test_a_program_that_is_not_there(poprun: Run) -> None:
     done = poprun("--num-instances=2", "surely-no-such-program")
     assert done.returncode == 127
     assert "poprun: 'surely-no-such-program' cannot be started" in done.stderr
 
 
-def test_help_shows_how_to_begin() -> None:
+def test_help_shows_how_to_begin(poprun: Run) -> None:
     done = poprun("--help")
     assert "poprun --num-instances 2 --num-replicas 8 python train.py" in done.stdout
 
 
-def test_other_machines(tmp_path: Path) -> None:
-    """By ssh; here one stands in for it that runs what it is told on this machine."""
+def test_other_machines(poprun: Run, tmp_path: Path) -> None:
+    """By ssh; here one stands in for it that runs what it is told on this machine, out of reach of what kills ssh."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nprintf "%s " "$1" "$2" "$3" >&2; eval "$4"\n')
+    there = f"""\
+        #!{sys.executable}
+        import subprocess, sys
+        print(*sys.argv[1:4], end=" ", file=sys.stderr, flush=True)
+        sys.exit(subprocess.run(["sh", "-c", sys.argv[4]], start_new_session=True).returncode)
+    """
+    ssh.write_text(textwrap.dedent(there))
     ssh.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     options = ("--num-instances=4", "--host", "near,far", "-x", "SAID=to all")
@@ -184,14 +183,17 @@ def test_other_machines(tmp_path: Path) -> None:
     """
     done = poprun("--num-instances=2", "--host", "localhost,far", program=program, environment=environment)
     assert done.returncode == 7
-    assert (tmp_path / "ended").exists()
+    deadline = time.monotonic() + LIMIT / 2
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < deadline, "the other has not heard of it"
+        time.sleep(0.05)
 
 
 # The line to the launcher --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["localhost", "far"])
-def test_only_instances_are_heard(host: str, tmp_path: Path) -> None:
+def test_only_instances_are_heard(poprun: Run, host: str, tmp_path: Path) -> None:
     """They know a secret, which is not in the command that starts them."""
     program = """
         import json, os, socket
@@ -263,44 +265,49 @@ TRAIN = """
 """
 
 
-def train(what: str, *options: str) -> tuple[Any, str]:
+@pytest.fixture
+def train(poprun: Run) -> Run:
     """Two instances train until something happens. Returns how that ended, and what poprun says of it."""
-    program = textwrap.dedent(TRAIN).replace("{what}", textwrap.dedent(what))
-    begin = time.monotonic()
-    done = poprun("--num-instances=2", "--num-replicas=4", "--timeout=20", *options, program=program)
-    assert time.monotonic() - begin < LIMIT / 2
-    return done, done.stderr.splitlines()[-1]
+
+    def train(what: str, *options: str) -> tuple[Any, str]:
+        program = textwrap.dedent(TRAIN).replace("{what}", textwrap.dedent(what))
+        begin = time.monotonic()
+        done = poprun("--num-instances=2", "--num-replicas=4", "--timeout=20", *options, program=program)
+        assert time.monotonic() - begin < LIMIT / 2
+        return done, done.stderr.splitlines()[-1]
+
+    return train
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_instance_is_killed(who: int) -> None:
+def test_an_instance_is_killed(train: Run, who: int) -> None:
     done, said = train(f"def in_the_third_run(*_): me == {who} and os.kill(os.getpid(), 9)")
     assert done.returncode == 128 + signal.SIGKILL
     assert said == f"poprun: instance {who} was killed by SIGKILL; the others are stopped."
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_instance_raises(who: int) -> None:
+def test_an_instance_raises(train: Run, who: int) -> None:
     done, said = train(f"def in_the_third_run(*_): 1 / (me - {who})")
     assert done.returncode == 1
     assert said == f"poprun: instance {who} failed with exit code 1; the others are stopped."
     assert f"[{who}] ZeroDivisionError" in done.stderr
 
 
-def test_an_instance_exits() -> None:
+def test_an_instance_exits(train: Run) -> None:
     done, said = train("def in_the_third_run(*_): me == 1 and sys.exit(3)")
     assert done.returncode == 3
     assert said == "poprun: instance 1 failed with exit code 3; the others are stopped."
 
 
-def test_the_first_instance_exits_while_another_waits_for_it() -> None:
+def test_the_first_instance_exits_while_another_waits_for_it(train: Run) -> None:
     done, said = train("def in_the_third_run(*_): me == 0 and sys.exit(3)", "--timeout=4")
     assert done.returncode == 3
     assert "instance 0 failed with exit code 3" in said
     assert "Instances waited at the end of the program: instance 1 did not come within 4 seconds" in said
 
 
-def test_an_instance_never_comes() -> None:
+def test_an_instance_never_comes(train: Run) -> None:
     done, said = train("def before_joining(): me == 1 and time.sleep(1000)", "--timeout=6")
     assert done.returncode == 1
     assert "instance 0 failed with exit code 1; the others are stopped." in said
@@ -308,13 +315,13 @@ def test_an_instance_never_comes() -> None:
     assert "popxl.errors.PopxlRuntimeError: popdist: instance 0 is at the start of the program" in done.stderr
 
 
-def test_an_instance_ends_before_it_comes() -> None:
+def test_an_instance_ends_before_it_comes(train: Run) -> None:
     done, said = train("def before_joining(): me == 0 and sys.exit(0)")
     assert done.returncode == 1
     assert "instance 0 has ended with exit code 0, and will not come." in said
 
 
-def test_instances_that_do_different_things() -> None:
+def test_instances_that_do_different_things(train: Run) -> None:
     """Only one reads a variable, for which all are needed: neither waits for ever."""
     what = """
     def in_the_third_run(session, v):
@@ -326,7 +333,7 @@ def test_instances_that_do_different_things() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_instances_that_run_unequally_often(who: int) -> None:
+def test_instances_that_run_unequally_often(poprun: Run, who: int) -> None:
     program = f"""
         import popdist, popxl
         from popxl import ops
@@ -344,19 +351,19 @@ def test_instances_that_run_unequally_often(who: int) -> None:
         assert f"Instance {index} is at Session.weights_to_host after {runs}" in done.stderr.splitlines()[-1]
 
 
-def test_jax_has_been_used_before() -> None:
+def test_jax_has_been_used_before(train: Run) -> None:
     done, _ = train("def before_joining(): import jax; jax.devices()")
     assert done.returncode == 1
     assert "If JAX has been used before, call `popdist.init()` at the beginning" in done.stderr
 
 
-def test_too_few_devices() -> None:
+def test_too_few_devices(train: Run) -> None:
     done, _ = train("", "-x", "POPXL_CPU_DEVICES=1")
     assert done.returncode == 1
     assert "this process drives 2 replicas and has 1 cpu device(s)" in done.stderr
 
 
-def test_a_device_object_is_of_one_process() -> None:
+def test_a_device_object_is_of_one_process(train: Run) -> None:
     what = """
     import popart
     def before_joining():
@@ -370,7 +377,7 @@ def test_a_device_object_is_of_one_process() -> None:
     assert "stands for devices of this process only, and others run the program, too" in done.stderr
 
 
-def test_a_program_that_knows_nothing_of_instances() -> None:
+def test_a_program_that_knows_nothing_of_instances(poprun: Run) -> None:
     program = """
         import popxl
         ir = popxl.Ir(replication=2)
@@ -385,7 +392,7 @@ def test_a_program_that_knows_nothing_of_instances() -> None:
     assert "poprun: each of the 2 instances ran the program by itself" in done.stderr
 
 
-def test_a_session_over_processes_is_not_saved() -> None:
+def test_a_session_over_processes_is_not_saved(train: Run) -> None:
     done, _ = train("def in_the_third_run(session, v): session.save('never.session')")
     assert "Session.save: the program runs over several processes" in done.stderr
 
@@ -404,7 +411,7 @@ def test_all_are_stopped_at_once() -> None:
     assert time.monotonic() - begin < 2 * GRACE
 
 
-def test_an_instance_that_has_ended_may_be_waited_for() -> None:
+def test_an_instance_that_has_ended_may_be_waited_for(poprun: Run) -> None:
     program = "import os, sys, time; time.sleep(2 * (os.environ['POPDIST_INSTANCE_INDEX'] == '0'))"
     done = poprun("--num-instances=2", "--timeout=0.3", program=program)
     assert done.returncode == 0

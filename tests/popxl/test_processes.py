@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,22 @@ import popxl
 from popxl import ops
 from popxl.distributed import Instance, launched
 from popxl.errors import PopxlError
+from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
 
-ROOT = Path(__file__).parents[2]
+IN_MANY = ("training", "grouped variables", "sharded variables", "seeds", "pipeline")
+"""Programs to run in more than two processes; the others differ from these in what each process does by itself."""
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_the_numbers_of_one_process(processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processes", "names"), [(2, tuple(PROGRAMS)), (4, IN_MANY)], ids=["2", "4"])
+def test_the_numbers_of_one_process(processes: int, names: tuple[str, ...], poprun: Run, tmp_path: Path) -> None:
     """What is known to all, every process has; what replicas stored, the process that drives them."""
-    command = [sys.executable, "-m", "runtime.poprun", "--num-instances", str(processes), "--timeout", "60"]
-    command += ["--num-replicas", str(REPLICAS), sys.executable, "-m", "tests.popxl.shared_programs", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    options = (f"--num-instances={processes}", f"--num-replicas={REPLICAS}", "--timeout=60")
+    done = poprun(*options, sys.executable, "-m", "tests.popxl.shared_programs", str(tmp_path), *names, limit=150)
     assert done.returncode == 0, done.stderr
     results = [np.load(tmp_path / f"{index}.npz") for index in range(processes)]
-    for name, program in PROGRAMS.items():
-        known, own = program(REPLICAS, lambda data: data)
+    for name in names:
+        known, own = PROGRAMS[name](REPLICAS, lambda data: data)
         assert known
         for key, value in known.items():
             for found in results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from typing import Any
@@ -139,7 +140,7 @@ def test_memory_of_deep_graphs(ir: popxl.Ir) -> None:
     with ir.main_graph:
         x = popxl.variable(np.ones(6), popxl.float32)
         graph = ir.create_graph(lambda t: t * 2, x)
-        for _ in range(1500):
+        for _ in range(sys.getrecursionlimit() + 100):
             graph = ir.create_graph(lambda t: ops.call(graph, t)[0], x)  # noqa: B023
         ops.call(graph, x)
     assert ir.memory().temporaries == 24

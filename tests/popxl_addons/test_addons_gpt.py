@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -71,6 +72,58 @@ def check_each(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], at
         np.testing.assert_allclose(found[name], array, rtol=0, atol=atol, err_msg=name)
 
 
+# What the programs are ------------------------------------------------------------------------------------------------
+
+
+def calls_of(session: Training, part: str) -> list[int]:
+    """For each graph of a program with this in its name, how often it is called."""
+    return [len(graph.call_sites) for graph in session.ir.graphs if part in graph.name]
+
+
+def blocks_are_written_out(session: Training) -> None:
+    assert calls_of(session, "Block") == []
+
+
+def blocks_are_one_graph(session: Training) -> None:
+    assert calls_of(session, "Block") == [4, 4]  # forwards and backwards
+
+
+def little_is_kept(session: Training) -> None:
+    """What goes into each layer, instead of what is inside of it."""
+    assert session_of("outlined", CONFIG).report.memory.temporaries > 2 * session.report.memory.temporaries
+
+
+def weights_are_divided(session: Training) -> None:
+    variables = session.state.fwd
+    assert variables.table.shape_on_host == (4, 16, 16)
+    assert variables.layers[0].attention.out.weight.shape_on_host == (4, 4, 16)
+    assert variables.layers[0].feed_forward.up.bias.shape_on_host == (4, 16)
+    assert variables.layers[0].norm1.weight.shape_on_host == (16,)
+
+
+def weights_are_in_remote_memory(session: Training) -> None:
+    stored = (*session.state.fwd.values_flat(), *session.state.optim.values_flat())
+    assert all(v.location_info.isRemote() for v in stored)
+    memory = session.report.memory
+    assert memory.variables == 8  # only the seed stays
+    assert memory.buffers + memory.buffers_on_host > sum(4 * v.nelms for v in stored)
+
+
+def there_are_four_stages(session: Training) -> None:
+    assert len(calls_of(session, "pipeline_stage")) == 4
+
+
+PROGRAMS: dict[str, Callable[[Training], None]] = {
+    "plain": blocks_are_written_out,
+    "outlined": blocks_are_one_graph,
+    "recomputed": little_is_kept,
+    "tensor parallel": weights_are_divided,
+    "phased": weights_are_in_remote_memory,
+    "pipelined": there_are_four_stages,
+}
+"""What is true of the programs."""
+
+
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
@@ -90,12 +143,16 @@ def in_torch() -> Result:
 def test_the_same_as_in_torch(in_torch):
     """The loss and every gradient, and what ten steps of AdamW make of the weights."""
     check(trained("plain"), in_torch, LOSS_OF_TORCH)
+    PROGRAMS["plain"](session_of("plain", CONFIG))
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
 def test_the_same_numbers(name):
+    """And the program, which takes long to compile, is what it is to be."""
     loss = LOSS_OF_TORCH if name == "tensor parallel" else LOSS  # nothing is added in its loss, as in torch
     check(trained(name), trained(REFERENCE.get(name, "plain")), loss)
+    if name in PROGRAMS:
+        PROGRAMS[name](session_of(name, CONFIG))
 
 
 def test_it_learns():
@@ -156,43 +213,3 @@ def test_phases_drop_the_same_elements_forwards_and_backwards():
             loss_at({name: w + k * step / slope * gradients[name] for name, w in weights.items()}) for k in (1, -1)
         )
     np.testing.assert_allclose((there - back) / (2 * step), slope, rtol=1e-2)  # terms of the third order are left
-
-
-# What the programs are ------------------------------------------------------------------------------------------------
-
-
-def calls_of(name: str, part: str) -> list[int]:
-    """For each graph of the program with this in its name, how often it is called."""
-    return [len(graph.call_sites) for graph in session_of(name, CONFIG).ir.graphs if part in graph.name]
-
-
-def test_outlined_blocks_are_one_graph():
-    assert calls_of("plain", "Block") == []
-    assert calls_of("outlined", "Block") == [4, 4]  # forwards and backwards
-
-
-def test_what_recomputed_layers_keep():
-    """What goes into each layer, instead of what is inside of it."""
-    temporaries = [session_of(name, CONFIG).report.memory.temporaries for name in ("outlined", "recomputed")]
-    assert temporaries[0] > 2 * temporaries[1]
-
-
-def test_parallel_weights_are_divided():
-    variables = session_of("tensor parallel", CONFIG).state.fwd
-    assert variables.table.shape_on_host == (4, 16, 16)
-    assert variables.layers[0].attention.out.weight.shape_on_host == (4, 4, 16)
-    assert variables.layers[0].feed_forward.up.bias.shape_on_host == (4, 16)
-    assert variables.layers[0].norm1.weight.shape_on_host == (16,)
-
-
-def test_phased_weights_are_in_remote_memory():
-    session = session_of("phased", CONFIG)
-    stored = (*session.state.fwd.values_flat(), *session.state.optim.values_flat())
-    assert all(v.location_info.isRemote() for v in stored)
-    memory = session.report.memory
-    assert memory.variables == 8  # only the seed stays
-    assert memory.buffers + memory.buffers_on_host > sum(4 * v.nelms for v in stored)
-
-
-def test_the_pipeline_has_four_stages():
-    assert len(calls_of("pipelined", "pipeline_stage")) == 4

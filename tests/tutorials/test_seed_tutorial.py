@@ -153,7 +153,6 @@ def torchvision_module(train: Digits, test: Digits, to_tensor: Callable) -> Modu
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
 def printed() -> str:
     """What the program prints. One epoch over the few training digits is short, so they are there 16 times over."""
     train, test = sklearn_digits()
@@ -173,28 +172,20 @@ def printed() -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("schedule", [LINEAR, NET, OUTLINED], ids=["linear", "nested", "outlined"])
-def test_schedules(printed: str, schedule: str) -> None:
-    name = schedule.splitlines()[0]
-    found = printed[printed.index(name) :]
-    assert found[: len(schedule)] == schedule
-
-
-def test_keys(printed: str) -> None:
-    assert [line for line in printed.splitlines() if line.startswith("dict_keys")] == [NET_KEYS, OUTLINED_KEYS]
-
-
-def test_collections(printed: str) -> None:
+def test_what_is_printed() -> None:
+    """Schedules, keys, collections and the accuracy. (One test, as the program takes long.)"""
+    text = printed()
+    for schedule in (LINEAR, NET, OUTLINED):
+        found = text[text.index(schedule.splitlines()[0]) :]
+        assert found[: len(schedule)] == schedule
+    assert [line for line in text.splitlines() if line.startswith("dict_keys")] == [NET_KEYS, OUTLINED_KEYS]
     for name in ("bias", "weight"):
         shape = {"bias": "(32,)", "weight": "(4, 32)"}[name]
-        assert re.search(rf"'layer1\.{name}': \w+\[{name} popxl\.dtypes\.float32 {re.escape(shape)}\]", printed)
-    assert printed.index("layer1.bias") < printed.index("layer1.weight") < printed.index("layer2.bias")
-    assert "[bias__t0 popxl.dtypes.float32 (32,)]" in printed
-    assert "[weight__t1 popxl.dtypes.float32 (4, 32)]" in printed
-
-
-def test_accuracy(printed: str) -> None:
-    assert "Epoch 1/1" in printed
-    last = printed.splitlines()[-1]
+        assert re.search(rf"'layer1\.{name}': \w+\[{name} popxl\.dtypes\.float32 {re.escape(shape)}\]", text)
+    assert text.index("layer1.bias") < text.index("layer1.weight") < text.index("layer2.bias")
+    assert "[bias__t0 popxl.dtypes.float32 (32,)]" in text
+    assert "[weight__t1 popxl.dtypes.float32 (4, 32)]" in text
+    assert "Epoch 1/1" in text
+    last = text.splitlines()[-1]
     assert (match := re.fullmatch(r"Accuracy on test set: (\d+\.\d\d)%", last)), last
     assert float(match[1]) > 90

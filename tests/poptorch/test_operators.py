@@ -43,10 +43,10 @@ def test_float16(family: str) -> None:
 
 
 def with_news(rows: list[Row]) -> Iterator[Row]:
-    """The rows with an operator that no row before them has."""
-    known: set[tuple[str, str]] = set()
+    """The rows with an operator, or the gradient of one, that no row before them has."""
+    known: set[tuple[str, str, bool]] = set()
     for row in rows:
-        operators = {(node.op, node.overload) for node in captured(row)[0].nodes}
+        operators = {(node.op, node.overload, row.gradient) for node in captured(row)[0].nodes}
         if not operators <= known:
             yield row
         known |= operators

@@ -506,7 +506,6 @@ class _PopartOptions(OptionsDict):
         Raises:
             Error: if one does not take its value.
         """
-        self.check()
         for key, value in self.options.items():
             if key in SessionOptions.model_fields and "replica" not in key.lower():
                 try:

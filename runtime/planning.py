@@ -16,7 +16,6 @@ from runtime.choice import Choice
 from runtime.effects import Channel
 from runtime.pieces import Entry, Key, Piece, Run, Step, Values, Way
 from runtime.repeats import spans
-from runtime.stacks import Stack
 from runtime.structure import Structure, structure_of
 
 WORTHWHILE = 100_000
@@ -61,6 +60,8 @@ class Steps:
         is_whole: bool = False,
     ) -> None:
         self._choice = choice
+        ops = tuple(ops)
+        self._stacks = {op: stacks for op in ops if (stacks := choice.stacks(op))}
         spelled_out = tuple(self._spelled_out(ops))
         self._made_of = storages(spelled_out)
         self._kept = tuple(kept)
@@ -92,11 +93,8 @@ class Steps:
 
     def _spelled_out(self, ops: Iterable[Op]) -> Iterator[Op]:
         """The ops, and before each loop that is entered what makes room for its stacks."""
-        self._stacks: dict[Op, tuple[Stack, ...]] = {}
         for op in ops:
-            if stacks := self._choice.stacks(op):
-                self._stacks[op] = stacks
-                yield from (stack.room for stack in stacks)
+            yield from (stack.room for stack in self._stacks.get(op, ()))
             yield op
 
     def _cut(self, ops: Iterable[Op]) -> Iterator[Piece | Entry]:

@@ -588,10 +588,12 @@ class Program:
 
         `None`, unless several processes run the program and none but this one is needed for it.
         """
+        if self._divided is None:
+            return None
         changed = {self._held[t]: (t, array) for t, array in zip(self._changed, self._state(), strict=False)}
         elsewhere = {v for v, (t, _) in changed.items() if not self._is_one(t)}
         elsewhere.update(v for b in self.stored_to for v in self._in_buffers[b])
-        if self._divided is None or not elsewhere.isdisjoint(variables):
+        if not elsewhere.isdisjoint(variables):
             return None
 
         def value(v: Variable) -> np.ndarray:

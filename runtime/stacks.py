@@ -1,6 +1,6 @@
 """What a loop stacks, where the host goes through its turns: values that are carried, and written a part at a time.
 
-A loop of XLA stacks by itself. Where the turns are steps of the host, two ops do it that no graph has: one makes room
+A loop of XLA stacks by itself. Where the turns are steps of the host, two ops that no graph has do it: one makes room
 before the loop; the other, at the end of each turn, writes what that turn gives. They run where that is.
 """
 
@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 
 from popxl.op import Op, OpKind
+from popxl.ops.host import init_kind
 from popxl.ops.repeat import EXTRA_OUTPUTS
 from popxl.tensor import Tensor
 
-room_kind = OpKind(
-    "StackRoom",
-    lambda *, spec: jnp.zeros(spec.shape, spec.dtype.as_jax()),
-    shape=lambda *, spec: spec,
-    gradient=None,
-)
 turn_kind = OpKind(
     "StackTurn",
     lambda stack, value, turn: lax.dynamic_update_index_in_dim(stack, value, turn, 0),
@@ -52,7 +46,7 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
     stacks = []
     for result, value in zip(loop.outputs[carried:], graph.outputs[EXTRA_OUTPUTS + carried :], strict=True):
         at = home(value)
-        room = _beside(loop, at, room_kind, (), (result,), spec=result.spec)
+        room = _beside(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
         stacks.append(Stack(result, room, _beside(loop, at, turn_kind, (result, value, graph.inputs[0]), ())))
     return tuple(stacks)
 

@@ -21,7 +21,7 @@ from popxl.tensor import Tensor
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
 
-_init = OpKind(
+init_kind = OpKind(
     "Init",
     lambda *, spec, init_type: jnp.zeros(spec.shape, spec.dtype.as_jax()),
     shape=lambda *, spec, init_type: spec,
@@ -115,7 +115,7 @@ def init(
     if min(sizes, default=0) < 0:
         raise ValueError(f"init: `shape` is {sizes}; sizes are not negative.")
     spec = TensorSpec(sizes, dtype, () if meta_shape is None else integers(meta_shape, "init: `meta_shape`"))
-    return _init(spec=spec, init_type=init_type, results=(name,))
+    return init_kind(spec=spec, init_type=init_type, results=(name,))
 
 
 def host_load(h2d_stream: HostToDeviceStream, name: str | None = None) -> Tensor:
@@ -137,7 +137,7 @@ def host_load(h2d_stream: HostToDeviceStream, name: str | None = None) -> Tensor
     """
     _check_stream("host_load", h2d_stream, HostToDeviceStream)
     name = name or h2d_stream.tensor.name
-    buffer = _init(spec=h2d_stream.spec, init_type="undef", results=(f"{name}_init",))
+    buffer = init_kind(spec=h2d_stream.spec, init_type="undef", results=(f"{name}_init",))
     return host_load_kind(buffer, stream=h2d_stream, results=(f"{name}_hostload",))
 
 

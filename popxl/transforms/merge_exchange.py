@@ -16,7 +16,7 @@ from popxl.dependencies import dependencies
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.exchange import Part, multi_exchange_kind
-from popxl.ops.host import _init as init_kind
+from popxl.ops.host import init_kind
 
 __all__ = ["io_tile_exchange", "merge_exchange"]
 

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
 
 
+def _seed() -> None:
+    np.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:  # tests without it do not wait for its import
+        torch.manual_seed(0)
+
+
+def pytest_collectstart() -> None:
+    """What modules draw as they are imported does not depend on which others were imported before them."""
+    _seed()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    np.random.seed(0)
+    _seed()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from popxl.aliasing import callees_first, reachable, written_inputs
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
+from popxl.kept import kept
 from popxl.nesting import Nested, done
 from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
@@ -38,7 +39,6 @@ from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of
-from runtime.kept import kept
 from runtime.replicas import Replicas
 
 Array = Any

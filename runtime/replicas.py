@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from popxl.kept import kept
 from runtime import processes
-from runtime.kept import kept
 
 Array = Any
 

@@ -17,6 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
+from popxl.kept import computed_once
 from popxl.ops.precision import widened
 
 Table = NDArray[np.int32]
@@ -100,36 +101,46 @@ def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
     One axis after the other, the last one first: so the first of the first row is found.
     """
     sizes = input.shape[-axes:]
-    places = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
-    for axis, table in reversed(list(enumerate(_tables(sizes, **how), input.ndim - axes))):
-        if table.shape[1] > LONG:
-            input, places = (jnp.take(t, table, axis) for t in (input, places))
-            nth = jnp.argmax(input, axis + 1, keepdims=True)
-            input, places = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, places))
-            continue
-        (best, found), *others = ([_read(t, column, axis) for t in (input, places)] for column in table.T)
-        for other, there in others:
-            is_larger = (other > best) | (jnp.isnan(other) & ~jnp.isnan(best))
-            best, found = jnp.where(is_larger, other, best), jnp.where(is_larger, there, found)
-        input, places = best, found
-    return input, places
+
+    @computed_once
+    def largest(input: Any) -> tuple[Any, Any]:
+        places = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
+        for axis, table in reversed(list(enumerate(_tables(sizes, **how), input.ndim - axes))):
+            if table.shape[1] > LONG:
+                input, places = (jnp.take(t, table, axis) for t in (input, places))
+                nth = jnp.argmax(input, axis + 1, keepdims=True)
+                input, places = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, places))
+                continue
+            (best, found), *others = ([_read(t, column, axis) for t in (input, places)] for column in table.T)
+            for other, there in others:
+                is_larger = (other > best) | (jnp.isnan(other) & ~jnp.isnan(best))
+                best, found = jnp.where(is_larger, other, best), jnp.where(is_larger, there, found)
+            input, places = best, found
+        return input, places
+
+    return largest(input)
 
 
 def _to_largest(g: Any, places: Any, *, shape: tuple[int, ...], axes: int, **how: Any) -> Any:
     """Each position reads what comes to it, from the windows that see it: many times faster than scattering."""
     sizes, rank, dtype = shape[-axes:], len(shape), g.dtype
-    g, own = widened(g), jnp.arange(math.prod(sizes)).reshape(sizes)
     readers = [_readers(table, size) for table, size in zip(_tables(sizes, **how), sizes, strict=True)]
-    if math.prod(each.shape[1] for each in readers) > LONG:
-        for axis, each in reversed(list(enumerate(readers, rank - axes))):
-            g = jnp.take(g, each, axis, mode="fill", fill_value=0)
-            places = jnp.take(places, each, axis, mode="fill", fill_value=-1)
-        own = jnp.expand_dims(own, tuple(range(1, 2 * axes, 2)))
-        return jnp.where(places == own, g, 0).sum(range(rank - axes + 1, rank + axes, 2)).astype(dtype)
-    pairs = [(g, places)]
-    for axis, each in enumerate(readers, rank - axes):
-        pairs = [(_read(g, at, axis, 0), _read(places, at, axis, -1)) for g, places in pairs for at in each.T]
-    return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
+
+    @computed_once
+    def gradient(g: Any, places: Any) -> Any:
+        g, own = widened(g), jnp.arange(math.prod(sizes)).reshape(sizes)
+        if math.prod(each.shape[1] for each in readers) > LONG:
+            for axis, each in reversed(list(enumerate(readers, rank - axes))):
+                g = jnp.take(g, each, axis, mode="fill", fill_value=0)
+                places = jnp.take(places, each, axis, mode="fill", fill_value=-1)
+            own = jnp.expand_dims(own, tuple(range(1, 2 * axes, 2)))
+            return jnp.where(places == own, g, 0).sum(range(rank - axes + 1, rank + axes, 2)).astype(dtype)
+        pairs = [(g, places)]
+        for axis, each in enumerate(readers, rank - axes):
+            pairs = [(_read(g, at, axis, 0), _read(places, at, axis, -1)) for g, places in pairs for at in each.T]
+        return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
+
+    return gradient(g, places)
 
 
 _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)

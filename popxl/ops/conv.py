@@ -9,17 +9,16 @@ looked at; running it says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from string import ascii_lowercase
 from typing import Any
 
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct, lax
+from jax import ShapeDtypeStruct
 
 from popxl import dtypes
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
+from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
-from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
 from popxl.shapes import integer, integers
 from popxl.spec import TensorSpec
@@ -111,87 +110,6 @@ def _check_steps(**sequences: tuple[int, ...]) -> None:
             raise PopxlError(f"`{name}` is {steps}; expected numbers of 1 or more.")
 
 
-def _convolved(
-    name: str,
-    t: Any,
-    weight: Any,
-    sizes: Sequence[int],
-    pads: Sequence[tuple[int, int]],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    spread: Sequence[int] | None = None,
-) -> Any:
-    """The convolution of arrays, in float32, or float64 where that is what there is.
-
-    It is written with the channels last, as that is the one form for which XLA has quick code on CPUs; within loops
-    and kept calls it does not find that form by itself (with 64 channels it then takes twenty times as long).
-
-    Args:
-        name: of the op, for errors.
-        t, weight: of shape (N, C, d, ...) and (M, C / groups, k, ...).
-        sizes: what the spatial sizes of the result are.
-        pads, strides, dilation: for each spatial axis.
-        groups: of channels.
-        spread: how far the elements of `t` are apart; zeros lie between them.
-    """
-    if t.ndim != weight.ndim:
-        raise PopxlError(f"{name}: `t` has rank {t.ndim} and `weight` has rank {weight.ndim}; expected the same.")
-    if min(sizes) < 1:
-        raise PopxlError(
-            f"{name}: the result would have the spatial sizes {tuple(sizes)}; expected positive ones. Pad more, or "
-            "crop less."
-        )
-    wide = wide_dtype(t, weight)
-    # Halves are multiplied exactly by units too that are quicker, as they leave out some digits of float32.
-    narrow = t.dtype == weight.dtype == jnp.float16
-    n = t.ndim - 2
-    last, axes = (0, *range(2, n + 2), 1), ascii_lowercase[:n]
-    result = lax.conv_general_dilated(
-        t.astype(wide).transpose(last),
-        weight.astype(wide).transpose(*range(2, n + 2), 1, 0),
-        strides,
-        pads,
-        spread,
-        dilation,
-        (f"N{axes}C", f"{axes}IO", f"N{axes}C"),
-        groups,
-        precision=lax.Precision.HIGH if narrow else lax.Precision.HIGHEST,
-    )
-    return result.transpose(0, n + 1, *range(1, n + 1))
-
-
-def _transposed(
-    name: str,
-    t: Any,
-    weight: Any,
-    sizes: Sequence[int],
-    begins: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Any:
-    """What a convolution is the gradient of, and has as its own: every element of `t` puts the kernel into the result.
-
-    It is a convolution of `t` with zeros between its elements: with the flipped kernel, its channels exchanged by
-    group.
-
-    Args:
-        name, t, dilation: as for `_convolved`.
-        weight: of shape (channels of `t`, channels of the result / groups, k, ...).
-        sizes: the spatial sizes of the result.
-        begins: how many positions are cropped before each axis of the result.
-        strides: between what neighbours put there.
-    """
-    channels, depth, *kernel = weight.shape
-    grouped = weight.reshape(groups, channels // groups, depth, *kernel).swapaxes(1, 2)
-    flipped = jnp.flip(grouped.reshape(depth * groups, channels // groups, *kernel), range(2, weight.ndim))
-    ends = [size - s * (d - 1) - 1 + b for size, s, d, b in zip(sizes, strides, t.shape[2:], begins, strict=False)]
-    reaches = [step * (k - 1) for step, k in zip(dilation, kernel, strict=False)]
-    pads = [(reach - begin, end) for reach, begin, end in zip(reaches, begins, ends, strict=False)]
-    return _convolved(name, t, flipped, sizes, pads, (1,) * len(pads), dilation, groups, strides)
-
-
 def _declared(
     name: str, lowering: Callable[..., Any], shape: Callable[..., tuple[int, ...]], gradient: Mapping[str, Any]
 ) -> tuple[OpKind, OpKind]:
@@ -260,40 +178,33 @@ def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, 
     return (t.shape[0], filters, *(w.count for w in _conv_windows(t, weight, **how)))
 
 
+def _steps(windows: Sequence[Windows], dilation: tuple[int, ...]) -> Steps:
+    return Steps(
+        pads=[(w.begin, w.end) for w in windows],
+        strides=[w.stride for w in windows],
+        dilation=_fitted(dilation, len(windows), 1),
+        spread=(1,) * len(windows),
+        sizes=[w.count for w in windows],
+    )
+
+
 def _conv_lowering(t: Any, weight: Any, *, dilation: tuple[int, ...], groups: int, **how: Any) -> Any:
     windows = _conv_windows(t, weight, dilation=dilation, **how)
-    return _convolved(
-        "conv",
-        t,
-        weight,
-        [w.count for w in windows],
-        [(w.begin, w.end) for w in windows],
-        [w.stride for w in windows],
-        _fitted(dilation, len(windows), 1),
-        groups,
-    )
+    return convolved("conv", t, weight, _steps(windows, dilation), groups)
 
 
 def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], dilation: Any, groups: int, **how: Any) -> Any:
     windows = _conv_windows(ShapeDtypeStruct(shape, g.dtype), weight, dilation=dilation, **how)
     begins, strides = [w.begin for w in windows], [w.stride for w in windows]
-    return _transposed("conv", g, weight, shape[2:], begins, strides, _fitted(dilation, len(windows), 1), groups)
+    return transposed("conv", g, weight, shape[2:], begins, strides, _fitted(dilation, len(windows), 1), groups)
 
 
 def _weights_gradient(
     g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, dilation: Any, groups: int, **how: Any
 ) -> Any:
-    """A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels.
-
-    `shape` and `dtype` are those of the weight.
-    """
+    """`shape` and `dtype` are those of the weight."""
     windows = _conv_windows(t, ShapeDtypeStruct(shape, t.dtype), dilation=dilation, **how)
-    batch, channels, *sizes = t.shape
-    grouped = t.reshape(batch, groups, channels // groups, *sizes)
-    turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(channels // groups, groups * batch, *sizes)
-    pads = [(w.begin, w.stride * (w.count - 1) + w.reach - w.size - w.begin) for w in windows]
-    strides, steps = _fitted(dilation, len(windows), 1), [w.stride for w in windows]
-    return _convolved("conv", turned, g.swapaxes(0, 1), shape[2:], pads, strides, steps, groups).swapaxes(0, 1)
+    return weights_gradient("conv", g, t, shape, _steps(windows, dilation), groups)
 
 
 _conv_data_grad = OpKind(
@@ -489,7 +400,7 @@ def _conv_transpose_lowering(t: Any, weight: Any, *, groups: int, **how: Any) ->
     n = t.ndim - 2
     crops = _crops(t, weight, groups=groups, **how)
     begins, sizes = [b for b, _, _ in crops], [size for _, _, size in crops]
-    return _transposed("conv_transpose", t, weight, sizes, begins, _fitted(how["stride"], n, 1), (1,) * n, groups)
+    return transposed("conv_transpose", t, weight, sizes, begins, _fitted(how["stride"], n, 1), (1,) * n, groups)
 
 
 def _conv_of(g: Any, t: Any, weight: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from popxl.errors import PopxlError
+from popxl.kept import computed_once
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
@@ -107,13 +108,18 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
     So ties get what they should, and a window of 3 x 3 costs two passes of 3.
     """
     windows = _windows(t, **how)
-    stages = [t]
-    for axis, along in windows.items():
-        stages.append(_largest(stages[-1], {axis: along}))
-    g = g.astype(wide_dtype(g))
-    for (axis, along), x, largest in reversed(list(zip(windows.items(), stages, stages[1:], strict=False))):
-        g = _to_largest(g, x, largest, axis, along)
-    return g
+
+    @computed_once
+    def gradient(g: Any, t: Any) -> Any:
+        stages = [t]
+        for axis, along in windows.items():
+            stages.append(_largest(stages[-1], {axis: along}))
+        g = g.astype(wide_dtype(g))
+        for (axis, along), x, largest in reversed(list(zip(windows.items(), stages, stages[1:], strict=False))):
+            g = _to_largest(g, x, largest, axis, along)
+        return g
+
+    return gradient(g, t)
 
 
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:

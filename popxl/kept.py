@@ -1,4 +1,5 @@
-"""Calls that XLA keeps. It inlines calls otherwise, and compiles the same function anew for each."""
+"""Calls that XLA keeps. It inlines calls otherwise, and compiles the same function anew for each, and computes it too
+where it can."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 
@@ -24,5 +26,17 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         with set_xla_metadata(inlineable="false"):
             return compiled(*arguments)
+
+    return call
+
+
+def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays whose results XLA computes once, on CPUs. It computes what is made of elements anew for
+    each that reads it, which is quicker for a few operations, and not for many."""
+    compiled = kept(function)
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        return lax.platform_dependent(*arguments, cpu=compiled, default=function)
 
     return call

@@ -104,6 +104,14 @@ def to_device(array: NDArray[Any], dtype: dtypes.dtype) -> NDArray[Any]:
     return array.view(dtype.as_jax()) if dtype.is_float8 else array
 
 
+def in_transit(dtype: dtypes.dtype) -> Any:
+    """The dtype of the device arrays that streams and remote buffers are: those of float8 hold its bytes.
+
+    XLA's CPU compiler rounds small numbers of one of the formats when it slices them in a loop.
+    """
+    return np.dtype(np.uint8) if dtype.is_float8 else dtype.as_jax()
+
+
 def to_host(array: NDArray[Any], dtype: dtypes.dtype) -> NDArray[Any]:
     """View what came from a device as the array that users see; the opposite of `to_device`. Nothing is copied."""
     return array.view(dtype.as_numpy()) if dtype.is_float8 else array

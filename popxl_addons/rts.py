@@ -137,12 +137,12 @@ def all_gather_replica_sharded_graph(
         >>> whole.w.shape
         (2, 3)
     """
-    if replica_groups is not None and (missing := [n for n in tensors.keys_flat() if n not in replica_groups]):
+    groups = dict.fromkeys(tensors.keys_flat()) if replica_groups is None else replica_groups.to_dict()
+    if missing := [name for name in tensors.keys_flat() if name not in groups]:
         raise KeyError(f"all_gather_replica_sharded_graph: `replica_groups` has no grouping for {missing}.")
 
     def gathered(name: str, t: popxl.Tensor) -> popxl.Tensor:
-        group = None if replica_groups is None else replica_groups[name]
-        return gather_replica_sharded_tensor(t, use_io_tiles, group)
+        return gather_replica_sharded_tensor(t, use_io_tiles, groups[name])
 
     return graph_over("all_gather", tensors, gathered)
 

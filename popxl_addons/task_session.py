@@ -111,10 +111,9 @@ class TaskSession(popxl.Session):
     def run(
         self, inputs: Mapping[popxl.HostToDeviceStream, HostScalarTensor] | None = None, downcast_inputs: bool = True
     ) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
-        """As `popxl.Session.run`, and counted in ``session_state["steps"]``."""
-        outputs = super().run(inputs, downcast_inputs)
+        """As `popxl.Session.run`, and counted in ``session_state["steps"]``, before it runs."""
         self.session_state["steps"] = self.session_state.get("steps", 0) + 1
-        return outputs
+        return super().run(inputs, downcast_inputs)
 
     def add_session_state_info(self, info: dict[str, Any]) -> None:
         """Add facts, such as JSON knows, to `session_state`."""
@@ -173,7 +172,8 @@ class TaskSession(popxl.Session):
         The directory is replaced when everything has been written: an interruption at any moment leaves the old
         checkpoint or the new one. In a directory that exists the files of a checkpoint are replaced, and others stay.
         Then the oldest checkpoint that this session has written is deleted, if there are now more than
-        `max_checkpoints`; so there has to be room for one more.
+        `max_checkpoints`; so there has to be room for one more. The data loader, too, writes to the new directory, whose
+        name is another one until then.
 
         Of several processes that run the program, all have to call this, and the first one writes. If others are to
         read the checkpoint at once, wait for it (``popdist.synchronize()``).
@@ -215,30 +215,27 @@ class TaskSession(popxl.Session):
 
         Args:
             checkpoint_dir: as for `save_checkpoint`.
-            report_missing: what to do about names of the state, keys of `session_state`, and a position for the data
-                loader, that are in the checkpoint or in the session only: ``"none"`` leaves them alone, ``"warn"`` says
-                so in the log, ``"error"`` raises.
+            report_missing: what to do about names of the state, and keys of `session_state`, that are in the checkpoint
+                or in the session only: ``"none"`` leaves them alone, ``"warn"`` says so in the log, ``"error"`` raises.
             skip_memmap: without effect. The raw files of memory-mapped variables are never read here: copy them with
                 `initialise_memmap_dir_from_checkpoint` before the program is built.
 
         Raises:
             ValueError: if shapes or dtypes differ, or files are damaged; with ``"error"``, for all that is missing.
-            FileNotFoundError: if there is no checkpoint.
+            FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
         place = os.fspath(checkpoint_dir)
         with checkpoint.located(place) as directory:
             info = checkpoint.read_info(directory)
             position = directory / checkpoint.LOADER
-            differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), " (session_state)")
-            if self._dataloader is not None and not position.exists():
-                differences.append(f"state keys not in checkpoint: {position.name}")
+            differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
             arrays = checkpoint.read_arrays(directory)
             maps = {path.name for path in (directory / checkpoint.MODEL).glob("*")}
             values = self._matched(
                 f"TaskSession.load_checkpoint, from `{place}`", "Checkpoint", arrays, report_missing, differences, maps
             )
-            if self._dataloader is not None and position.exists():
+            if self._dataloader is not None:
                 self._dataloader.resume(filename=str(position))
                 if hasattr(self._dataloader, "get_state"):
                     _log.info("The data loader goes on at %s.", self._dataloader.get_state())
@@ -383,10 +380,11 @@ def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
 
 def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:
     sides = {
-        f"{source} keys not in state{where}": stored - present,
-        f"state keys not in {source.lower()}{where}": present - stored,
+        f"{source} keys not in state": stored - present,
+        f"state keys not in {source.lower()}": present - stored,
     }
-    return [f"{text}: {', '.join(sorted(names))}" for text, names in sides.items() if names]
+    of = f" (of `{where}`)" if where else ""
+    return [f"{text}: {', '.join(sorted(names))}{of}" for text, names in sides.items() if names]
 
 
 def _is_mapped_to(array: np.ndarray, names: AbstractSet[str]) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import logging
 import re
+import sys
 import time
 from collections import Counter
 from collections import OrderedDict as _OrderedDict
@@ -21,8 +22,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 E = TypeVar("E", bound=Hashable)
 
-# Whether Weights & Biases is there to be told; it is imported when there is something to tell, since it is slow.
-WANDB_IMPORTED = importlib.util.find_spec("wandb") is not None
+WANDB_IMPORTED = "wandb" in sys.modules or importlib.util.find_spec("wandb") is not None
+"""Whether Weights & Biases was there when this was imported. It is imported when there is something to tell."""
 
 _logger = logging.getLogger(__name__)
 
@@ -138,12 +139,15 @@ def timer(title: str | None = None, log_to_wandb: bool = True) -> Iterator[None]
     yield
     minutes = (time.perf_counter() - start) / 60
     _logger.info("%s: %.2f mins", f"{title} duration" if title else "Duration", minutes)
-    if log_to_wandb and title and WANDB_IMPORTED:
+    if log_to_wandb and title:
         _add_to_wandb_summary(title.lower().replace(" ", "_") + "_mins", minutes)
 
 
 def _add_to_wandb_summary(key: str, value: float) -> None:
-    import wandb
+    try:
+        import wandb
+    except ImportError:
+        return
 
     run = getattr(wandb, "run", None)  # a folder `wandb` of earlier runs can be imported, too
     if run is not None:

@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 
 from popxl.aliasing import callees_first, reachable
+from popxl.dtypes import dtype as dtype_
+from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
@@ -60,12 +62,13 @@ class Channels:
         transfers, position = self._channels[stream]
         self._channels[stream] = (transfers, position + 1)
         if isinstance(position, int):
-            return transfers[min(position, transfers.shape[0] - 1)]
-        return lax.dynamic_index_in_dim(transfers, position, keepdims=False)
+            return arrived(transfers[min(position, transfers.shape[0] - 1)], stream.dtype)
+        return arrived(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
 
     def store(self, stream: Stream, value: Array) -> None:
         """Make a value the next element of a stream."""
         transfers, position = self._channels[stream]
+        value = sent(value, stream.dtype)
         if isinstance(position, int) and transfers.shape[0] == 1:
             transfers = value[None]
         else:
@@ -123,6 +126,16 @@ class Channels:
     def stepping(self, streams: Sequence[Channel]) -> Stepping:
         """The streams as a loop uses them."""
         return Stepping(self, streams)
+
+
+def sent(value: Array, dtype: dtype_) -> Array:
+    """A tensor as streams and remote buffers hold it."""
+    return lax.bitcast_convert_type(value, in_transit(dtype)) if dtype.is_float8 else value
+
+
+def arrived(value: Array, dtype: dtype_) -> Array:
+    """A tensor, of what streams and remote buffers hold; the opposite of `sent`."""
+    return lax.bitcast_convert_type(value, dtype.as_jax()) if dtype.is_float8 else value
 
 
 def _carried(stream: Channel, array: Array, position: Position) -> Any:

@@ -21,14 +21,14 @@ from jax.experimental import checkify
 
 from popxl.aliasing import reachable, storages, written_inputs, written_tensors
 from popxl.errors import PopxlError
-from popxl.fp8_utils import to_device
+from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.op import REFUSED, VJP, Op
 from popxl.spec import TensorSpec, brief
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
 from popxl.transforms.rule_graph import RuleGraph, rule_graph
-from runtime.effects import FAILURE, Channel, Channels, channels_of, transfers_of
+from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent, transfers_of
 from runtime.lower import Lowering, as_declared
 
 Array = Any
@@ -282,14 +282,17 @@ class _MainFunction(GraphFunction):
         channels = Channels(
             {
                 FAILURE: (jnp.asarray(FAILURE.start), 0),
-                **{s: (values[s.tensor.name].reshape(self._transfers, *s.shape), 0) for s in self._loads},
-                **{s: (jnp.zeros((self._transfers, *s.shape), s.dtype.as_jax()), 0) for s in self._stores},
+                **{
+                    s: (sent(values[s.tensor.name], s.dtype).reshape(self._transfers, *s.shape), 0) for s in self._loads
+                },
+                **{s: (jnp.zeros((self._transfers, *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
             }
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
         environment = self._lowering.run(self.graph.ops, state, channels)
         self._check(channels)
-        fetched = {s.tensor.name: channels.transfers(s).reshape(self._host_shape(s)) for s in self._stores}
+        stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
+        fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
         return fetched, {v.name: environment.values[v] for v in self._variables if v.name in self.written}
 
 

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from popxl.errors import PopxlRuntimeError
-from popxl.fp8_utils import to_host
+from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import to_numpy
+from runtime.effects import sent
 from runtime.program import Program
 
 
@@ -51,7 +52,7 @@ class HostArrays:
         self._program = program
         self._inputs = frozenset(program.inputs)
         self._is_refused = any(count > program.transfers for count in program.counts.values())
-        self._expected = tuple((s, program.host_shape(s), s.dtype.as_jax()) for s in program.inputs)
+        self._expected = tuple((s, program.host_shape(s), in_transit(s.dtype)) for s in program.inputs)
 
     # In -------------------------------------------------------------------------------------------------------------
 
@@ -90,8 +91,10 @@ class HostArrays:
             return array
         if array.dtype == np.int64 and dtype == np.int32:
             return array.astype(np.int32)
-        if array.dtype == host_dtype or (host_dtype.names and array.dtype == np.uint8):
-            return np.ascontiguousarray(array).view(dtype)  # float8, as its bytes
+        if stream.dtype.is_float8 and array.dtype == stream.dtype.as_jax() and isinstance(array, jax.Array):
+            return sent(array, stream.dtype)
+        if array.dtype in (host_dtype, stream.dtype.as_jax()):
+            return np.ascontiguousarray(array).reshape(array.shape).view(dtype)  # float8, as its bytes
         raise PopxlRuntimeError(
             f"Session.run: the array for {stream} has the dtype {getattr(value, 'dtype', array.dtype)}; expected "
             f"{host_dtype}. Pass `array.astype(np.{host_dtype})`."

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from popxl.fp8_utils import to_device
+from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.nesting import Nested
 from popxl.op import Op
@@ -233,7 +233,7 @@ class Piece(Step):
         def transfers(c: Stream | Failure) -> Any:
             if isinstance(c, Failure):
                 return spec(c.shape, c.start.dtype)
-            return spec((target.transfers, *c.shape), c.dtype.as_jax())
+            return spec((target.transfers, *c.shape), in_transit(c.dtype))
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):

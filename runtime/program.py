@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from popxl.aliasing import reachable, storages, written_tensors
 from popxl.dtypes import dtype
 from popxl.errors import ApplicationRuntimeError, PopxlError, PopxlRuntimeError
-from popxl.fp8_utils import to_device, to_host
+from popxl.fp8_utils import in_transit, to_device, to_host
 from popxl.ir import Ir
 from popxl.nesting import Nested, done
 from popxl.remote_buffer import RemoteBuffer
@@ -381,7 +381,7 @@ class Program:
             if isinstance(channel, Failure):
                 return jnp.asarray(channel.start)
             shape = (self.transfers, *channel.shape)
-            return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, channel.dtype.as_jax())
+            return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, in_transit(channel.dtype))
 
         return tuple((transfers(channel), 0) for channel in channels)
 
@@ -418,7 +418,7 @@ class Program:
     def _feeds(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
         sharding = replicas.sharding(self._axis)
         return tuple(
-            jax.ShapeDtypeStruct(self._shape_of_all(s), s.dtype.as_jax(), sharding=sharding)
+            jax.ShapeDtypeStruct(self._shape_of_all(s), in_transit(s.dtype), sharding=sharding)
             for s in self.inputs
             if s in channels
         )

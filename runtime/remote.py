@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from popxl.aliasing import reachable
 from popxl.errors import PopxlError
-from popxl.fp8_utils import to_device
+from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
@@ -26,7 +26,7 @@ from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.sharding import parts_of
 from popxl.tensor import Constant, Variable
-from runtime.effects import Channels
+from runtime.effects import Channels, arrived, sent
 from runtime.lower import Environment, Lowering, meaning
 from runtime.replicas import AXIS, Replicas
 
@@ -55,18 +55,19 @@ def _load_inplace(lowering: Lowering, op: Op, environment: Environment, channels
 def _store(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Overwrite a slot with the tensor."""
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
-    slots, value = channels.slots(buffer), environment.read(op.inputs[0])
+    slots, value = channels.slots(buffer), sent(environment.read(op.inputs[0]), buffer.tensor_dtype)
     if jax.typeof(slots).memory_space is not jax.memory.Space.Device:
         value = jax.device_put(value, jax.typeof(slots).memory_space)
     channels.set_slots(buffer, lax.dynamic_update_index_in_dim(slots, value, offset, 0))
 
 
 def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
-    slots = channels.slots(op.attributes["buffer"])
+    buffer = op.attributes["buffer"]
+    slots = channels.slots(buffer)
     slot = lax.dynamic_index_in_dim(slots, _offset(op, environment), keepdims=False)
     if jax.typeof(slots).memory_space is not jax.memory.Space.Device:
         slot = jax.device_put(slot, jax.memory.Space.Device)
-    return slot
+    return arrived(slot, buffer.tensor_dtype)
 
 
 def _offset(op: Op, environment: Environment) -> Array:
@@ -109,7 +110,7 @@ def sharding(replicas: Replicas, options: SessionOptions) -> Any:
 
 def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
     """The array of a buffer, for lowering: the slots of all replicas. `where` is what `sharding` says."""
-    shape, dtype = (buffer.entries, *buffer.tensor_shape), buffer.tensor_dtype.as_jax()
+    shape, dtype = (buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
     return jax.ShapeDtypeStruct(replicas.shape(shape), dtype, sharding=where)
 
 
@@ -143,15 +144,16 @@ def filled(
     variables = tuple(variables)
     if len({v.location_info.entry for v in variables}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
-    shape, dtype = (replicas.count, buffer.entries, *buffer.tensor_shape), buffer.tensor_dtype.as_jax()
+    shape, dtype = (replicas.count, buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
     slots = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before)).reshape(shape)
     for v in variables:
         parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
-        slots[:, v.location_info.entry] = parts.astype(dtype).reshape(replicas.count, *buffer.tensor_shape)
+        parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
+        slots[:, v.location_info.entry] = parts.reshape(replicas.count, *buffer.tensor_shape)
     return replicas.place(slots.reshape(replicas.shape(shape[1:])), where)
 
 
 def parts_in(buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray) -> dict[Variable, np.ndarray]:
     """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
-    fetched = slots.reshape(-1, buffer.entries, buffer.slot_nelms)
+    fetched = slots.view(buffer.tensor_dtype.as_jax()).reshape(-1, buffer.entries, buffer.slot_nelms)
     return {v: fetched[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}

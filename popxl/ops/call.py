@@ -134,7 +134,8 @@ class CallSiteInfo:
             self.op.modified |= {i}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}[{self.op!r} of {self.called_graph.title}]"
+        called = " and ".join(graph.title for graph in self.op.called_graphs)
+        return f"{type(self).__name__}[{self.op!r} of {called}]"
 
 
 def _at(tensors: tuple[Tensor, ...], position: int, what: str, idx: int) -> Tensor:
@@ -420,7 +421,8 @@ def _flattened(values: Iterable[Any]) -> Iterable[Any]:
 def _array(value: Any, wanted: Tensor) -> np.ndarray:
     """The numbers of a constant for a graph input."""
     try:
-        if value is None or isinstance(value, str) or np.size(value) == 0:
+        is_empty = np.size(value) == 0 and getattr(value, "shape", None) != wanted.shape
+        if value is None or isinstance(value, str) or is_empty:
             raise ValueError("it holds no numbers")
         return to_numpy(value, wanted.dtype)
     except (ValueError, TypeError) as problem:

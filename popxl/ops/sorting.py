@@ -46,6 +46,8 @@ def _search(name: str, function: Any, which: str) -> Search:
     kind = OpKind(f"Arg{which.capitalize()}", lowering, shape=shape, result=f"{name}_out", gradient=None)
 
     def op(t: Tensor, dim: int = 0, keepdim: bool = False) -> Tensor:
+        if keepdim is None:
+            raise TypeError(f"{name}: `keepdim` must be True or False; got None.")
         return kind(t, dim=integer(dim, f"{name}: `dim`"), keepdim=bool(keepdim))
 
     largest = {"max": "largest", "min": "smallest"}[which]
@@ -63,7 +65,7 @@ def _search(name: str, function: Any, which: str) -> Search:
 
     Raises:
         PopxlError: if there is no such dimension.
-        TypeError: if `dim` is no integer.
+        TypeError: if `dim` is no integer, or `keepdim` is `None`.
 
     See also: `numpy.{name}`, `torch.{name}`.
 

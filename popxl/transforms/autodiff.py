@@ -16,6 +16,7 @@ from popxl.context import get_current_context
 from popxl.create import constant
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.log import Logger
 from popxl.nesting import Nested, done
 from popxl.op import REFUSED, Op
 from popxl.ops.call import call_kind
@@ -33,6 +34,8 @@ from popxl.transforms.grad_graph_info import (
 from popxl.transforms.op_gradient import Forward, gradients, passes
 
 __all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "autodiff", "make_grad_graph_info"]
+
+_log = Logger("ir")
 
 
 def autodiff(
@@ -86,6 +89,8 @@ def autodiff(
                         f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}. Name tensors of the graph "
                         "itself, such as those of `graph.inputs` and `graph.outputs`."
                     )
+        if inner := [t.name for t in provided if t not in graph.outputs]:
+            _log.warn(f"autodiff: {', '.join(inner)} of `grads_provided` are no outputs of {graph.title}.")
         _refuse_modifying_ops(graph, infos)
         with graph.ir.undone_on_failure():
             _bring_calls_up_to_date(graph)
@@ -223,6 +228,9 @@ class _Differentiation:
         for t in activations:
             if t not in known:
                 self.forward_graph.add_output(t)
+        read = {t for op in self.graph.ops for t in op.inputs} | set(outputs)
+        if unused := [t.name for t in self.graph.inputs[:count] if self.complete and t not in read]:
+            _log.warn(f"autodiff: {', '.join(unused)} are not used by {self.graph.title}.")
         info = make_grad_graph_info(
             self.forward_graph,
             self.graph,

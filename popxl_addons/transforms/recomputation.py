@@ -9,6 +9,7 @@ from popxl import ops
 from popxl.aliasing import reachable
 from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.utils import suffix_graph_name
 
 __all__ = ["add_recompute_inputs", "recompute_graph"]
 
@@ -40,7 +41,7 @@ def recompute_graph(grad_graph: GraphWithNamedArgs) -> GraphWithNamedArgs:
     info, grad = grad_graph.grad_graph_info, grad_graph.graph
     forward = info.forward_graph
     _refuse_streams(forward)
-    graph = forward.ir.create_empty_graph(f"{forward.name}_bwd_recomp")
+    graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph:
         inputs = add_recompute_inputs(info)
         of = {connection: t for t, connection in inputs.items()}

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl_addons import utils
 from popxl_addons.utils import (
     OrderedDict,
     WeightsDict,
@@ -96,7 +95,6 @@ def test_timer_logs_no_duration_after_an_exception(caplog):
 
 def test_timer_tells_wandb(monkeypatch):
     summary = {}
-    monkeypatch.setattr(utils, "WANDB_IMPORTED", True)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(summary=summary)))
     with timer("Graph Building"):
         pass

@@ -55,7 +55,8 @@ class Table:
         return [cls(columns, found[:LONGEST]), *more] if found else []
 
     def _aligned_right(self) -> list[bool]:
-        return [all(cell[:1].isdigit() or not cell for cell in column) for column in zip(*self.rows, strict=True)]
+        columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.columns)
+        return [all(cell[:1].isdigit() or not cell for cell in column) for column in columns]
 
     def text(self) -> str:
         """The table as lines."""

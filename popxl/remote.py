@@ -223,6 +223,9 @@ def replica_sharded_variable(
         raise
     v.location_info = LocationInfo(buffer, 0, sharded=True)
     v.piece = v.graph.new_tensor(f"{v.name}_rts_remote_loaded", buffer.spec, scoped=False)
+    here = get_current_context()
+    v.kept_at(here.ipu_id, here.io_tile_set)
+    v.piece.bound_to(v)  # so it is where the variable is
     return v, v.piece
 
 

@@ -94,7 +94,7 @@ class Session:
     def _prepare(self, ir: Ir, device_desc: str | Device, weights_to_host_on_exit: bool, ready: Ready | None) -> None:
         if not isinstance(ir, Ir):
             raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
-        if not ir.main_graph.ops:
+        if not ir.main_graph.ops and not any(v.piece for v in ir.main_graph.variables):
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)
@@ -114,7 +114,7 @@ class Session:
         self._host_arrays = HostArrays(self.program)
         self._lock = threading.RLock()  # a run gives up what the next one needs
         if self.is_attached:
-            self._upload()
+            self.weights_from_host()
 
     def __repr__(self) -> str:
         return f"Session[{self._ir!r} on {self._device}]"
@@ -280,7 +280,7 @@ class Session:
             try:
                 if not was_attached:
                     self._device.attach()
-                    self._upload()
+                    self.weights_from_host()
                 self._was_attached_stack.append(was_attached)
             except BaseException:
                 del self._was_attached_stack[depth:]
@@ -320,6 +320,9 @@ class Session:
     def _check_attached(self, what: str) -> None:
         if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
+
+    def _check_loaded(self, what: str) -> None:
+        self._check_attached(what)
         if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
             self._upload()
 
@@ -350,7 +353,7 @@ class Session:
         """
         with self._lock:
             if not self.program.is_loaded:
-                self._check_attached("run")
+                self._check_loaded("run")
             if self._known_edits != self._ir.edits:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
@@ -378,7 +381,7 @@ class Session:
             ValueError, PopxlRuntimeError: as `run` does, for outputs too; and for those that cannot be filled in place.
             TypeError: if an output is no NumPy array.
         """
-        self._check_attached("run_with_outputs")
+        self._check_loaded("run_with_outputs")
         arrays = {} if outputs is None else outputs
         self._host_arrays.check_outputs(arrays)
         self._host_arrays.fill(arrays, self.run(inputs, downcast_inputs))
@@ -424,7 +427,8 @@ class Session:
             self.program.upload()
         if not self._has_uploaded:
             self._has_uploaded = True
-            for v in self.program.variables:
+            remote = [v for v in self._variables if v.location_info.isRemote()]
+            for v in dict.fromkeys([*self.program.variables, *remote]):
                 if v.retrieval_mode == "one_per_group":
                     _device_log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
         self._known_host_data = version
@@ -449,7 +453,7 @@ class Session:
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )
         with self._lock, self._ir.host_data_lock:
-            self._check_attached("weights_to_host")
+            self._check_loaded("weights_to_host")
             self._ir.host_data_version += 1  # whoever is interrupted from here on trusts the host copies no more
             self.program.download()
             _device_log.debug("Writing weights to host complete.")
@@ -495,7 +499,7 @@ class Session:
     def _numbers(self, t: Variable | Constant) -> np.ndarray:
         """The host copy; for a variable that is read from all replicas, a row for each of them."""
         if isinstance(t, Constant) or t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1:
-            return t.data
+            return t.data if isinstance(t, Constant) or t.replica_grouping.is_const else t.data.copy()
         if t in self.program.values_of_all:
             return self.program.values_of_all[t].copy()
         grouping = t.replica_grouping
@@ -531,7 +535,7 @@ class Session:
         with self._lock, self._ir.host_data_lock:
             uninterrupted(write)
             if self.is_attached:
-                self._upload()
+                self.weights_from_host()
 
     def _check_own(self, what: str, t: Tensor) -> None:
         """`ValueError` for a tensor of another program, whose names may be the same."""

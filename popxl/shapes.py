@@ -114,8 +114,7 @@ def broadcast_to_first(first: Any, *others: Any, **attributes: Any) -> TensorSpe
 
     That it does not is found out when the graph is run; programs that are only built may say otherwise.
     """
-    broadcast(first, *others)
-    return like_first(first)
+    return TensorSpec(first.shape, first.dtype, broadcast(first, *others).meta_shape)
 
 
 def predicate(*operands: Any, **attributes: Any) -> TensorSpec:

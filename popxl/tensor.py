@@ -189,6 +189,10 @@ class Tensor:
         if self._producer is None:
             self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
 
+    def kept_at(self, ipu: int, io_tiles: bool) -> None:
+        """Note where the tensor is, whichever ops use it."""
+        self._used_at = (ipu, io_tiles)
+
     def bound_to(self, parent: Tensor) -> None:
         """Note that a call site binds a tensor of the caller to this graph input."""
         if self._bound is None:

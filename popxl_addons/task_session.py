@@ -172,8 +172,8 @@ class TaskSession(popxl.Session):
         The directory is replaced when everything has been written: an interruption at any moment leaves the old
         checkpoint or the new one. In a directory that exists the files of a checkpoint are replaced, and others stay.
         Then the oldest checkpoint that this session has written is deleted, if there are now more than
-        `max_checkpoints`; so there has to be room for one more. The data loader, too, writes to the new directory, whose
-        name is another one until then.
+        `max_checkpoints`; so there has to be room for one more. The data loader, too, writes to the new directory,
+        whose name is another one until then.
 
         Of several processes that run the program, all have to call this, and the first one writes. If others are to
         read the checkpoint at once, wait for it (``popdist.synchronize()``).

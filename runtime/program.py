@@ -189,7 +189,7 @@ class Program:
         """The IPUs of the program, if each is a device of its own; and why, or why not, in a sentence."""
         places = Places(self._main, self.replicas.count)
         needed, found = len(places.ipus) * self.replicas.count, self.device.jax_devices
-        if len(places.ipus) == 1:
+        if len(places.ipus) <= 1:
             return None, ""
         if self._options.placement == "one":
             why = "`ir.options.placement` says so"

@@ -23,7 +23,7 @@ from popxl.create import constant
 from popxl.op import OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
-from popxl.ops.precision import rounded_once
+from popxl.ops.precision import quotient, rounded_once
 from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor, TensorLike, taken_back_on_failure
@@ -119,7 +119,7 @@ def _times(g: Tensor, factor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _divide(lhs: Any, rhs: Any) -> Any:
-    return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else lhs / rhs
+    return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else quotient(lhs, rhs)
 
 
 add = binary("add", jnp.add, "lhs + rhs.", {"lhs": lambda g: g, "rhs": lambda g: g}, see="numpy.add")

@@ -20,7 +20,7 @@ from popxl.create import constant
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.precision import wide_dtype
+from popxl.ops.precision import quotient, wide_dtype
 from popxl.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor
@@ -205,7 +205,7 @@ def _dropped(t: Any, seed_tensor: Any, shape: tuple[int, ...], ratio: float) -> 
     wide = wide_dtype(t)
     # Chosen element by element because XLA multiplies by the inverse of a constant, which may round differently.
     divisor = jnp.where(kept, np.asarray(1 - ratio, wide), np.ones((), wide))
-    return jnp.where(kept, t.astype(wide) / divisor, np.zeros((), wide))
+    return jnp.where(kept, quotient(t.astype(wide), divisor), np.zeros((), wide))
 
 
 def _masked(t: Any, seed_tensor: Any, *, shape: tuple[int, ...], ratio: float) -> TensorSpec:

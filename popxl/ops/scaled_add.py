@@ -10,14 +10,14 @@ import numpy as np
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number
-from popxl.shapes import like_first
+from popxl.shapes import meta_shape_of
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
 
 def _spec(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> TensorSpec:
     one_number(a, b)
-    return like_first(X)
+    return TensorSpec(X.shape, X.dtype, meta_shape_of(X, Y))
 
 
 def _lowering(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> Any:

@@ -1,22 +1,26 @@
 """Graph in, graph out: what can be made from a finished graph. Each module holds one transform."""
 
 from popxl_addons.transforms.autodiff import autodiff as autodiff
-from popxl_addons.transforms.autodiff import autodiff_with_accumulation
+from popxl_addons.transforms.autodiff import autodiff_with_accumulation, remap_grad_info
 from popxl_addons.transforms.available_memory_proportion import (
     set_available_memory_proportion_by_ipu,
     set_graph_available_memory_proportion_by_ipu,
 )
 from popxl_addons.transforms.batch_serialisation import (
+    BatchSerialResult,
     RemoteHandle,
     batch_serial_buffer,
     batch_serialise,
     batch_serialise_fwd_and_grad,
+    batch_serialise_non_overlapped,
+    batch_serialise_overlapped,
 )
 from popxl_addons.transforms.pipelining import pipelined_execution
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
 from popxl_addons.transforms.use_fc_pass import disable_fc_pass, enable_fc_pass
 
 __all__ = [
+    "BatchSerialResult",
     "RemoteHandle",
     "add_recompute_inputs",
     "autodiff",
@@ -24,10 +28,13 @@ __all__ = [
     "batch_serial_buffer",
     "batch_serialise",
     "batch_serialise_fwd_and_grad",
+    "batch_serialise_non_overlapped",
+    "batch_serialise_overlapped",
     "disable_fc_pass",
     "enable_fc_pass",
     "pipelined_execution",
     "recompute_graph",
+    "remap_grad_info",
     "set_available_memory_proportion_by_ipu",
     "set_graph_available_memory_proportion_by_ipu",
 ]

@@ -25,7 +25,7 @@ from popxl_addons.variable_factory import NamedVariableFactories, add_variable_i
 if TYPE_CHECKING:
     from popxl_addons.graph_common import CalledGraphsGradInfoLike, GradGraphInfoLike, GraphLike
 
-__all__ = ["autodiff", "autodiff_with_accumulation"]
+__all__ = ["autodiff", "autodiff_with_accumulation", "remap_grad_info"]
 
 
 def autodiff(

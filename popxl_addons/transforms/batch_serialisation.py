@@ -20,7 +20,15 @@ from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms._serial_loop import SerialLoop, Values
 from popxl_addons.transforms.remote_handle import RemoteBufferWithOffset, RemoteHandle, batch_serial_buffer
 
-__all__ = ["RemoteHandle", "batch_serial_buffer", "batch_serialise", "batch_serialise_fwd_and_grad"]
+__all__ = [
+    "BatchSerialResult",
+    "RemoteHandle",
+    "batch_serial_buffer",
+    "batch_serialise",
+    "batch_serialise_fwd_and_grad",
+    "batch_serialise_non_overlapped",
+    "batch_serialise_overlapped",
+]
 
 IOMode = Literal["compute", "io", "io_overlapped"]
 LoadHandles = dict[Tensor, popxl.HostToDeviceStream | RemoteHandle | RemoteBufferWithOffset]

@@ -82,7 +82,7 @@ class RemoteHandle:
         """The slot of micro-batch `i` where a graph is called with `row`, an int32 scalar."""
         if self.row_offset is None:
             return i
-        own_row = self.row_offset(row) if callable(self.row_offset) else row + self.row_offset
+        own_row = ops.cast(self.row_offset(row), row.dtype) if callable(self.row_offset) else row + self.row_offset
         return own_row * steps + i
 
     def entries(self, steps: int, rows: int) -> int:

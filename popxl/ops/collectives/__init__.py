@@ -6,7 +6,7 @@ from popxl.ops.collectives.all_reduce import (
     all_reduce_identical_inputs,
 )
 from popxl.ops.collectives.collectives import CommGroup, CommGroupType
-from popxl.ops.collectives.group import Group
+from popxl.ops.collectives.group import Group as Group
 from popxl.ops.collectives.replicated import (
     replica_sharded_slice,
     replicated_all_gather,
@@ -19,7 +19,6 @@ from popxl.ops.collectives.replicated import (
 __all__ = [
     "CommGroup",
     "CommGroupType",
-    "Group",
     "all_reduce",
     "all_reduce_identical_grad_inputs",
     "all_reduce_identical_inputs",

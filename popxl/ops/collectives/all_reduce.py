@@ -15,7 +15,7 @@ from popxl.op import OpKind
 from popxl.ops.collectives.collectives import OP_MAP, CollectiveOps, to_collective_op
 from popxl.ops.families import public
 from popxl.ops.host import init
-from popxl.shapes import integers
+from popxl.shapes import integers, meta_shape_of
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Tensor
 from popxl.transforms.op_gradient import Forward, Gradients
@@ -48,7 +48,8 @@ def _alike(*ts: Any, ipus: Any, op: str) -> list[TensorSpec]:
     for t in ts:
         if (t.shape, t.dtype) != (ts[0].shape, ts[0].dtype):
             raise PopxlError(f"the tensors have one shape and dtype; there are {brief(ts[0])} and {brief(t)}.")
-    return [TensorSpec(t.shape, t.dtype, t.meta_shape) for t in ts]
+    meta_shape = meta_shape_of(*ts)
+    return [TensorSpec(t.shape, t.dtype, meta_shape) for t in ts]
 
 
 def _gradients_summed(forward: Forward, gs: Gs) -> Gradients:

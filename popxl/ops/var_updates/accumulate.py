@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
@@ -16,7 +17,7 @@ from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, product
-from popxl.shapes import like_first
+from popxl.shapes import like_first, meta_shape_of
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor, taken_back_on_failure
 
@@ -25,7 +26,13 @@ def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
     if t.shape != X.shape:
         raise PopxlError("`t` and `X` have to have the same shape; nothing is broadcast.")
     one_number(f)
+    meta_shape_of(t, X)
     return like_first(t)
+
+
+def _rest(f: Any) -> Any:
+    """1 - f. Of a plain number as of a tensor: in float32, where 1 - 0.999 is 1.3e-5 of it less."""
+    return float(np.float32(1) - np.float32(f)) if isinstance(f, float) else 1 - f
 
 
 def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **settings: Any) -> OpKind:
@@ -44,9 +51,9 @@ def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **
 _accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
 _square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True)
 _mean = _accumulator("accumulate_mean", lambda t, X, step: (step * t + X) / (step + 1), operands=("t", "X", "step"))
-_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)
+_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(_rest(f), X), casts=True)
 _average_square = _accumulator(
-    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True
+    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(_rest(f), X, X), casts=True
 )
 
 

@@ -16,7 +16,7 @@ from popxl.op import OpKind
 from popxl.ops.families import public
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor
-from popxl.shapes import like_first
+from popxl.shapes import like_first, meta_shape_of
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -63,12 +63,12 @@ def _directed(
     *factors: Any,
     mode: str,
 ) -> TensorSpec:
-    for t in (acc_second_order, weight):
-        if t is not None and t.shape != acc_first_order.shape:
-            raise PopxlError("the moments, and the weight that decays, have to have the same shape.")
+    operands = [t for t in (acc_first_order, acc_second_order, weight) if t is not None]
+    if any(t.shape != acc_first_order.shape for t in operands):
+        raise PopxlError("the moments, and the weight that decays, have to have the same shape.")
     one_number(*factors)
-    like = like_first(acc_first_order)
-    return like if weight is None else TensorSpec(like.shape, weight.dtype, like.meta_shape)
+    dtype = acc_first_order.dtype if weight is None else weight.dtype
+    return TensorSpec(acc_first_order.shape, dtype, meta_shape_of(*operands))
 
 
 _adam_updater = OpKind(
@@ -248,6 +248,7 @@ def _step_spec(t: Any, x: Any, *factors: Any) -> TensorSpec:
     if t.shape != x.shape:
         raise PopxlError("`t` and `x` have to have the same shape; nothing is broadcast.")
     one_number(*factors)
+    meta_shape_of(t, x)
     return like_first(t)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.shapes import like_first, same_dtype
+from popxl.shapes import like_first, meta_shape_of, same_dtype
 from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
@@ -15,6 +15,7 @@ def _same_spec(t: Any, X: Any) -> TensorSpec:
     same_dtype(t, X)
     if t.shape != X.shape:
         raise PopxlError("`t` and `X` have to have the same shape; nothing is broadcast.")
+    meta_shape_of(t, X)
     return like_first(t)
 
 

@@ -481,7 +481,7 @@ class Graph:
     def _adopt(self, t: Tensor, name: str) -> None:
         """Take in a tensor that no graph has any more, under a name, made unique."""
         fresh = self.new_tensor(name, t.spec, scoped=False)
-        t.id, t.name, t.graph_ref = fresh.id, fresh.name, self.ref
+        t._id, t._name, t.graph_ref = fresh.id, fresh.name, self.ref
         self._tensors[t.id] = t
 
     def _new_tensors(self, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -85,10 +85,15 @@ class SessionOptions(BaseModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
-            near = difflib.get_close_matches(name, type(self).model_fields)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise AttributeError(f"There is no session option {name!r}{hint}")
+            raise _unknown(name)
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # or any name would do
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                return super().__getattr__(name)
+            raise _unknown(name)
 
     @property
     def instance_replication_factor(self) -> int:
@@ -101,6 +106,12 @@ class SessionOptions(BaseModel):
         if self.enableDistributedReplicatedGraphs:
             return self.globalReplicationFactor
         return self.instance_replication_factor
+
+
+def _unknown(name: str) -> AttributeError:
+    near = difflib.get_close_matches(name, SessionOptions.model_fields)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    return AttributeError(f"There is no session option {name!r}{hint}")
 
 
 def _cache_dir() -> str:

@@ -34,7 +34,7 @@ class ReplicaGrouping:
     _stride: int | None  # None where the grouping is not constant
     _group_size: int
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         raise RuntimeError(
             "ReplicaGrouping() cannot be called: a grouping belongs to an Ir. "
             "Use ir.replica_grouping(stride, group_size) or ir.replica_grouping_from_assignments(assignment)."

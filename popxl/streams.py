@@ -23,7 +23,7 @@ class Stream:
     __slots__ = ("tensor",)
     tensor: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
             f"{type(self).__name__}s are not constructed: use `popxl.h2d_stream` or `popxl.d2h_stream`."
         )

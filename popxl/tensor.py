@@ -42,34 +42,29 @@ class Tensor:
         ((2,), popxl.dtypes.float32)
 
     Attributes:
-        id: name of the tensor, unique in its Ir: graph, name scopes and name, joined by slashes.
-        name: the id without the graph.
-        shape: size of each dimension (on each replica).
-        dtype: element type.
-        meta_shape: for a replica-sharded piece, the shape before sharding; else `()`.
         by_ref: for a graph input: changes made to it in place are seen by the caller.
     """
 
     __slots__ = (
         "__weakref__",
         "_bound",
+        "_dtype",
+        "_id",
+        "_meta_shape",
+        "_name",
         "_origin",
         "_producer",
+        "_shape",
         "_used_at",
         "by_ref",
-        "dtype",
         "graph_ref",
-        "id",
-        "meta_shape",
-        "name",
-        "shape",
     )
 
-    id: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: dtype_
-    meta_shape: tuple[int, ...]
+    _id: str
+    _name: str
+    _shape: tuple[int, ...]
+    _dtype: dtype_
+    _meta_shape: tuple[int, ...]
     by_ref: bool
     graph_ref: weakref.ref[Graph]
     _producer: weakref.ref[Op] | None
@@ -89,7 +84,7 @@ class Tensor:
         if tensor_type is not None:
             Tensor._kinds[tensor_type] = cls
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         raise RuntimeError(
             f"{type(self).__name__}s are not constructed: use `popxl.variable`, `popxl.constant`, "
             "`popxl.graph_input`, or an op."
@@ -100,17 +95,42 @@ class Tensor:
         """A new tensor. Only `Graph` calls this: it keeps ids unique."""
         t = object.__new__(cls)
         t.graph_ref = graph.ref
-        t.id = id
-        t.name = name
-        t.shape = spec.shape
-        t.dtype = spec.dtype
-        t.meta_shape = spec.meta_shape
+        t._id = id
+        t._name = name
+        t._shape = spec.shape
+        t._dtype = spec.dtype
+        t._meta_shape = spec.meta_shape
         t.by_ref = False
         t._producer = None
         t._bound = None
         t._origin = None
         t._used_at = (None, None)
         return t
+
+    @property
+    def id(self) -> str:
+        """Name of the tensor, unique in its Ir: graph, name scopes and name, joined by slashes."""
+        return self._id
+
+    @property
+    def name(self) -> str:
+        """The id without the graph."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension, on each replica."""
+        return self._shape
+
+    @property
+    def dtype(self) -> dtype_:
+        """Element type."""
+        return self._dtype
+
+    @property
+    def meta_shape(self) -> tuple[int, ...]:
+        """For a replica-sharded piece, the shape before sharding; else `()`."""
+        return self._meta_shape
 
     # Where it is ----------------------------------------------------------------------------------------------------
 
@@ -189,7 +209,7 @@ class Tensor:
         if self._producer is None:
             self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
 
-    def kept_at(self, ipu: int, io_tiles: bool) -> None:
+    def kept_at(self, ipu: int | None, io_tiles: bool | None) -> None:
         """Note where the tensor is, whichever ops use it."""
         self._used_at = (ipu, io_tiles)
 

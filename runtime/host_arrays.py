@@ -107,7 +107,7 @@ class HostArrays:
         transfers = self._program.transfers
         if transfers > 1:
             if not array.shape or array.shape[0] < transfers:
-                raise ValueError(
+                raise (ValueError if array.shape else IndexError)(
                     f"Session.run: the array for {stream} has the shape {array.shape}; its first dimension has to hold "
                     f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
                 )

@@ -90,7 +90,7 @@ def remote_load_(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -
     """
     number = _offset("remote_load_", remote_buffer, offset, t)
     alias: Tensor = remote_load_inplace_kind(t, number, buffer=remote_buffer)
-    alias.meta_shape = t.meta_shape = remote_buffer.meta_shape
+    alias._meta_shape = t._meta_shape = remote_buffer.meta_shape
     return alias
 
 

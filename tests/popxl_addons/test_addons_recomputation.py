@@ -12,6 +12,7 @@ from popxl.transforms.autodiff import ExpectedConnectionType
 from popxl_addons import NamedTensors
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
+from popxl_addons.utils import suffix_graph_name
 
 Fwd, FwdGrad = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad
 
@@ -73,7 +74,7 @@ def test_what_it_is(ir, x):
     _, graph = Linear().create_graph(x)
     grad = graph.autodiff(grads_required=graph.graph.inputs[1:])
     again = recompute_graph(grad)
-    assert again.graph.name.startswith(f"{graph.graph.name}_bwd_recomp_subgraph(")
+    assert again.graph.name.startswith(suffix_graph_name(f"{graph.graph.name}_bwd", "recomp") + "_subgraph(")
     assert [op.op_type for op in again.graph.ops] == ["Call", "Call"]
     assert again.graph.called_graphs == (graph.graph, grad.graph)
     info = again.grad_graph_info

@@ -214,7 +214,8 @@ class Session:
 
         `Session.load` makes a session of it, in another process, that runs without tracing or compiling. Nothing in the
         file is read as a Python object; but it holds machine code, so load it only if you trust who wrote it. A program
-        that came from a file or from a cache is compiled again to be written.
+        that came from a file or from a cache is compiled again to be written. One whose replicas talk to each other on
+        several CPU devices is compiled again to be loaded, as XLA reads back such code wrongly.
 
         Raises:
             PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the

@@ -75,6 +75,7 @@ def compiling(ir: Ir, device: Device, prints: bool = False) -> Iterator[bool]:
 @contextmanager
 def compiling_afresh() -> Iterator[bool]:
     """While the block compiles, take nothing from a cache. Yields `False`, as `compiling` would."""
+    _log.debug("Starting compilation")
     with _configured({"jax_enable_compilation_cache": False}):
         yield False
 

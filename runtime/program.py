@@ -243,10 +243,24 @@ class Program:
     def _compiling(self, ir: Ir, ready: Ready | None, afresh: bool) -> contextlib.AbstractContextManager[bool]:
         if ready is not None:
             return contextlib.nullcontext(True)
-        if not afresh:
+        if not afresh and self.can_be_kept:
             return compiling(ir, self.device, self._prints)
-        forget()
+        if afresh:
+            forget()
         return compiling_afresh()
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether other processes could run what is compiled.
+
+        Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
+        several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
+        """
+        is_spread = any(target.replicas.mesh is not None for target in self._targets.values())
+        if self.device.jax_devices[0].platform != "cpu" or not is_spread:
+            return True
+        parts = (part for graph in reachable(self._main) for op in graph.ops for part in op.parts)
+        return not any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)
 
     @property
     def is_fresh(self) -> bool:

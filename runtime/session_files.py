@@ -98,7 +98,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
             "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
             "kept. Save its Ir, with `ir.save`."
         )
-    if not program.is_fresh:
+    if program.can_be_kept and not program.is_fresh:
         program = Program(ir, program.device, afresh=True)
     parts: dict[str, bytes] = {}
     with scratch_folder() as folder:
@@ -106,7 +106,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         for file in sorted(folder.iterdir()):
             parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
     executables = []
-    for number, executable in enumerate(program.executables()):
+    for number, executable in enumerate(program.executables() if program.can_be_kept else ()):
         about, content = described(executable, program.device.jax_devices)
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
@@ -116,8 +116,8 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     saving.replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tuple[Ir, Device, Ready]:
-    """A compiled program from a file; see `Session.load`."""
+def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tuple[Ir, Device, Ready | None]:
+    """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
         if differences := _other_versions(header["target"]):  # who may have written all the rest in another way
@@ -131,6 +131,8 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tupl
     device = find_device(about.device if device_desc is None else device_desc, ir)
     if differences := about.target.differences(target_of(device)):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
+    if not contents:
+        return ir, device, None
     _log.debug(f"Loading serialized PopART executable from {os.fspath(path)}")
     executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
     return ir, device, Ready(about.calls, executables)

@@ -8,12 +8,15 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from popxl.log import Logger
 from popxl.module import Module
 from popxl.spec import TensorByRef, TensorSpec
 from popxl.tensor import Tensor
 
 if TYPE_CHECKING:
     from popxl.graph import Graph
+
+_log = Logger("ir")
 
 
 def graph_name(fn: Callable[..., Any] | Module) -> str:
@@ -80,9 +83,18 @@ def _is_by_ref(annotation: Any) -> bool:
     """Whether an annotation is `TensorByRef`, or `List` or `Tuple` of it; as objects, not as text."""
     if annotation is TensorByRef:
         return True
-    if isinstance(annotation, types.GenericAlias):  # list[TensorByRef]: PopXL knows the typing generics only
-        return False
-    return typing.get_origin(annotation) in (list, tuple) and typing.get_args(annotation) == (TensorByRef,)
+    parts = typing.get_args(annotation)
+    # `list[TensorByRef]` is not meant: PopXL knows the typing generics only.
+    is_plain = isinstance(annotation, types.GenericAlias)
+    if not is_plain and typing.get_origin(annotation) in (list, tuple) and parts == (TensorByRef,):
+        return True
+    if TensorByRef in parts or (isinstance(annotation, str) and "TensorByRef" in annotation):
+        _log.warn(
+            f"create_graph: inputs that are annotated as {annotation!r} are passed by value. Of use are TensorByRef, "
+            "typing.List[TensorByRef] and typing.Tuple[TensorByRef], and no text, which `from __future__ import "
+            "annotations` makes of them."
+        )
+    return False
 
 
 def _input(graph: Graph, spec: Any, name: str, by_ref: bool) -> Tensor:

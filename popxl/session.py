@@ -342,7 +342,8 @@ class Session:
 
         Returns:
             The arrays of the output streams, by stream. Each is fetched from the device when you look at it, so a loop
-            that does not is not slowed down by waiting.
+            that does not is not slowed down by waiting. To time runs, look at an output of the last one before the
+            clock is read, or call `weights_to_host`.
 
         Raises:
             ValueError: if the session is not attached; for a missing or unexpected stream, or an array of the wrong
@@ -493,8 +494,14 @@ class Session:
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
         with self._lock, self._ir.host_data_lock:
-            if self.is_attached and self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
-                self.weights_to_host()
+            if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
+                if self.is_attached:
+                    self.weights_to_host()
+                elif self._has_run:
+                    _log.warn(
+                        "Session.get_tensors_data: these are the values from before the last runs. What the device had "
+                        "was not copied to the host before the session was left."
+                    )
             return {t: self._numbers(t) for t in wanted}
 
     def _numbers(self, t: Variable | Constant) -> np.ndarray:

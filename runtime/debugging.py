@@ -8,7 +8,7 @@ the others. Nothing is given up, so that a run which ends with an error has chan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl.errors import NonFiniteError, PopxlError
+from popxl.log import Logger
 from popxl.nesting import Nested, doing
 from popxl.op import Op
 from popxl.ops.conditional import conditional_kind
@@ -26,9 +27,11 @@ from popxl.pages import Table
 from popxl.printing import line
 from popxl.spec import brief
 from popxl.tensor import Tensor
-from runtime.effects import Channels
+from runtime.effects import Channel, Channels
 from runtime.lower import Environment, Loop, Lowering, check_bound, store_results
 from runtime.replicas import Replicas
+
+_log = Logger("session")
 
 Array = Any
 
@@ -232,6 +235,20 @@ def _unusual(arrays: Sequence[Array]) -> _Unusual:
         if not np.isfinite(numbers).all():
             found.update(nans=int(np.isnan(numbers).sum()), infinities=int(np.isinf(numbers).sum()))
     return _Unusual(found["nans"], found["infinities"])
+
+
+def tell_given_nans(arrays: Mapping[Tensor | Channel, Array]) -> None:
+    """Say in the log which variables, buffers and streams hold NaN before a run: no op of it is to blame for them."""
+    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays.items() if (count := _unusual([array]).nans)]
+    if found:
+        _log.warn(
+            f"Session.debugging: before the run there is NaN in {', '.join(found)}. Ops that pass it on are not "
+            "reported; look for what made it in an earlier run, or in the data."
+        )
+
+
+def _title(thing: Tensor | Channel) -> str:
+    return f"`{thing.name}`" if isinstance(thing, Tensor) else str(thing)
 
 
 def _row(t: Tensor, what: str, array: Array) -> list[str]:

@@ -177,6 +177,8 @@ def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, An
     problems = [
         f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
+    if any(isinstance(s, Stream) and s not in wanted and str(s) in map(str, wanted) for s in given):
+        problems.append("streams of another Ir may have the same names as these")
     if problems:
         raise ValueError(
             f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "

@@ -32,7 +32,7 @@ from popxl.tensor import Tensor, Variable
 from runtime import remote
 from runtime.cache import compiling, compiling_afresh
 from runtime.choice import REPEATED, SMALLEST, Choice
-from runtime.debugging import Debugged, together
+from runtime.debugging import Debugged, tell_given_nans, together
 from runtime.devices import Device
 from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
 from runtime.executables import prepared
@@ -528,6 +528,9 @@ class Program:
             return self.replicas.place(whole, like.sharding)
 
         own = self._replicas_first([np.array(feed) for feed in feeds])
+        held = zip((*self._changed, *self._buffers, *self._read), (*state, *self._constant), strict=True)
+        given: dict[Tensor | Channel, Array] = {thing: self.replicas.fetched(array) for thing, array in held}
+        tell_given_nans(given | dict(zip(self.inputs, own, strict=True)))
         changing, fed = (list(map(shares, arrays)) for arrays in (state, own))
         constant = [shares(array, t in self._shared) for t, array in zip(self._read, self._constant, strict=True)]
         lowerings = [Debugged(self._main.ops, self._options, self.replicas, i, infinities) for i in range(count)]

@@ -459,3 +459,17 @@ def test_progress_that_is_chosen_wrongly(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("POPXL_PROGRESS", "loud")
     with pytest.raises(ValueError, match="POPXL_PROGRESS is 'loud'; expected 'auto', 'on' or 'off'"):
         popxl.Session(blocks("kept"))
+
+
+def test_nan_from_before_is_named(capfd):
+    ir = popxl.Ir()
+    with ir.main_graph:
+        v = popxl.variable(np.array([1.0, np.nan], np.float32), name="poisoned")
+        x = popxl.h2d_stream((2,), popxl.float32, "x")
+        y = popxl.d2h_stream((2,), popxl.float32)
+        ops.host_store(y, ops.host_load(x) * v)
+    with popxl.Session(ir) as session, session.debugging():
+        session.run({x: np.ones(2, np.float32)})
+        assert "NaN in `poisoned` (1 NaN)" in capfd.readouterr().err
+        session.run({x: np.full(2, np.nan, np.float32)})
+        assert "(2 NaN)" in capfd.readouterr().err

@@ -528,8 +528,8 @@ class Program:
             return self.replicas.place(whole, like.sharding)
 
         own = self._replicas_first([np.array(feed) for feed in feeds])
-        held = zip((*self._changed, *self._buffers, *self._read), (*state, *self._constant), strict=True)
-        given: dict[Tensor | Channel, Array] = {thing: self.replicas.fetched(array) for thing, array in held}
+        held: list[Tensor | Channel] = [*self._changed, *self._buffers, *self._read]
+        given = {t: self.replicas.fetched(array) for t, array in zip(held, (*state, *self._constant), strict=True)}
         tell_given_nans(given | dict(zip(self.inputs, own, strict=True)))
         changing, fed = (list(map(shares, arrays)) for arrays in (state, own))
         constant = [shares(array, t in self._shared) for t, array in zip(self._read, self._constant, strict=True)]

@@ -337,6 +337,18 @@ def test_call_sites_of_other_graphs(ir):
             info.inputs_dict(ops.call(graph, 1.0))
         with pytest.raises(TypeError, match="A repeat calls a wrapper graph"):
             info.inputs_dict(ops.repeat_with_info(graph, 2, 1.0))
+        either = ops.conditional_with_info(popxl.constant(True), graph, other, [1.0], [1.0])
+        with pytest.raises(TypeError, match="expected a call of graph"):
+            info.inputs_dict(either)
+        assert f"{graph.title} and {other.title}" in repr(either)
+
+
+def test_what_is_given_and_not_used_is_told(ir, capfd):
+    graph = graph_of(ir, lambda x, y: (ops.exp(x) + 1, ops.sin(y)))
+    autodiff(graph, grads_provided=[graph.ops[0].outputs[0]], grads_required=[graph.inputs[0]])
+    assert "exp_out of `grads_provided` are no outputs" in capfd.readouterr().err
+    autodiff(graph, grads_required=[graph.inputs[0]])
+    assert "Gradient___sin_out are not used" in capfd.readouterr().err
 
 
 def test_gradients_of_tensors_that_callers_do_not_see(ir):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,35 @@ def test_host_memory(device):
         session.run()
     assert kinds == ["pinned_host" if len(where.jax_devices) > 1 else "device"]
     assert [v.data.tolist() for v in h] == [[0, 4, 8, 12, 16], [4, 8, 12, 16, 20]]
+
+
+def test_pieces_are_where_they_were_made():
+    ir = popxl.Ir(2)
+    with ir.main_graph:
+        with popxl.ipu(1):
+            _, piece = popxl.replica_sharded_variable([1.0, 2.0])
+        _, other = popxl.replica_sharded_variable([1.0, 2.0])
+        assert (piece.ipu, piece.tile_set, other.ipu) == (1, "compute", 0)
+        with popxl.ipu(2):
+            piece + 1
+        assert piece.ipu == 1 and piece.copy_to_ipu(0).ipu == 0
+    same = popxl.Ir.load(saved(ir)).main_graph.get_tensor(piece.id)
+    assert same.ipu == 1
+
+
+def saved(ir: popxl.Ir) -> str:
+    path = tempfile.mkdtemp()
+    ir.save(f"{path}/ir")
+    return f"{path}/ir"
+
+
+def test_a_program_of_pieces_alone(device):
+    ir = popxl.Ir(2)
+    with ir.main_graph:
+        v, _ = popxl.replica_sharded_variable([1.0, 2.0, 3.0])
+    with popxl.Session(ir, device(ir)) as session:
+        assert session.run() == {}
+        session.write_variable_data(v, np.array([4, 5, 6], np.float32))
+        session.weights_to_host()
+        assert session.get_tensor_data(v).tolist() == [4, 5, 6]
+        assert str(session.report).startswith("Report of")

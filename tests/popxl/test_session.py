@@ -903,3 +903,31 @@ def test_reductions_are_what_they_say():
 
     (found,) = evaluate(lambda x, y, w: [formula(x, y, w)], x, y, w)
     np.testing.assert_allclose(found, formula(*(a.astype(np.float64) for a in (x, y, w))), rtol=1e-3, atol=1e-3)
+
+
+def test_uploads_are_the_public_ones(program, monkeypatch):
+    """Who counts them by replacing the method sees all of them; one that fails gives the device up."""
+    counts = []
+    upload = popxl.Session.weights_from_host
+    monkeypatch.setattr(popxl.Session, "weights_from_host", lambda self: (counts.append(1), upload(self))[1])
+    session = popxl.Session(program.ir)
+    with session:
+        assert len(counts) == 1
+        session.write_variable_data(program.v, 3)
+        assert len(counts) == 2
+
+    def refuse(self):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(popxl.Session, "weights_from_host", refuse)
+    with pytest.raises(RuntimeError, match="no"), session:
+        pass
+    assert not session.is_attached
+
+
+def test_values_from_before_the_last_runs_are_told(program, capfd):
+    session = popxl.Session(program.ir, weights_to_host_on_exit=False)
+    with session:
+        session.run(program.feeds())
+    session.get_tensor_data(program.v)
+    assert "the values from before the last runs" in capfd.readouterr().err

@@ -550,3 +550,26 @@ def test_an_operator_that_is_refused_leaves_nothing(build):
 def test_names_of_tile_sets():
     assert list(popxl.tensor.TILE_SET_MAP) == [popxl.TileSet.Compute, popxl.TileSet.IO, popxl.TileSet.Undefined]
     assert list(popxl.tensor.TILE_SET_MAP.values()) == ["compute", "io", "undefined"]
+
+
+@pytest.mark.parametrize("name", ["id", "name", "shape", "dtype", "meta_shape"])
+def test_what_a_tensor_is_cannot_be_assigned(name):
+    with popxl.Ir().main_graph:
+        t = popxl.variable([1.0])
+        with pytest.raises(AttributeError):
+            setattr(t, name, getattr(t, name))
+
+
+def test_quotients_are_rounded_once():
+    """Not multiplied by the inverse, as XLA does with divisors that are constants, or broadcast."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(30, 10)).astype(np.float32)
+    for shape in ((), (10,), (30, 1), (30, 10)):
+        d = random.normal(size=shape).astype(np.float32)
+        for make in (popxl.variable, popxl.constant):
+            ir = popxl.Ir()
+            with ir.main_graph:
+                out = popxl.d2h_stream(x.shape, popxl.float32)
+                ops.host_store(out, popxl.variable(x) / make(d))
+            with popxl.Session(ir) as session:
+                np.testing.assert_array_equal(session.run()[out], x / d)

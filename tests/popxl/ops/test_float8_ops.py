@@ -147,3 +147,38 @@ def test_scales_may_be_elsewhere() -> None:
             ops.pow2scale_cast_from_fp8(small, k, popxl.float16)
             product = ops.matmul_pow2scaled(small, small, k)
         assert product.ipu == 1
+
+
+@pytest.mark.parametrize("dtype", [popxl.float8_143, popxl.float8_152])
+def test_every_byte_passes_through_loops(dtype: popxl.dtype) -> None:
+    """By streams and by a remote buffer, of which XLA slices what the turn needs; and a scalar, which has one."""
+    ir = popxl.Ir()
+    ir.num_host_transfers = 16
+    with ir.main_graph, popxl.in_sequence():
+        source, sink = popxl.h2d_stream((16,), dtype), popxl.d2h_stream((16,), dtype)
+        decoded = popxl.d2h_stream((16,), popxl.float32)
+        slots, turn = popxl.remote_buffer((16,), dtype, 16), popxl.constant(0)
+
+        def body(i: popxl.Tensor) -> popxl.Tensor:
+            ops.remote_store(slots, i, ops.host_load(source))
+            t = ops.remote_load(slots, i)
+            ops.host_store(sink, t)
+            ops.host_store(decoded, ops.pow2scale_cast_from_fp8(t, popxl.constant(0), popxl.float32))
+            return i + 1
+
+        ops.repeat(ir.create_graph(body, turn), 16, turn)
+    every = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    with popxl.Session(ir) as session:
+        outputs = session.run({source: every})
+    np.testing.assert_array_equal(outputs[sink].view(np.uint8), every)
+    np.testing.assert_array_equal(outputs[decoded], every.view(dtype.as_jax()).astype(np.float32))
+
+
+def test_scalars_are_fed() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        source, sink = popxl.h2d_stream((), popxl.float8_143), popxl.d2h_stream((), popxl.float8_143)
+        ops.host_store(sink, ops.host_load(source))
+    with popxl.Session(ir) as session:
+        for one in (popxl.utils.to_numpy(1.0, dtype=popxl.float8_143), np.array(0x40, np.uint8)):
+            assert session.run({source: one})[sink].view(np.uint8) == 0x40

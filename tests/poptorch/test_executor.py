@@ -90,8 +90,8 @@ def test_layers_that_are_used_twice(tmp_path: Path) -> None:
     torch.manual_seed(0)
     ours = Shared()
     theirs = copy.deepcopy(ours)
-    model = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    model = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.01))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
         _, loss = theirs(X)

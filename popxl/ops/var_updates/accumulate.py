@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
@@ -30,11 +29,6 @@ def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
     return like_first(t)
 
 
-def _rest(f: Any) -> Any:
-    """1 - f. Of a plain number as of a tensor: in float32, where 1 - 0.999 is 1.3e-5 of it less."""
-    return float(np.float32(1) - np.float32(f)) if isinstance(f, float) else 1 - f
-
-
 def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **settings: Any) -> OpKind:
     """Declare an op that overwrites `t` with `formula(t, X, f)`, where `X` may be cast to the dtype of `t` first."""
 
@@ -51,9 +45,9 @@ def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **
 _accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
 _square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True)
 _mean = _accumulator("accumulate_mean", lambda t, X, step: (step * t + X) / (step + 1), operands=("t", "X", "step"))
-_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(_rest(f), X), casts=True)
+_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)
 _average_square = _accumulator(
-    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(_rest(f), X, X), casts=True
+    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True
 )
 
 

@@ -10,15 +10,19 @@ Values of other tensors than arguments are found in `weights.py`.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._subclasses import FakeTensor
 
 from poptorch.dtypes import to_numpy
 from poptorch.enums import OutputMode
@@ -40,6 +44,7 @@ __all__ = [
     "parser_of",
     "parsers",
     "registerCustomArgParser",
+    "result_structure",
     "structure_of",
 ]
 
@@ -163,6 +168,10 @@ class Structure(ABC):
     def leaves(self) -> Iterator[Leaf]:
         """The places of the tensors, in the order of `collect` and `build`."""
 
+    @abstractmethod
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        """What is not taken apart, and stays the same in all values that are built, with what messages call it."""
+
     def tensors(self, value: Any) -> list[torch.Tensor]:
         """The tensors of a value that is arranged like this one; see `collect`."""
         found: list[torch.Tensor] = []
@@ -175,9 +184,9 @@ class Structure(ABC):
 
 
 def structure_of(value: Any, name: str) -> Structure:
-    """The structure of a value: tensors in tuples, lists, dictionaries and registered types, nested as they may be.
+    """The structure of a value: tensors in tuples, lists, dictionaries, dataclasses and registered types, nested.
 
-    Whatever else is in there is a constant, and stands for itself.
+    Whatever else is in there is a constant, and stands for itself; so does a dataclass without tensors.
 
     Args:
         value: any value.
@@ -191,7 +200,50 @@ def structure_of(value: Any, name: str) -> Structure:
         return _Sequence(name, value)
     if isinstance(value, dict):
         return _Mapping(name, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
+        fields = _Fields(name, value)
+        if any(True for _ in fields.leaves()):
+            return fields
     return _Constant(name, value)
+
+
+def result_structure(result: Any) -> Structure:
+    """The structure of what a captured model has returned.
+
+    Raises:
+        Error: if there are tensors in it that cannot be found: they would come back without numbers.
+    """
+    structure = structure_of(result, "result")
+    for name, constant in structure.constants():
+        if _holds_tensor(constant, FakeTensor):
+            raise _hidden(f"The {name} of the model", constant)
+    return structure
+
+
+def _hidden(what: str, constant: Any) -> Exception:
+    kind = type(constant).__name__
+    return createPoptorchError(
+        f"{what} is a {kind} that holds tensors, which are not found there. Put tensors into tuples, lists, "
+        f"dictionaries or dataclasses; or say where they are, with `poptorch.registerCustomArgParser({kind}, ...)`."
+    )
+
+
+def _holds_tensor(value: Any, kind: type[torch.Tensor]) -> bool:
+    """Whether a tensor of some kind can be reached from an object, however that keeps it: a set, an attribute."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, kind):
+            return True
+        if isinstance(each, FunctionType):  # what it has taken along, not all that its module knows
+            left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
+        else:
+            left += gc.get_referents(each)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +275,9 @@ class Leaf(Structure):
     def leaves(self) -> Iterator[Leaf]:
         yield self
 
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
 
 @dataclass(frozen=True, slots=True)
 class _Constant(Structure):
@@ -234,7 +289,14 @@ class _Constant(Structure):
             return
         if type(value) is not type(self.value):
             raise _mismatch(f"Type mismatch for {self.name}: expected {type(self.value)} but got {type(value)}")
-        if not _equal(value, self.value):
+        try:
+            is_equal = _equal(value, self.value)
+        except (TypeError, ValueError, RuntimeError) as problem:  # so say arrays of several numbers
+            raise _mismatch(
+                f"Value mismatch for {self.name}: whether it is the {type(value).__name__} that was expected cannot be "
+                f"told ({problem})"
+            ) from problem
+        if not is_equal:
             raise _mismatch(f"Value mismatch for {self.name}: expected {self.value!r} but got {value!r}")
 
     def build(self, tensors: Iterator[torch.Tensor]) -> Any:
@@ -242,6 +304,9 @@ class _Constant(Structure):
 
     def leaves(self) -> Iterator[Leaf]:
         return iter(())
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        yield self.name, self.value
 
 
 class _Sequence(Structure):
@@ -269,6 +334,10 @@ class _Sequence(Structure):
         for structure in self._items:
             yield from structure.leaves()
 
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        for structure in self._items:
+            yield from structure.constants()
+
 
 class _Mapping(Structure):
     """A dictionary, subclasses included. The order of its keys is that of the first one."""
@@ -278,7 +347,8 @@ class _Mapping(Structure):
         self._type = type(value)
         self._items = {key: structure_of(item, f"{name}[{key!r}]") for key, item in value.items()}
         self._empty = copy.copy(value)  # a subclass may have attributes of its own, or want arguments to be made
-        self._empty.update(dict.fromkeys(value))  # without keeping tensors alive
+        for key in value:  # without keeping tensors alive; one by one, as some subclasses have no `update`
+            self._empty[key] = None
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         if type(value) is not self._type:
@@ -299,12 +369,52 @@ class _Mapping(Structure):
 
     def build(self, tensors: Iterator[torch.Tensor]) -> Any:
         built = copy.copy(self._empty)
-        built.update({key: structure.build(tensors) for key, structure in self._items.items()})
+        for key, structure in self._items.items():
+            built[key] = structure.build(tensors)
         return built
 
     def leaves(self) -> Iterator[Leaf]:
         for structure in self._items.values():
             yield from structure.leaves()
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        yield self.name, self._empty  # for its attributes
+        for structure in self._items.values():
+            yield from structure.constants()
+
+
+class _Fields(Structure):
+    """A dataclass. Its fields are set one by one, so it may be frozen; `__init__` is not called for others like it."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self._type = type(value)
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        self._items = {field: structure_of(getattr(value, field), f"{name}.{field}") for field in names}
+        self._empty = copy.copy(value)
+        for field in names:  # without keeping tensors alive
+            object.__setattr__(self._empty, field, None)
+
+    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
+        if type(value) is not self._type:
+            raise _mismatch(f"Type mismatch for {self.name}: expected {self._type} but got {type(value)}")
+        for field, structure in self._items.items():
+            structure.collect(getattr(value, field, None), into)
+
+    def build(self, tensors: Iterator[torch.Tensor]) -> Any:
+        built = copy.copy(self._empty)
+        for field, structure in self._items.items():
+            object.__setattr__(built, field, structure.build(tensors))
+        return built
+
+    def leaves(self) -> Iterator[Leaf]:
+        for structure in self._items.values():
+            yield from structure.leaves()
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        yield self.name, self._empty  # for what it has beside its fields
+        for structure in self._items.values():
+            yield from structure.constants()
 
 
 class _Custom(Structure):
@@ -356,6 +466,9 @@ class _Custom(Structure):
     def leaves(self) -> Iterator[Leaf]:
         for structure in self._tensors:
             yield from structure.leaves()
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        return iter(())  # its parser knows
 
 
 def _mismatch(what: str) -> Exception:
@@ -440,6 +553,7 @@ class Signature:
 
     Raises:
         Error, AssertionError: if they cannot be bound; see `Binder.bind`.
+        Error: if there are tensors in them that cannot be found. (Functions and modules may have their own.)
 
     Attributes:
         leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
@@ -459,6 +573,10 @@ class Signature:
         self._rest = len(values[self._binder.rest]) if self._binder.rest is not None else 0
         self._structures = {name: structure_of(value, name) for name, value in values.items()}
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
+        for structure in self._structures.values():
+            for name, constant in structure.constants():
+                if not callable(constant) and _holds_tensor(constant, torch.Tensor):
+                    raise _hidden(f"The argument {name}", constant)
         dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
         if dicts:
             logger.warning(

@@ -1,17 +1,29 @@
-"""Python values as data that JSON can hold, and back: nothing else can come of them than what is written out here."""
+"""Python values as data that JSON can hold, and back: nothing else can come of them than what is written out here.
+
+Named tuples, dataclasses, and subclasses of tuples, lists and dictionaries are written with the names of their classes.
+They come back as these if the program that reads them has imported them; then they are filled without being called. No
+name has anything imported. Else, and for classes of Python's own library, there is something like it: a named tuple or
+a dataclass with the same name and fields, a plain tuple, list or dictionary.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections import OrderedDict
-from collections.abc import Mapping
+import math
+import sys
+from collections import OrderedDict, namedtuple
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from poptorch import enums, optim
+from poptorch.arguments import parser_of
 from poptorch.errors import createPoptorchError
 from poptorch.options import Anchor, Options, TensorLocationSettings
 from poptorch.settings import OptionsDict
@@ -26,62 +38,100 @@ def to_data(value: Any, name: str) -> Any:
     """A value as data. Of a tensor, there is its shape and dtype.
 
     Args:
-        value: a number, string, `None`, dtype, enum of poptorch or tensor, or a tuple, list or dictionary of these.
+        value: a number, string, `None`, slice, range, dtype, enum of poptorch, NumPy array or tensor; or a tuple, list,
+            set, dictionary or dataclass of these, subclasses included.
         name: what messages call it.
 
     Raises:
-        poptorch.Error: if it is something else.
+        poptorch.Error: if it is something else, or an object for which there is a parser.
     """
     kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return {"float": str(value)}  # JSON has no such numbers
     if kind in _PLAIN:
         return value
+    if kind is complex:
+        return {"complex": [to_data(value.real, name), to_data(value.imag, name)]}
     if isinstance(value, torch.Tensor):
         return {"tensor": list(value.shape), "dtype": _dtype_name(value.dtype)}
-    if kind is list:
-        return [to_data(each, f"{name}[{i}]") for i, each in enumerate(value)]
-    if kind in (tuple, torch.Size):
-        what = "tuple" if kind is tuple else "size"
-        return {what: [to_data(each, f"{name}[{i}]") for i, each in enumerate(value)]}
-    if kind in (dict, OrderedDict):
-        items = [[to_data(key, name), to_data(each, f"{name}[{key!r}]")] for key, each in value.items()]
-        return {"dict" if kind is dict else "ordered": items}
+    if kind in (slice, range):
+        return {kind.__name__: [to_data(each, name) for each in (value.start, value.stop, value.step)]}
+    if kind in (set, frozenset):
+        return {kind.__name__: [to_data(each, name) for each in value]}
+    if kind is torch.Size:
+        return {"size": list(value)}
     if kind is torch.dtype:
         return {"dtype": _dtype_name(value)}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS:
+        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+        return {"numbers": to_data(value.ravel().tolist(), name), "numpy": value.dtype.name, "shape": shape}
     if isinstance(value, Enum) and kind.__module__ == enums.__name__:
         return {"enum": f"{kind.__name__}.{value.name}"}
     if kind is Anchor:
         return {"anchor": [to_data(each, name) for each in vars(value).values()]}
     if isinstance(value, TensorLocationSettings):
         return {"location": to_data(value._values(), name)}
+    if parser_of(value) is None:  # which finds the tensors in an order of its own
+        if isinstance(value, tuple | list):
+            items = [to_data(each, f"{name}[{i}]") for i, each in enumerate(value)]
+            return items if kind is list else _of_class(value, (list, tuple), items, getattr(value, "_fields", ()))
+        if isinstance(value, dict):
+            pairs = [[to_data(key, name), to_data(each, f"{name}[{key!r}]")] for key, each in value.items()]
+            return _of_class(value, (OrderedDict, dict), pairs)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            items = [to_data(getattr(value, field), f"{name}.{field}") for field in fields]
+            return _of_class(value, (object,), items, fields)
     raise createPoptorchError(
         f"{name} is {value!r}, a {kind.__name__}, which cannot be saved: a file holds numbers, strings, tensors, "
-        "dtypes and tuples, lists and dictionaries of these, and no code."
+        "dtypes and tuples, lists, dictionaries and dataclasses of these, and no code."
     )
+
+
+def _of_class(value: Any, bases: Sequence[type], items: list[Any], fields: Sequence[str] = ()) -> dict[str, Any]:
+    """What an object holds, under the name of the first of some bases that it is of; of a subclass, with its class."""
+    kind, base = type(value), next(base for base in bases if isinstance(value, base))
+    data = {_CONTAINERS[base]: items}
+    return data if kind is base else data | {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": list(fields)}
+
+
+_CONTAINERS: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict", OrderedDict: "ordered", object: "dataclass"}
+
+_NUMBERS = "biuf"  # kinds of NumPy's dtypes
 
 
 def from_data(data: Any) -> Any:
     """The value that `to_data` wrote. A tensor has a shape and a dtype, and no numbers: it is on the device "meta".
 
     Raises:
-        ValueError: if it is nothing that `to_data` writes.
+        ValueError, TypeError: if it is nothing that `to_data` writes.
     """
     match data:
         case bool() | int() | float() | str() | None:
             return data
         case list():
             return [from_data(each) for each in data]
+        case {"float": str(number)}:
+            return float(number)
+        case {"complex": [real, imag]}:
+            return complex(from_data(real), from_data(imag))
         case {"tensor": list(shape), "dtype": str(name)}:
             return torch.empty(shape, dtype=_dtype(name), device="meta")
         case {"dtype": str(name)}:
             return _dtype(name)
-        case {"tuple": list(items)}:
-            return tuple(map(from_data, items))
         case {"size": list(items)}:
             return torch.Size(items)
-        case {"dict": list(items)}:
-            return {from_data(key): from_data(each) for key, each in items}
-        case {"ordered": list(items)}:
-            return OrderedDict((from_data(key), from_data(each)) for key, each in items)
+        case {"slice": [start, stop, step]}:
+            return slice(*map(from_data, (start, stop, step)))
+        case {"range": [int(start), int(stop), int(step)]}:
+            return range(start, stop, step)
+        case {"set": list(items)}:
+            return set(map(from_data, items))
+        case {"frozenset": list(items)}:
+            return frozenset(map(from_data, items))
+        case {"numbers": list(numbers), "numpy": str(name), "shape": shape} if np.dtype(name).kind in _NUMBERS:
+            array = np.array(from_data(numbers), name)
+            return array[0] if shape is None else array.reshape(shape)
         case {"enum": str(path)}:
             kind, _, member = path.partition(".")
             if kind in enums.__all__:
@@ -90,7 +140,73 @@ def from_data(data: Any) -> Any:
             return Anchor(*map(from_data, items))
         case {"location": settings}:
             return TensorLocationSettings()._set(**from_data(settings))
+        case {"class": str(path), "fields": list(fields), **held} if len(held) == 1:
+            return _like_class(path, [str(field) for field in fields], *held.items())
+        case {"tuple": list(items)}:
+            return tuple(map(from_data, items))
+        case {"dict": list(items)}:
+            return {from_data(key): from_data(each) for key, each in items}
+        case {"ordered": list(items)}:
+            return OrderedDict((from_data(key), from_data(each)) for key, each in items)
     raise ValueError(f"{data!r} is no value")
+
+
+def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
+    """An object of a class that a file names; see the top of this page."""
+    what, data = held
+    base = next((base for base, name in _CONTAINERS.items() if name == what), None)
+    if base is None:
+        raise ValueError(f"{what!r} is no container")
+    items = from_data(data) if base in (object, list) else from_data({what: data})
+    found = _imported(path, base)
+    if found is not None and (made := _filled(found, base, fields, items)) is not None and parser_of(made) is None:
+        return made
+    title = path.rpartition(".")[2].rpartition(":")[2]
+    if not title.isidentifier():
+        raise ValueError(f"{title!r} is no name")
+    if base is tuple and fields:
+        generic: Any = namedtuple(title, fields)  # type: ignore[misc]  # which checks that these are mere names
+        return generic(*items)
+    if base is object:
+        return dataclasses.make_dataclass(title, fields)(*items)  # it, too
+    return items
+
+
+def _imported(path: str, base: type) -> type | None:
+    """The class of that name, if the program has it; none of Python's own library, where some do more than hold."""
+    module, _, names = path.partition(":")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    place: Any = sys.modules.get(module)
+    for name in names.split("."):
+        place = vars(place).get(name) if isinstance(place, type | ModuleType) else None
+    return place if isinstance(place, type) and issubclass(place, base) else None
+
+
+def _filled(kind: type, base: Any, fields: Sequence[str], items: Any) -> Any:
+    """An object of a class, made without calling that; `None` if it does not have these fields."""
+    if base is object:
+        if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
+            return None
+        if not {field.name for field in dataclasses.fields(kind)}.issuperset(fields):
+            return None
+        made = object.__new__(kind)
+        for field, item in zip(fields, items, strict=True):
+            object.__setattr__(made, field, item)
+        return made
+    if base is tuple:
+        if kind.__module__ == torch.return_types.__name__:
+            return kind(items)
+        return tuple.__new__(kind, items) if list(getattr(kind, "_fields", ())) == fields else None
+    made = base.__new__(kind)
+    if base is list:
+        list.extend(made, items)
+        return made
+    for key, item in items.items():
+        base.__setitem__(made, key, item)
+        if dataclasses.is_dataclass(kind) and isinstance(key, str):  # whose fields are its items
+            object.__setattr__(made, key, item)
+    return made
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,8 +7,11 @@ of arguments. Who holds the truth about weights, and when anything is transferre
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,15 +20,17 @@ import torch
 
 import popxl
 from poptorch.ambient import capturing, check_overlapped_io, check_placement
-from poptorch.arguments import Batching, Feeder, Signature, Structure, structure_of
+from poptorch.arguments import Batching, Feeder, Signature, Structure, result_structure, structure_of
 from poptorch.capture.recorder import Data
-from poptorch.capture.trace import Value
+from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import Captured, capture
 from poptorch.devices import chosen_device
 from poptorch.dtypes import device_dtype
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering import has_lowering
+from poptorch.lowering.control import WATCH
+from poptorch.ops import HostFunction
 from poptorch.options import Options
 from poptorch.program import Program, Returned
 from poptorch.times import Times
@@ -91,7 +96,7 @@ class Ends:
 
 
 class Compiled:
-    """A model, compiled for arguments of some structure. It is attached to no device at first.
+    """A model, compiled for arguments of some structure. It is attached to no device at first. Threads may share it.
 
     Args:
         signature: what arguments have to look like.
@@ -104,11 +109,11 @@ class Compiled:
         session: runs the program.
         seed: what random numbers begin with.
         checks: run op by op, and raise where a number is not finite.
+        host_functions: those that the program calls.
 
     Attributes:
         signature, ends, session, seed: as given.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
-        times: when the last call did what.
     """
 
     def __init__(
@@ -123,14 +128,21 @@ class Compiled:
         session: popxl.Session,
         seed: int,
         checks: bool = False,
+        host_functions: Iterable[HostFunction] = (),
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
         self.ends, self.session, self.seed = ends, session, seed
         self.anchored: dict[str, torch.Tensor] = {}
-        self._run = self._checked if checks else session.run
+        self._checks = checks
+        self._problems: list[Exception] = []
+        functions = list(host_functions)
+        for function in functions:
+            function.problems = self._problems
+        self._run = self._in_turn if checks or functions else session.run
         self._feeder = Feeder(batching)
-        self._feeds: dict[popxl.HostToDeviceStream, Any] = {}
+        self._numbers: dict[popxl.HostToDeviceStream, np.ndarray] = {}
+        self._turn = threading.Lock()
         self._inputs = [
             (i, stream, leaf.dtype is device_dtype(leaf.dtype), self._shape_of_rows(leaf.shape))
             for i, stream in ends.inputs.items()
@@ -143,10 +155,11 @@ class Compiled:
         self._anchors = [result.anchor for result in results if result.anchor]
         self._count = len(results) - len(self._anchors) - len(rewritten)
         replicas = batching.groups.replicas
-        self.times = Times(
+        self._steps = (
             [batching.micro_batches * replicas] * len(ends.inputs),
             [result.count * replicas for result in results[: self._count]],
         )
+        self._moments = (0.0, 0.0, 0.0, 0.0)
 
     @classmethod
     def of(
@@ -205,7 +218,7 @@ class Compiled:
         return cls(
             signature,
             batching,
-            structure_of(captured.result, "result"),
+            result_structure(captured.result),
             constants,
             results,
             list(captured.written_inputs),
@@ -213,6 +226,7 @@ class Compiled:
             popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
             seed,
             options.Precision.floating_point_exceptions,
+            _host_functions(captured.trace),
         )
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -221,30 +235,52 @@ class Compiled:
         """Run the program once on the tensors of a call, as `signature.check` returns them. Returns the result.
 
         Raises:
-            poptorch.Error: for what the running program meets.
+            poptorch.Error: for what the running program meets; if a tensor that is overwritten shares its memory with
+                another.
+            Exception: whatever a function raises that the program calls on the host.
         """
-        times, feeds = self.times, self._feeds
-        times.asked = perf_counter()
+        if self.rewritten:
+            self._check_apart(tensors)
+        asked = perf_counter()
+        feeds: dict[popxl.HostToDeviceStream, Any] = dict(self._numbers)
         for i, stream, is_same, shape in self._inputs:
             t = tensors[i]
             if is_same and shape is not None and not t.requires_grad and t.is_contiguous():
                 feeds[stream] = t.numpy().reshape(shape)
             else:
                 feeds[stream] = self._fed(t, self.signature.leaves[i].name)
-        times.given = perf_counter()
+        given = ready = perf_counter()
         try:
             fetched = self._run(feeds)
             results: list[torch.Tensor] = []
             for output, is_in_turns, shape in self._outputs:
                 array = fetched[output]
-                times.ready = times.ready if results else perf_counter()
+                if not results:
+                    ready = perf_counter()
                 if is_in_turns:
                     array = array.swapaxes(0, 1)
                 results.append(torch.from_numpy(array.reshape(shape)))
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
-        times.taken = perf_counter()
+        self._moments = asked, given, ready, perf_counter()  # all at once, as other threads set them, too
         return self._rebuilt(tensors, results)
+
+    def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Check that what the model overwrites is no part of another argument, which would have to change with it."""
+        for i in self.rewritten:
+            for j, other in enumerate(tensors):
+                if j != i and np.shares_memory(_memory(tensors[i]), _memory(other)):
+                    written, name = self.signature.leaves[i].name, self.signature.leaves[j].name
+                    raise createPoptorchError(
+                        f"The arguments {written} and {name} share memory, and the model overwrites {written}. In a "
+                        f"wrapped model each argument is a tensor of its own, so {name} would not change with it. Give "
+                        "it a copy: `tensor.clone()`."
+                    )
+
+    @property
+    def times(self) -> Times:
+        """When the last call did what."""
+        return Times(*self._steps, *self._moments)
 
     def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
         """A tensor as the program takes it: with the rows of a replica together."""
@@ -288,9 +324,18 @@ class Compiled:
             of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
         return self.structure.rebuild(of_model)
 
-    def _checked(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
-        with self.session.debugging():
-            return self.session.run(feeds)
+    def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
+        """A run of which more has to be known than its results: it is over before another thread's begins."""
+        with self._turn, self.session.debugging() if self._checks else nullcontext():
+            try:
+                fetched = self.session.run(feeds)
+                found = {stream: fetched[stream] for stream, *_ in self._outputs}
+            finally:
+                problems = self._problems.copy()
+                self._problems.clear()
+        if problems:
+            raise problems[0]
+        return found
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
@@ -334,7 +379,7 @@ class Compiled:
         """Give the optimiser other numbers, from the next run on."""
         if self.ends.numbers is not None:
             replicas = self.batching.groups.replicas
-            self._feeds[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
+            self._numbers[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
     @property
     def random_state(self) -> list[int]:
@@ -405,13 +450,60 @@ def _captured(
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
         )
-    if not captured.trace.nodes:
+    given = set(map(id, captured.trace.inputs))
+    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
+    if options.Precision.floating_point_exceptions:
+        _watch_comparisons(captured.trace)
     if ambient.overlaps:
         check_overlapped_io(options, options.output_mode)
     options._Popart.check()
     check_placement([node.site for node in captured.trace.nodes], options, training)
     return captured
+
+
+_COMPARISONS = frozenset(f"aten.{name}" for name in ("lt", "le", "gt", "ge", "eq", "ne"))
+
+
+def _watch_comparisons(trace: Trace) -> None:
+    """Have the program look for NaN in what it compares: a comparison makes none, so a run op by op says nothing."""
+    nodes: list[Node] = []
+    for node in trace.nodes:
+        for inner in node.traces:
+            _watch_comparisons(inner)
+        compared = dict.fromkeys(node.inputs)
+        is_test = node.op in ("aten.eq", "aten.ne") and len(compared) < len(node.inputs)  # `x != x` asks for NaN
+        if node.op in _COMPARISONS and not is_test:
+            watched: dict[Value, Value] = {}
+            for value in compared:
+                if value.dtype.is_floating_point:
+                    looking = {"inputs": [value], "name": WATCH, "attributes": (("where", str(node)),)}
+                    look = Node("poptorch.custom_op", "", looking, node.site, node.scope, node.source)
+                    watched[value] = Value(value.shape, value.dtype, made_by=look, requires_grad=False)
+                    look.results = [watched[value]]
+                    nodes.append(look)
+            node.arguments = with_values(node.arguments, partial(_in_place_of, watched))
+        nodes.append(node)
+    trace.nodes[:] = nodes
+
+
+def _in_place_of(others: Mapping[Value, Value], value: Value) -> Value:
+    return others.get(value, value)
+
+
+def _host_functions(trace: Trace) -> Iterator[HostFunction]:
+    """The functions of the host that a captured function calls."""
+    for node in trace.nodes:
+        if node.op == "poptorch.cpu":
+            yield node.arguments["function"]
+        for inner in node.traces:
+            yield from _host_functions(inner)
+
+
+def _memory(t: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor, as an array of numbers of whatever kind."""
+    t = t.detach()
+    return (t.view(torch.int16) if t.dtype is torch.bfloat16 else t).numpy()  # NumPy does not have that type
 
 
 def _constant(value: Value) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from poptorch.logging_ import logger
 from poptorch.options import Options
 from poptorch.program import Returned
 from poptorch.replica_groups import GroupedParameter, ParameterProxy
+from poptorch.strategies import PipelinedExecution, ShardedExecution
 from poptorch.times import Latency, Times
 from poptorch.trainer import Trainer, needs_running_mean, with_running_mean
 from popxl.estimate import estimate_of
@@ -43,6 +45,9 @@ Model = torch.nn.Module | Callable[..., Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _channel = profiling.Channel("poptorch")
+
+_compiling = threading.RLock()
+"""Models are compiled one after the other: while one is captured, its module holds tensors without numbers."""
 
 
 def _traced(name: str) -> Callable[[Method], Method]:
@@ -63,7 +68,7 @@ class PoplarExecutor:
     """A model that runs on a device. Make one with `poptorch.trainingModel` or `poptorch.inferenceModel`.
 
     It is called as the model is. The first call compiles it for arguments like those given; `destroy` undoes that.
-    Attributes that it does not have are those of the model.
+    Attributes that it does not have are those of the model. Several threads may call it: their runs take turns.
 
     Args:
         model: the module, a function, or another executor, whose model is meant.
@@ -105,6 +110,7 @@ class PoplarExecutor:
         self._attributes = weights.Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
+        self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
         self._compilation_time: timedelta | None = None
         self._trainings = weights.Trainings(self._module)
@@ -130,25 +136,28 @@ class PoplarExecutor:
             AssertionError: if the model was compiled for no device of this machine.
         """
         if self._compiled is None:
-            self.compile(*args, **kwargs)
+            with _compiling:
+                if self._compiled is None:  # another thread may have compiled it
+                    self.compile(*args, **kwargs)
         compiled = self._executable
         tensors = compiled.signature.check(args, kwargs)
-        if not compiled.session.is_attached:
-            self._check_online("run a model")
-            self._attach(compiled)
         with _channel.tracepoint("modelExecution"):
+            with self._lock:
+                if not compiled.session.is_attached:
+                    self._check_online("run a model")
+                    self._attach(compiled)
+                if self._trainer is None:
+                    if self._trainings.have_news():
+                        self.copyWeightsToDevice()
+                elif self._trainer.device.pending:
+                    self.copyWeightsToHostIfNeeded()
+                    self._trainer.write_pending()
             if self._trainer is None:
-                if self._trainings.have_news():
-                    self.copyWeightsToDevice()
                 return compiled.run(tensors)
-            device = self._trainer.device
-            if device.pending:
-                self.copyWeightsToHostIfNeeded()
-                self._trainer.write_pending()
             try:
                 return compiled.run(tensors)
             finally:  # even a run that fails has changed something
-                device.mark_stale()
+                self._trainer.device.mark_stale()
                 assert self._instrumented is not None
                 self._instrumented.is_stale = True
 
@@ -161,6 +170,10 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
         """
+        with _compiling:
+            self._compile(args, kwargs)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._compiled is not None:
             logger.warning("The model is compiled already; call `destroy()` first to compile it again.")
             return
@@ -462,6 +475,10 @@ class PoplarExecutor:
     def save(self, filename: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True) -> None:
         """Save the compiled model. There is no code in the file but what XLA has compiled; see `poptorch.saving`.
 
+        Named tuples, dataclasses and subclasses of dictionaries among arguments and results are saved by their fields.
+        In a program that has imported their classes they come back as these; in another, as named tuples and
+        dataclasses of the same names, and plain dictionaries.
+
         Args:
             filename: the file; in a folder, `model.poptorch`. Folders that are missing are made.
             export_model: with the weights, the optimiser and its state, for `poptorch.load`; else for `loadExecutable`
@@ -654,9 +671,12 @@ def _own_options(options: Options, training: bool) -> Options:
     if own.defaultOutputMode():
         own.outputMode(OutputMode.Final if training else OutputMode.All)
     if not training and own.Training.gradient_accumulation != 1:
+        strategy = own.execution_strategy
+        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
         raise createPoptorchError(
             f"Inference does not accumulate gradients: Training.gradientAccumulation is "
-            f"{own.Training.gradient_accumulation}; expected 1. For a pipelined model use `deviceIterations`."
+            f"{own.Training.gradient_accumulation}; expected 1."
+            + (" For a pipelined model use `deviceIterations`." if is_pipelined else "")
         )
     own.freeze()
     return own

@@ -17,8 +17,10 @@ import numpy
 import torch
 
 from poptorch.ambient import current as ambient
+from poptorch.arguments import Leaf, Structure, structure_of
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current
+from poptorch.dtypes import to_numpy
 from poptorch.enums import MatMulSerializationMode, OverlapMode
 from poptorch.errors import createPoptorchError
 
@@ -237,13 +239,14 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
         `ceil(size / step)` elements along `dim`: those at start, start + step, ...
 
     Raises:
-        poptorch.Error: if `start` is no integer tensor, or the part is longer than the dimension.
+        poptorch.Error: for arguments of other types, a `dim` that the tensor does not have, and a part that is longer
+            than the dimension.
 
     Example:
         >>> poptorch.dynamic_slice(torch.arange(6), 0, torch.tensor(2), 3, 1)
         tensor([2, 3, 4])
     """
-    _check_start("dynamic_slice", start)
+    _check_slice("dynamic_slice", {"tensor": tensor}, start, {"dim": dim, "size": size, "step": step})
     if not 0 < size <= tensor.shape[dim] or step < 1:
         raise createPoptorchError(
             f"dynamic_slice: {size} elements with step {step}, of {tensor.shape[dim]} in dimension {dim}. `size` has "
@@ -267,17 +270,25 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
         size: how long it is.
 
     Raises:
-        poptorch.Error: if `start` is no integer tensor, or `src` differs in dtype or number of dimensions.
+        poptorch.Error: for arguments of other types, a `dim` that the tensor does not have, and if `src` has another
+            dtype or another shape than the part.
 
     Example:
         >>> poptorch.dynamic_update(torch.zeros(4), torch.ones(2), 0, torch.tensor(1), 2)
         tensor([0., 1., 1., 0.])
     """
-    _check_start("dynamic_update", start)
-    if input.dtype is not src.dtype or input.dim() != src.dim():
+    _check_slice("dynamic_update", {"input": input, "src": src}, start, {"dim": dim, "size": size})
+    part = list(input.shape)
+    if not 0 < size <= part[dim]:
         raise createPoptorchError(
-            f"dynamic_update: `src` is {list(src.shape)} of {src.dtype}; expected {input.dim()} dimensions and the "
-            f"dtype of `input`, {input.dtype}."
+            f"dynamic_update: {size} elements, of {part[dim]} in dimension {dim}. `size` has to be from 1 to that "
+            "number."
+        )
+    part[dim] = size
+    if input.dtype is not src.dtype or list(src.shape) != part:
+        raise createPoptorchError(
+            f"dynamic_update: `src` is {list(src.shape)} of {src.dtype}; expected {len(part)} dimensions and the dtype "
+            f"of `input`: {part} of {input.dtype}."
         )
     result = input.clone()
     if current() is not None:
@@ -286,10 +297,30 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
     return result
 
 
-def _check_start(name: str, start: Any) -> None:
-    if not isinstance(start, torch.Tensor) or start.dtype.is_floating_point or start.dtype is torch.bool:
-        what = start.dtype if isinstance(start, torch.Tensor) else f"{start!r}"
+def _check_slice(name: str, tensors: Mapping[str, Any], start: Any, numbers: Mapping[str, Any]) -> None:
+    """Check the types of what a slice is given: its tensors, the first of which is cut; numbers, of which one is `dim`.
+
+    Raises:
+        poptorch.Error: if one of them is something else.
+    """
+    for argument, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            raise createPoptorchError(f"{name}: `{argument}` is of type {type(t).__name__}; expected a tensor.")
+    if not isinstance(start, torch.Tensor) or start.dtype not in _INTEGERS or start.numel() != 1:
+        what = f"{list(start.shape)} of {start.dtype}" if isinstance(start, torch.Tensor) else f"{start!r}"
         raise createPoptorchError(f"{name}: `start` is {what}; expected a tensor with an integer.")
+    for argument, number in numbers.items():
+        if not isinstance(number, int | numpy.integer) or isinstance(number, bool):
+            raise createPoptorchError(
+                f"{name}: `{argument}` is {number!r}, a {type(number).__name__}; expected an int. Only `start` may be "
+                "a tensor, as shapes are fixed."
+            )
+    dims = next(iter(tensors.values())).dim()
+    if not -dims <= numbers["dim"] < dims:
+        raise createPoptorchError(f"{name}: `dim` is {numbers['dim']}, of a tensor with {dims} dimensions.")
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 # Searches -------------------------------------------------------------------------------------------------------------
@@ -487,7 +518,7 @@ def _as_list(results: Any) -> Tensors:
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
-def _shapes(tensors: Iterable[torch.Tensor]) -> str:
+def _shapes(tensors: Iterable[torch.Tensor | Leaf]) -> str:
     return ", ".join(f"{list(t.shape)} of {t.dtype}" for t in tensors) or "nothing"
 
 
@@ -565,15 +596,64 @@ def _attribute(key: Any, value: Any) -> Any:
     return value
 
 
+class HostFunction:
+    """A function that a program calls on the host.
+
+    Args:
+        name: of the op.
+        function: the function.
+        given: the structure of its arguments `args, kwargs`.
+
+    Attributes:
+        problems: what it has raised in this run, or another function that has the same list.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], given: Structure) -> None:
+        self._name, self._function, self._given = name, function, given
+        self.problems: list[Exception] = []
+
+    def result(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """What it returns for arguments with these tensors."""
+        args, kwargs = self._given.rebuild(tensors)
+        return self._function(*args, **kwargs)
+
+    def arrays(self, given: Iterable[numpy.ndarray], wanted: Sequence[numpy.ndarray]) -> list[numpy.ndarray]:
+        """What it makes of arrays: arrays like those wanted, or these themselves after there was a problem."""
+        if not self.problems:
+            try:
+                with torch.no_grad():
+                    return self._checked(self.result(map(torch.from_numpy, given)), wanted)
+            except Exception as problem:  # whatever it is, and here nobody can catch it: `Compiled.run` raises it
+                self.problems.append(problem)
+        return list(wanted)
+
+    def _checked(self, result: Any, wanted: Sequence[numpy.ndarray]) -> list[numpy.ndarray]:
+        tensors = structure_of(result, self._name).tensors(result)
+        found = [to_numpy(t).copy() for t in tensors]  # the function may keep them, and overwrite them
+        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in wanted]:
+            have, expected = (
+                ", ".join(f"{list(a.shape)} of {a.dtype}" for a in arrays) or "no tensors" for arrays in (found, wanted)
+            )
+            raise createPoptorchError(
+                f"CPU: {self._name} has returned {have}. When the model was compiled, it returned {expected} for "
+                "zeros, and has to always."
+            )
+        return found
+
+
 class CPU:
     """A Python function that runs on the host, in the middle of a model that runs on the device.
 
     It is called with tensors of the host whenever the program comes there, and may do what it likes. For inference
-    only.
+    only. What it raises, the call of the model raises; until the run has ended, the program goes on with zeros then.
 
     Args:
-        layer_to_call: the function, or a module, whose parameters are frozen.
+        layer_to_call: the function, or a module, whose parameters are frozen. When the model is compiled it is called
+            with zeros: its results always have to have the shapes and dtypes that they have for these.
         ID: name of the op.
+
+    Raises:
+        poptorch.Error: if it returns no tensors, or ones without elements; at a call, if they are of other shapes.
 
     Example:
         >>> class Model(torch.nn.Module):
@@ -598,16 +678,26 @@ class CPU:
         tracer = current()
         if tracer is None:
             return self._function(*input, **kwargs)
+        given = structure_of((input, kwargs), self._name)
+        tensors = given.tensors((input, kwargs))
+        function = HostFunction(self._name, self._function, given)
         with without_modes(), torch.no_grad():
-            zeros = [torch.zeros(t.shape, dtype=t.dtype) if isinstance(t, torch.Tensor) else t for t in input]
-            example = self._function(*zeros, **kwargs)
-        single = isinstance(example, torch.Tensor)
-        examples = [example] if single else list(example)
-        arguments = {"inputs": list(input), "function": functools.partial(self._function, **kwargs), "name": self._name}
+            example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
+        structure = structure_of(example, self._name)
+        found = list(structure.leaves())
+        if not found or any(0 in leaf.shape for leaf in found) and not any(0 in t.shape for t in tensors):
+            shown = _shapes(found) if found else repr(example)
+            raise createPoptorchError(
+                f"CPU: for zeros, {self._name} returns {shown}. From what it makes of zeros the program learns the "
+                "shapes of its results, which cannot depend on numbers; expected tensors that are not empty."
+            )
         made = tracer.record(
-            "poptorch.cpu", lambda **_: [torch.empty(t.shape, dtype=t.dtype) for t in examples], arguments, True
+            "poptorch.cpu",
+            lambda **_: [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in found],
+            {"inputs": tensors, "function": function, "name": self._name},
+            True,
         )
-        return made[0] if single else type(example)(made)
+        return structure.rebuild(made)
 
     def execute(self) -> None:
         """Nothing: the function runs when the program comes there."""

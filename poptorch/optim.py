@@ -264,6 +264,23 @@ _ADAPTIVE: dict[str, Any] = {
 }
 
 
+Step = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], None]
+
+
+@torch.no_grad()
+def _step_of_each(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None, step: Step) -> float | None:
+    """A step of each parameter that has a gradient; before them the closure. What this returned."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                step(parameter, parameter.grad, group)
+    return loss
+
+
 class SGD(Optimizer, torch.optim.SGD):
     """Stochastic gradient descent with momentum: `torch.optim.SGD` with a few numbers more.
 
@@ -433,8 +450,8 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type: the type of the mean of the gradient, and of the momentum.
         second_order_momentum_accum_type: the type of the mean of its square.
-        use_tf_variant: the formula of TensorFlow, in a wrapped model: the mean square starts at 1, `eps` is added to
-            it before the root is taken, and the momentum includes the learning rate.
+        use_tf_variant: the formula of TensorFlow: the mean square starts at 1, `eps` is added to it before the root is
+            taken, and the momentum includes the learning rate.
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
@@ -465,6 +482,37 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         use_tf_variant: bool | None = None,
     ) -> None:
         self._construct(locals())
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on the CPU: torch's, or that of the variant.
+
+        Args:
+            closure: computes the loss, and the gradients with it, first.
+
+        Returns:
+            What `closure` returned; `None` without one.
+        """
+        if self.use_tf_variant:  # type: ignore[attr-defined]
+            return _step_of_each(self, closure, self._step)
+        return _step_of_torch(self, closure)
+
+    def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
+        kept = self.state[w]
+        if not kept:
+            kept.update(step=0, square_avg=torch.ones_like(w), grad_avg=torch.zeros_like(w))
+            kept.update(momentum_buffer=torch.zeros_like(w))
+        kept["step"] += 1
+        d = (-g if group["maximize"] else g) + group["weight_decay"] * w
+        variance = kept["square_avg"].lerp_(d * d, 1 - group["alpha"])
+        if group["centered"]:
+            mean = kept["grad_avg"].lerp_(d, 1 - group["alpha"])
+            variance = (variance - mean * mean).clamp(min=0)
+        q = group["lr"] * d / (variance + group["eps"]).sqrt()
+        w -= kept["momentum_buffer"].mul_(group["momentum"]).add_(q)
+
+
+_step_of_torch = inspect.unwrap(torch.optim.RMSprop.step, stop=lambda step: not getattr(step, "hooked", False))
+"""Without the hooks: those of a step are run by the step of the class that an optimiser is of."""
 
 
 class LAMB(Optimizer, torch.optim.Optimizer):
@@ -516,7 +564,6 @@ class LAMB(Optimizer, torch.optim.Optimizer):
     ) -> None:
         self._construct(locals())
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on the CPU, where there are gradients.
 
@@ -526,15 +573,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         Returns:
             What `closure` returned; `None` without one.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-        return loss
+        return _step_of_each(self, closure, self._step)
 
     def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
         kept = self.state[w]

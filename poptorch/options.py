@@ -256,7 +256,7 @@ class _PrecisionOptions(OptionsDict):
     floating_point_exceptions: bool = setting(
         False,
         "an operation that makes NaN or an infinity of other numbers (0/0, x/0, 0*inf, an overflow, the root of a "
-        "negative number) raises an Error; the program runs op by op for that, which is slow",
+        "negative number), and a comparison of NaN, raises an Error; the program runs op by op for that, which is slow",
         "enableFloatingPointExceptions",
     )
     stochastic_rounding: bool = setting(False, NO_EFFECT, "enableStochasticRounding")
@@ -274,7 +274,7 @@ class _PrecisionOptions(OptionsDict):
     running_statistics_always_float: bool = setting(True, f"{NO_EFFECT}; deprecated", "runningStatisticsAlwaysFloat")
 
     def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
-        """Raise an `Error` where a running program divides by zero, overflows, or makes NaN. It is slow."""
+        """Raise an `Error` where a running program divides by zero, overflows, makes NaN or compares it. It is slow."""
         return self._set(floating_point_exceptions=enabled)
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
@@ -854,7 +854,7 @@ class Options(OptionsDict):
         long_name: str,
         output_mode: OutputMode | None = None,
         output_return_period: int | None = 1,
-    ) -> None:
+    ) -> Self:
         """Keep a tensor within the model, for `getAnchoredTensor`.
 
         Args:
@@ -867,7 +867,7 @@ class Options(OptionsDict):
             AssertionError: if `EveryN` comes without a positive N.
         """
         period = _checked_period("anchorTensor", output_return_period) if output_mode == OutputMode.EveryN else 1
-        self._set(anchored_tensors={**self.anchored_tensors, short_name: Anchor(long_name, output_mode, period)})
+        return self._set(anchored_tensors={**self.anchored_tensors, short_name: Anchor(long_name, output_mode, period)})
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
         """Name the buffers that `copyNamedBuffersToDevice` writes."""

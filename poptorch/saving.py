@@ -6,10 +6,11 @@ The file is a ZIP archive of three parts:
     tensors.safetensors     the numbers of parameters and buffers, and of constants
     session                 the program with the values of its variables, as `popxl.Session.save` writes it
 
-All of it is read as data: no Python object is unpickled and no class is looked up by a name in the file, so the module
-that `poptorch.load` returns is a plain one, and models whose arguments or results hold objects of classes of one's own
-cannot be saved. The session does hold machine code, which runs when the model is called. Load files from those only
-whom you would let run programs.
+All of it is read as data: no Python object is unpickled and nothing is imported, so the module that `poptorch.load`
+returns is a plain one. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they come
+back as objects of their classes where the program has these, and else as ones like them; see `poptorch.as_data`. Models
+whose arguments or results hold other objects of classes of one's own cannot be saved. The session does hold machine
+code, which runs when the model is called. Load files from those only whom you would let run programs.
 """
 
 from __future__ import annotations

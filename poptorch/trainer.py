@@ -49,6 +49,7 @@ class Trainer:
         self.numbers = np.zeros(0, np.float32)
         self._compiled: Compiled | None = None
         self._is_offline = False
+        self._parameters: frozenset[int] = frozenset()
 
     def prepare(
         self,
@@ -68,6 +69,8 @@ class Trainer:
         Raises:
             poptorch.Error: if the optimiser does not fit that.
         """
+        self._parameters = frozenset(map(id, parameters.values()))
+        self._warn_of_others(self.optimizer)
         self.made_with = made_with or OptimizerData.of(self.optimizer, parameters)
         self.update = Update(
             self.optimizer if made_with is None else made_with.make(parameters),
@@ -78,6 +81,22 @@ class Trainer:
         )
         self.numbers = self.update.values(self.optimizer)
         return self.update
+
+    def _warn_of_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of what an optimiser has and the model does not: it would not be trained, and nobody would know."""
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._parameters]
+        if not self._parameters:
+            logger.warning(
+                "The model has no parameters, so nothing is trained. Only what a `torch.nn.Module` has as its own can "
+                "be: wrap that module, rather than a function that uses it."
+            )
+        elif others:
+            logger.warning(
+                "The optimizer has %d parameters that the model does not have, of the shapes %s. They are not trained: "
+                "have the wrapped module own them, as attributes of it or of its submodules.",
+                len(others),
+                ", ".join(str(list(p.shape)) for p in others[:3]) + (", ..." if len(others) > 3 else ""),
+            )
 
     def connect(self, compiled: Compiled, offline: bool = False) -> None:
         """A program has been made: from now on it has the state. What the optimiser has brought along is for it.
@@ -118,6 +137,8 @@ class Trainer:
                 self.numbers = numbers
                 self._compiled.write_numbers(numbers)
         if optimizer is not self.optimizer:
+            if self.update is not None:
+                self._warn_of_others(optimizer)
             self.device.disconnect()
             self.optimizer, self.device = optimizer, _device_state(optimizer)
             self._connect()

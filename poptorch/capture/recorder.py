@@ -9,6 +9,7 @@ view, makes these views again; writing puts the new value back through them.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,36 +21,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Ambient
-from poptorch.capture.torch_private import storage_key, without_modes
-from poptorch.capture.trace import Node, Trace, Value, with_values
+from poptorch.capture.constants import is_constant, numbers_of
+from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
+from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
 from popxl.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
-
-
-@dataclass(frozen=True)
-class Data:
-    """The numbers of a constant."""
-
-    tensor: torch.Tensor
-
-
-LOOKED_AT = object()
-"""Stands for what a view looks at, among its arguments."""
-
-
-@dataclass(frozen=True)
-class View:
-    """One step of a lens: the op that makes views of `LOOKED_AT`, and which of these it is."""
-
-    op: str
-    overload: str
-    arguments: dict[str, Any]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    result: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,16 +52,18 @@ class _Cell:
     place: _Place
     value: Value
     version: int = 0
-    unsettled: list[tuple[Value, torch.Tensor]] = field(default_factory=list)
+    unsettled: list[tuple[Value, torch.Tensor, bool]] = field(default_factory=list)
     """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
 
     def settle(self) -> None:
         """Note whether gradients flow through values. PyTorch knows as soon as their op is done, until the next."""
-        for value, t in self.unsettled:
-            value.requires_grad = t.requires_grad
+        for value, t, says_no in self.unsettled:
+            value.requires_grad = t.requires_grad or (False if says_no else None)
             if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
                 _undo_detach(value.made_by, t)
             made_by = None if t._is_view() else t.grad_fn  # asking a view would have PyTorch make its derivative anew
+            if type(made_by).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
+                value.of_function = True
             if isinstance(made_by, torch.autograd.function.BackwardCFunction):
                 value.of_function = True
                 _tell_of_function(type(made_by)._forward_cls)
@@ -151,6 +132,7 @@ class Recorder:
         self._cells: dict[int, _Cell] = {}
         self._all_cells: list[_Cell] = []
         self._parts = 0
+        self._numbers: dict[Value, torch.Tensor] = {}
 
     # Tensors and values ---------------------------------------------------------------------------------------------
 
@@ -177,6 +159,15 @@ class Recorder:
         if self._is_own(seen.cell.value):
             seen.value, seen.version = value, seen.cell.version
         return value
+
+    def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """The numbers that a tensor has now, not to be overwritten; `None` if a run decides on them."""
+        return numbers_of(self.value_of(t), self._numbers)
+
+    def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Note that a tensor has these numbers, which nobody else writes to."""
+        node = self.node("poptorch.constant", "", {"data": Data(numbers)})
+        self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
 
     def write(self, t: torch.Tensor, value: Value) -> None:
         """Have a tensor, and all that look at the same storage, hold a new value."""
@@ -255,24 +246,31 @@ class Recorder:
         self._seen[id(t)] = _Seen(t, cell, (), value, 0)
         self._await(cell, value, t)
 
-    def _await(self, cell: _Cell, value: Value, t: torch.Tensor) -> None:
-        """Have it noted later whether gradients flow through a value, if PyTorch is to know that."""
+    def _await(self, cell: _Cell, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
+        """Have it noted later whether gradients flow through a value, if PyTorch is to know that.
+
+        Args:
+            cell: the storage of the tensor.
+            value: the value.
+            t: the tensor that has it.
+            says_no: whether none flow if this tensor has none, rather than those of what the value is made of.
+        """
         if not self._parts:
-            cell.unsettled.append((value, t))
+            cell.unsettled.append((value, t, says_no))
 
     def _unknown(self, t: torch.Tensor) -> _Seen:
         """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`, strides)."""
         cell = self._cells.get(storage_key(t))
         if cell is None:
-            if isinstance(t, torch._subclasses.FakeTensor):
+            if isinstance(t, FakeTensor):
                 raise createPoptorchError(
                     f"A tensor of {tuple(t.shape)} was made where it could not be seen ({self.source()}): in a "
-                    "function that is taken as a whole, or by PyTorch's own backward pass. Make it in `forward`."
+                    "function that is taken as a whole, by PyTorch's own backward pass, or when the model was compiled "
+                    "before, and kept since. Make it in `forward`, from what `forward` is given."
                 )
             with without_modes():
-                data = Data(t.detach().clone())
-            node = self.node("poptorch.constant", "", {"data": data})
-            self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
+                numbers = t.detach().clone()
+            self.new_constant(t, numbers)
             return self._seen[id(t)]
         lens = _lens(cell.place, _Place.of(t), t.dtype)
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
@@ -287,7 +285,8 @@ class Recorder:
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution":
             self._ambient.count_convolution()
-        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect)
+        known = is_constant(op, overload, values)
+        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect, is_constant=known)
         self.trace.nodes.append(node)
         return node
 
@@ -322,7 +321,8 @@ class Recorder:
             view = View(node.op, node.overload, place, shapes, t.dtype, i)
             lens = base.lens if is_same else (*base.lens, view)
             self._seen[id(t)] = _Seen(t, base.cell, lens, value, base.cell.version)
-            self._await(base.cell, value, t)
+            # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.
+            self._await(base.cell, value, t, says_no=not is_same)
         return True
 
     @contextmanager
@@ -371,6 +371,33 @@ class Recorder:
             cell.settle()
         _stop_gradients(self.trace)
         return self.trace
+
+    @contextmanager
+    def leaving_numbers(self) -> Iterator[None]:
+        """After a block, in which it is recorded, give tensors that somebody keeps their numbers, if these are known.
+
+        A function that makes a mask once for all times gives the next one who asks a mask, and not a tensor that only
+        this capture knows. The recorder forgets all tensors.
+        """
+        try:
+            yield
+        finally:
+            constant = [
+                (weakref.ref(seen.tensor), self.value_of(seen.tensor))
+                for seen in list(self._seen.values())
+                if isinstance(seen.tensor, FakeTensor) and self._is_constant(seen)
+            ]
+            self._seen.clear()
+            self._cells.clear()
+            self._all_cells.clear()
+            # What is kept may be a view of something that is kept: that is free once the view has its own numbers.
+            for ref, value in reversed(constant):
+                if (t := ref()) is not None and (numbers := numbers_of(value, self._numbers)) is not None:
+                    become(t, numbers.clone().requires_grad_(t.requires_grad))
+
+    def _is_constant(self, seen: _Seen) -> bool:
+        """Whether a tensor has numbers that are known, and is none of a body of a loop."""
+        return all(self._is_own(v) and v.is_constant for v in (seen.value, seen.cell.value))
 
 
 def _is_in_own_derivative() -> bool:
@@ -432,7 +459,9 @@ def _stop_gradients(trace: Trace) -> None:
                 result.requires_grad = tracked and result.is_differentiable
     inside: set[int] = set()
     for node in reversed(trace.nodes):
-        if any(r.of_function or id(r) in inside for r in node.results):
+        if node.op == "aten.detach" and not any(v.requires_grad for v in (*node.inputs, *node.results)):
+            inside.difference_update(map(id, node.results))
+        elif any(r.of_function or id(r) in inside for r in node.results):
             inside.update(id(v) for v in node.inputs if not v.requires_grad)
     for node in trace.nodes:
         if any(v.requires_grad or id(v) in inside for v in node.inputs):

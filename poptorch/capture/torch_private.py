@@ -9,26 +9,36 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.distributions import Distribution
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
+from poptorch.capture.backward import BACKWARD
+
 __all__ = [
+    "NORMS",
     "UNREADABLE",
     "DynamicOutputShapeException",
     "FakeTensor",
     "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "become",
     "decomposition",
     "fake_mode",
+    "forget_history",
+    "in_transform",
+    "one_by_one",
     "storage_key",
     "unlogged_errors",
     "unvalidated_distributions",
@@ -68,14 +78,67 @@ def unvalidated_distributions() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Have functions run ops that PyTorch can take apart, and differentiate.
+
+    `torch.jit.script` functions derive by themselves else, as they learn in their first runs, and that is not heard of.
+    Recurrent layers and attention are ops of a library of the CPU's.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.jit.optimized_execution(False), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def in_transform() -> bool:
+    """Whether a function is running that `torch.func` transforms: its tensors stand for others, and have no storage."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def storage_key(t: torch.Tensor) -> int:
     """The same for tensors that share their storage, as long as one of them lives."""
     return int(t.untyped_storage()._cdata)
 
 
+def become(t: torch.Tensor, other: torch.Tensor) -> bool:
+    """Have a tensor be another one, for all who have it. Returns whether that could be done.
+
+    It cannot be done to what PyTorch itself holds, for views of it or for a backward pass.
+    """
+    if t._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    t.__class__, other.__class__ = other.__class__, t.__class__
+    t.__dict__, other.__dict__ = other.__dict__, t.__dict__
+    torch._C._swap_tensor_impl(t, other)
+    return True
+
+
+def forget_history(t: torch.Tensor) -> None:
+    """Have PyTorch not know any more what a tensor without numbers was made of, nor keep that for a backward pass."""
+    if not isinstance(t, FakeTensor) or not t.requires_grad:
+        return
+    if t._is_view():  # which `detach_` refuses
+        become(t, t.detach())
+    else:
+        t.detach_()
+
+
+NORMS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
+                 "_fused_rms_norm")
+)  # fmt: skip
+"""Ops that give, beside their result, the statistics that their derivatives use: functions of the input there."""
+
+
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions())
+    table |= get_decompositions(NORMS) | BACKWARD
     table.pop(torch.ops.aten.detach.default, None)  # it would forget that gradients stop there
     return table
 

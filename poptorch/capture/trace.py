@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from poptorch.ambient import Site
 from popxl.source import SourceLocation
 
-__all__ = ["Node", "Trace", "Value", "values_in"]
+__all__ = ["LOOKED_AT", "Data", "Node", "Trace", "Value", "View", "values_in"]
 
 
 @dataclass(eq=False)
@@ -35,9 +35,37 @@ class Value:
     of_function: bool = False
 
     @property
+    def is_constant(self) -> bool:
+        """Whether its numbers are the same in every run."""
+        return self.made_by is not None and self.made_by.is_constant
+
+    @property
     def is_differentiable(self) -> bool:
         """Whether its dtype has gradients."""
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True)
+class Data:
+    """The numbers of a constant."""
+
+    tensor: torch.Tensor
+
+
+LOOKED_AT = object()
+"""Stands for what a view looks at, among its arguments."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One step of a lens: the op that makes views of `LOOKED_AT`, and which of these it is."""
+
+    op: str
+    overload: str
+    arguments: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    result: int = 0
 
 
 @dataclass(eq=False)
@@ -55,6 +83,7 @@ class Node:
         source: the user's line.
         has_effect: whether it is kept, even if nothing uses its results.
         stops: positions of the results through which no gradient goes.
+        is_constant: whether it makes the same in every run.
     """
 
     op: str
@@ -66,6 +95,7 @@ class Node:
     has_effect: bool = False
     results: list[Value] = field(default_factory=list)
     stops: frozenset[int] = frozenset()
+    is_constant: bool = False
 
     @property
     def inputs(self) -> list[Value]:

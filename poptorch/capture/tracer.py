@@ -19,23 +19,32 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Ambient
+from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.modules import averaging
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.torch_private import (
+    NORMS,
     UNREADABLE,
     DynamicOutputShapeException,
+    FakeTensor,
     TorchDispatchMode,
+    UnsupportedOperatorException,
     decomposition,
     fake_mode,
+    forget_history,
+    in_transform,
+    one_by_one,
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
+    without_modes,
     written_arguments,
 )
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.whole import COMPOSED_LOSSES, WHOLE, Whole, as_activation
+from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, recurrent_in_any_dtype
 from poptorch.errors import createPoptorchError
-from poptorch.weights import not_rebound
+from poptorch.logging_ import logger
+from poptorch.weights import Attributes, not_rebound
 
 __all__ = ["Captured", "Tracer", "capture", "current"]
 
@@ -53,8 +62,13 @@ class Tracer:
         recorder: where ops are written down.
     """
 
-    def __init__(self, ambient: Ambient, lowered: Callable[[str, str], bool], excludes: Sequence[str]) -> None:
+    def __init__(
+        self, ambient: Ambient, lowered: Callable[[str, str], bool], excludes: Sequence[str], keeps_whole: bool = True
+    ) -> None:
         self.recorder = Recorder(ambient, excludes)
+        self._keeps_whole = keeps_whole
+        self._has_whole = False
+        self._derives = not keeps_whole
         self._lowered = lowered
         self._suspended = False
         self._fake = fake_mode()
@@ -113,12 +127,16 @@ class Tracer:
         return trace, results
 
     def function(self, whole: Whole, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A function of PyTorch that is kept whole."""
+        """A function of PyTorch that is kept whole, if functions are."""
+        if not self._keeps_whole:
+            results = function(*args, **kwargs)
+            return self.loss(results) if whole.op in LOSSES else results
         given = whole.arguments(function, args, kwargs)
         if given is None:
             return function(*args, **kwargs)
         if given.pop("inplace", False):
             return given["input"].copy_(self.function(whole, function, (), given))
+        self._has_whole = True
         written = whole.writes(given)
         with self.suspended():
             results = function(*args, **kwargs) if whole.shaped_as is None else whole.shaped_as(**given)
@@ -151,6 +169,34 @@ class Tracer:
             t.data = data.detach().clone()
         self.recorder.rebind(t, before, content)
 
+    def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function gives that reads the numbers of a tensor."""
+        numbers = None if in_transform() else self.recorder.numbers_of(args[0])
+        if numbers is None:
+            raise createPoptorchError(f"{_READ} It is needed here ({self.recorder.source()}): {function.__name__}.")
+        with self.suspended(), without_modes():
+            return function(numbers.clone(), *args[1:], **kwargs)
+
+    def copied(self, t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """`copy.deepcopy(t)`."""
+        if id(t) not in memo:
+            copy = t.detach().clone().requires_grad_(t.requires_grad)
+            memo[id(t)] = torch.nn.Parameter(copy, t.requires_grad) if isinstance(t, torch.nn.Parameter) else copy
+        return memo[id(t)]
+
+    def differentiate(self) -> None:
+        """PyTorch is to differentiate what was done: of what functions that were kept whole are made it knows nothing.
+
+        Raises:
+            _Again: if there was one.
+        """
+        if self._has_whole and not in_transform():
+            raise _Again
+
+    def is_known(self, t: torch.Tensor) -> bool:
+        """Whether the numbers of a tensor can be read."""
+        return not in_transform() and self.recorder.numbers_of(t) is not None
+
     def loss(self, x: torch.Tensor) -> Any:
         """A tensor, marked as a loss."""
         return self.record("poptorch.identity_loss", lambda x, reduction: x.clone(), {"x": x, "reduction": "none"})
@@ -164,17 +210,22 @@ class Tracer:
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
             name = name.removesuffix("_")
-        if not self._lowered(name, op._overloadname) and (made_of := decomposition(op)) is not None:
+        is_part = self._derives and op in NORMS  # its statistics are functions of the input, to derivatives
+        if (is_part or not self._lowered(name, op._overloadname)) and (made_of := decomposition(op)) is not None:
             with self.recorder.parts() as whole, self._ops:
                 results = made_of(*args, **kwargs)
-                whole += [t for t in pytree.tree_leaves([results, *written.values()]) if isinstance(t, torch.Tensor)]
+                made = results[:1] if is_part else results
+                whole += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
             if results is not NotImplemented:
                 return results
-        plain = [t for t in written.values() if not isinstance(t, torch._subclasses.FakeTensor)]
-        if plain:
-            results = self._on_stand_ins(op, args, kwargs, plain)
-        else:
-            results = op(*args, **kwargs)
+        plain = [t for t in written.values() if not isinstance(t, FakeTensor)]
+        try:
+            results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
+        except UNREADABLE:
+            results = self._known(op, args, kwargs)
+            if results is None:
+                raise
+            return results
         moves = torch.Tag.inplace_view in op.tags
         if moves:
             self.recorder.moved(args[0])
@@ -193,6 +244,43 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results)
         return results
+
+    def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """What an op gives that reads numbers; `None` if these are not known before the model runs."""
+        if op in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
+            return self._at_known_places(*args)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        known = [self.recorder.numbers_of(t) if isinstance(t, torch.Tensor) else t for t in leaves]
+        if any(numbers is None and leaf is not None for numbers, leaf in zip(known, leaves, strict=True)):
+            return None
+        with without_modes():
+            args, kwargs = pytree.tree_unflatten(known, structure)
+            results = op(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, self._constant, results)
+
+    def _constant(self, numbers: torch.Tensor) -> torch.Tensor:
+        t = self.fake(numbers)
+        self.recorder.new_constant(t, numbers)
+        return t
+
+    def _at_known_places(self, t: torch.Tensor, indices: Any) -> Any:
+        """Index with masks of which it is known where they are true; `None` if one is not known."""
+        if isinstance(indices, torch.Tensor):
+            with self._ops:
+                t, indices = torch.broadcast_tensors(t, indices)
+            indices = [indices]
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+                continue
+            mask = self.recorder.numbers_of(index)
+            if mask is None:
+                return None
+            with without_modes():
+                found = mask.nonzero().unbind(1)
+            places += [self._constant(numbers.contiguous()) for numbers in found]
+        return self.op(torch.ops.aten.index.Tensor, (t, places), {})
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites tensors of the user's that are none of the model's: these keep their numbers."""
@@ -230,16 +318,52 @@ class _Functions(TorchFunctionMode):
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.detach_ and not self._tracer._suspended:
-            return self._tracer.detach_(*args)
-        if func == torch.Tensor.data.__set__ and not self._tracer._suspended:  # type: ignore[attr-defined]
-            return self._tracer.set_data(*args)
-        whole = None if self._tracer._suspended else _whole(func)
+        tracer = self._tracer
+        whole = None
+        if not tracer._suspended:
+            if func is torch.Tensor.detach_:
+                return tracer.detach_(*args)
+            if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+                return tracer.set_data(*args)
+            if func is torch.Tensor.__getitem__:
+                return getitem(args[0], args[1], tracer.is_known)
+            if func is torch.Tensor.__setitem__:
+                return setitem(args[0], args[1], args[2], tracer.is_known)
+            if func in _DIFFERENTIATING:
+                tracer.differentiate()
+            if func in _READING:
+                return tracer.read(func, args, kwargs or {})
+            if func is torch.Tensor.__deepcopy__:
+                return tracer.copied(*args)
+            if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+                _tell_of_hooks()
+            tracer._derives |= in_transform()
+            whole = None if in_transform() else _whole(func)
         args, kwargs = as_activation(func, args, kwargs or {})
         if whole is None:
             results = func(*args, **kwargs)
-            return self._tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
-        return self._tracer.function(whole, func, args, kwargs)
+            return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
+        return tracer.function(whole, func, args, kwargs)
+
+
+_READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
+"""Functions in which numbers leave PyTorch without an op of its."""
+
+
+@cache
+def _tell_of_hooks() -> None:
+    """Tell, once, that hooks on gradients do nothing."""
+    logger.warning(
+        "Hooks on gradients (`register_hook`, `register_full_backward_hook`) have no effect in a wrapped model: what "
+        "`forward` computes is differentiated. Where one should count, write it into `forward`."
+    )
+
+
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+class _Again(BaseException):
+    """A capture has to begin anew, with nothing kept whole. No `except Exception` of a model's is to stop it."""
 
 
 @cache
@@ -300,6 +424,9 @@ def capture(
 ) -> Captured:
     """Write down what a function does.
 
+    One that has PyTorch make gradients runs twice: the second time all is written down op by op, of which PyTorch knows
+    the derivatives.
+
     Args:
         forward: the function, of a list of tensors.
         tensors: tensors of the shapes and dtypes that it is to be given.
@@ -314,7 +441,27 @@ def capture(
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them.
     """
-    tracer = Tracer(ambient, lowered, excludes)
+
+    def once(keeps_whole: bool) -> Captured:
+        tracer = Tracer(ambient, lowered, excludes, keeps_whole)
+        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes)
+
+    try:
+        return once(keeps_whole=True)
+    except _Again:
+        vars(ambient).update(vars(Ambient(ambient._strategy)))  # blocks are numbered anew
+    return once(keeps_whole=False)
+
+
+def _capture(
+    tracer: Tracer,
+    forward: Callable[[list[torch.Tensor]], Any],
+    tensors: Sequence[torch.Tensor],
+    module: torch.nn.Module | None,
+    flatten: Callable[[Any], list[torch.Tensor]],
+    grouped: Collection[str],
+    with_scopes: bool,
+) -> Captured:
     recorder = tracer.recorder
     state = dict(_tensors_of(module))
     fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
@@ -324,35 +471,56 @@ def capture(
     by_tensor: dict[int, Value] = {}
     for key, t in fakes.items():  # tied tensors are one value
         state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key)
+    if any(t._backward_hooks for t in state.values()) or any(map(_has_hooks, module.modules() if module else ())):
+        _tell_of_hooks()
     with ExitStack() as stack:
+        stack.enter_context(recorder.leaving_numbers())
         if module is not None:
+            stack.enter_context(Attributes(module).restored())
             stack.enter_context(with_tensors(module, fakes))
             stack.enter_context(not_rebound(module))
             stack.enter_context(averaging())
+            stack.enter_context(recurrent_in_any_dtype())
             if with_scopes:
                 stack.enter_context(_scopes(module, recorder.scopes))
         _tracers.append(tracer)
         stack.callback(_tracers.pop)
         stack.enter_context(unvalidated_distributions())
         stack.enter_context(unlogged_errors())
+        stack.enter_context(one_by_one())
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
         except UNREADABLE as problem:
             where = recorder.source(_last_frame(problem))
             raise createPoptorchError(f"{_unreadable(problem)} It is needed here ({where}): {problem}") from problem
-        leaves = [recorder.value_of(t) for t in flatten(result)]
+        except UnsupportedOperatorException as problem:
+            where = recorder.source(_last_frame(problem))
+            raise createPoptorchError(
+                f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
+                "rows and columns. Pad nested tensors before the model."
+            ) from problem
+        returned = flatten(result)
+        leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
-    recorder.trace.outputs = leaves
+        recorder.trace.outputs = leaves
+        trace = recorder.finish()
+        with tracer.suspended():
+            for t in returned:
+                forget_history(t)
     return Captured(
-        trace=recorder.finish(),
+        trace=trace,
         inputs=input_values,
         state=state_values,
         written={key: end for key, end in state_ends.items() if end is not state_values[key]},
         written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
         result=result,
     )
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _last_frame(problem: BaseException) -> FrameType | None:
@@ -370,11 +538,14 @@ def _unreadable(problem: Exception) -> str:
             "shapes are fixed. Keep the shape, with `torch.where(mask, x, 0)` in place of `x[mask]`, or state it where "
             "a function has an `output_size` or `minlength`."
         )
-    return (
-        "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever numbers "
-        "come. Choose by them with `torch.where` or `poptorch.cond`, index with `index_select`, `gather` or "
-        "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
-    )
+    return _READ
+
+
+_READ = (
+    "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever numbers "
+    "come. Choose by them with `torch.where` or `poptorch.cond`, index with `index_select`, `gather` or "
+    "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
+)
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from math import comb
 from typing import Any
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation"]
+__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation", "recurrent_in_any_dtype"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class Whole:
         """The arguments by name, defaults too; `None` if the function is not to be kept whole with them."""
         bound = _signature(self.like or function).bind(*args, **kwargs)
         bound.apply_defaults()
-        return dict(bound.arguments) if self.applies(bound.arguments) else None
+        given = dict(bound.arguments)
+        if isinstance(reduction := given.get("reduction"), int):  # the losses of `torch` itself count them
+            given["reduction"] = ("none", "mean", "sum")[reduction]
+        return given if self.applies(given) else None
 
 
 _signature = cache(inspect.signature)
@@ -84,9 +90,20 @@ _LOSSES = (
     F.cosine_embedding_loss,
     F.triplet_margin_loss,
     F.multilabel_soft_margin_loss,
-    F.multilabel_margin_loss,
-    F.multi_margin_loss,
 )
+
+
+def _shaped_as_margin(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """A loss of several classes; that of a vector, where fake tensors are of other shapes than real ones, is a number
+    for each target."""
+
+    def shaped(input: torch.Tensor, target: torch.Tensor, reduction: str, **others: Any) -> torch.Tensor:
+        if input.dim() > 1:
+            return function(input, target, reduction=reduction, **others)
+        wanted = reduction == "none" and function is F.multi_margin_loss
+        return input.sum().expand(target.shape if wanted else ()).clone()
+
+    return shaped
 
 
 def _shaped_as_gaussian_nll(
@@ -105,10 +122,43 @@ def _shaped_as_batch_norm(momentum: float | torch.Tensor, **given: Any) -> torch
     return F.batch_norm(momentum=0.0, **given)
 
 
+def _shaped_as_linear_cross_entropy(options: Any, **given: Any) -> torch.Tensor:
+    return F.linear_cross_entropy(**given)  # options only say how it goes about it
+
+
+_LOSSES_OF_TORCH = (
+    _whole(
+        torch.binary_cross_entropy_with_logits,
+        like=lambda input, target, weight=None, pos_weight=None, reduction=0: None,
+    ),
+    _whole(
+        torch.cosine_embedding_loss,
+        like=lambda input1, input2, target, margin=0.0, reduction=0: None,
+    ),
+    _whole(torch.hinge_embedding_loss, like=lambda input, target, margin=1.0, reduction=0: None),
+    _whole(torch.kl_div, like=lambda input, target, reduction=0, *, log_target=False: None),
+    _whole(torch.margin_ranking_loss, like=lambda input1, input2, target, margin=0.0, reduction=0: None),
+    _whole(torch.poisson_nll_loss, like=lambda input, target, log_input, full, eps, reduction: None),
+    _whole(
+        torch.triplet_margin_loss,
+        like=lambda anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6, swap=False, reduction=0: None,
+    ),
+    _whole(
+        torch.ctc_loss,
+        like=lambda log_probs, targets, input_lengths, target_lengths, blank=0, reduction=0, zero_infinity=False: None,
+        shaped_as=_shaped_as_ctc,
+    ),
+)
+"""Those that `torch` has by the same names as `torch.nn.functional`, but with parameters of their own. The reduction is
+a number; in Python it is 0, for none, if it is left out, whatever their schemas say."""
+
 _WHOLE_LOSSES = (
     *(_whole(loss) for loss in _LOSSES),
+    *_LOSSES_OF_TORCH,
     _whole(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
     _whole(F.ctc_loss, shaped_as=_shaped_as_ctc),
+    *(_whole(loss, shaped_as=_shaped_as_margin(loss)) for loss in (F.multilabel_margin_loss, F.multi_margin_loss)),
+    _whole(F.linear_cross_entropy, shaped_as=_shaped_as_linear_cross_entropy),
 )
 
 LOSSES = frozenset(whole.op for whole in _WHOLE_LOSSES)
@@ -174,17 +224,44 @@ def _shaped_as_cov(
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows = input.reshape(-1, input.shape[-1]) if input.dim() else input.reshape(1, 1)
-    return (rows @ rows.T) if input.dim() > 1 else rows.sum()
+    return rows.sum() if len(rows) == 1 else rows @ rows.T
 
 
 def _shaped_as_corrcoef(input: torch.Tensor) -> torch.Tensor:
     return _shaped_as_cov(input)
 
 
+def _shaped_as_lstsq(
+    input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> Any:
+    """Of a matrix of full rank: there are residuals of no other. Which results there are depends on the driver."""
+    vectors = b.dim() == input.dim() - 1
+    solution, none = torch.matmul(input.mT, b.unsqueeze(-1) if vectors else b), input.new_empty(0)
+    has_residuals = driver not in (None, "gelsy") and input.shape[-2] > input.shape[-1]
+    residuals = solution.sum(-2) if has_residuals else none
+    rank = input.new_empty(input.shape[:-2] if driver != "gels" else 0, dtype=torch.int64)
+    values = input.new_empty(*input.shape[:-2], min(input.shape[-2:])) if driver in ("gelsd", "gelss") else none
+    solution = solution.squeeze(-1) if vectors else solution
+    results = (solution, residuals, rank, values)
+    return torch.return_types.linalg_lstsq(results)  # type: ignore[attr-defined]
+
+
+def _no_flex_attention(**given: Any) -> Any:
+    raise createPoptorchError(
+        "flex_attention is not supported. Use `torch.nn.functional.scaled_dot_product_attention`, with what is added "
+        "to the scores, or a mask of bools, as its `attn_mask`."
+    )
+
+
 WHOLE: tuple[Whole, ...] = (
     *_WHOLE_LOSSES,
     _whole(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
     _whole(F.instance_norm, writes=_statistics),
+    _whole(
+        torch.native_batch_norm,
+        like=lambda input, weight, bias, running_mean, running_var, training, momentum, eps: None,
+        writes=_statistics,
+    ),
     Whole(
         "torch.batch_norm",
         (torch.batch_norm,),
@@ -220,6 +297,8 @@ WHOLE: tuple[Whole, ...] = (
     _whole(torch.bincount, torch.Tensor.bincount, like=_shaped_as_bincount, shaped_as=_shaped_as_bincount),
     _whole(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
     _whole(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
+    Whole("aten.linalg_lstsq", (torch.linalg.lstsq,), like=_shaped_as_lstsq, shaped_as=_shaped_as_lstsq),
+    Whole("torch.flex_attention", (flex_attention,), like=lambda *given, **named: None, shaped_as=_no_flex_attention),
     _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
     _whole(F.linear, like=lambda input, weight, bias=None: None),
     _whole(F.bilinear, like=lambda input1, input2, weight, bias=None: None),
@@ -249,19 +328,80 @@ WHOLE: tuple[Whole, ...] = (
 _OF_THE_ACTIVATION = (
     F.linear,
     F.bilinear,
+    F.linear_cross_entropy,
     F.conv1d,
     F.conv2d,
     F.conv3d,
     F.conv_transpose1d,
     F.conv_transpose2d,
     F.conv_transpose3d,
+    *_RECURRENT,
+    *_CELLS,
 )
 """Functions that compute in the dtype of their first argument. (PyTorch wants all arguments to have the same.)"""
 
+_OF_QUERY_KEY_AND_VALUE = (F.multi_head_attention_forward, F.scaled_dot_product_attention)
+"""Functions that compute in the dtype to which these are promoted, whatever that of weights and masks."""
+
+
+def _named(names: str, *owners: Any) -> tuple[Callable[..., Any], ...]:
+    """The functions of these names that some modules or classes have."""
+    return tuple(getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name))
+
+
+_PRODUCTS = "addbmm addmm addmv addr baddbmm lerp"
+_UPDATES = "index_add index_copy index_put index_reduce masked_scatter put scatter scatter_add scatter_reduce"
+_PROMOTING = (
+    *_named(f"{_PRODUCTS} {_UPDATES}", torch, torch.Tensor),
+    *_named("bmm cdist chain_matmul dot einsum inner isclose matmul mm mv prelu tensordot vdot", torch, torch.Tensor),
+    *_named("cross matmul multi_dot solve solve_triangular vecdot", torch.linalg),
+    *_named("__matmul__ __rmatmul__ cross", torch.Tensor),
+    *_named("embedding_bag", F),
+    torch.cross,
+)
+"""Functions of several tensors that PyTorch does not promote to one dtype, unlike those of one element at a time."""
+
+_IN_PLACE = _named(" ".join(f"{name}_" for name in f"{_PRODUCTS} {_UPDATES}".split()), torch.Tensor)
+
 
 def as_activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments of a function; of those that compute in the dtype of their input, with weight and bias cast to it."""
-    if not any(function is each for each in _OF_THE_ACTIVATION):
+    """Arguments of a function; for those that want one dtype of all tensors, cast to that in which they compute."""
+    deciding = [t for t in pytree.tree_leaves(_deciding(function, args, kwargs)) if _is_float(t)]
+    if not deciding:
         return args, kwargs
-    input = args[0] if args else kwargs["input1" if function is F.bilinear else "input"]
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(input.dtype), (args, kwargs))
+    counting = [t.dtype for t in deciding if t.dim()] or [t.dtype for t in deciding]  # a number beside others does not
+    wanted = reduce(torch.promote_types, counting)
+    return pytree.tree_map_only(_is_float, lambda t: t.to(wanted), (args, kwargs))
+
+
+def _deciding(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments that decide in which dtype a function computes; none, if it can do with several."""
+    if any(function is each for each in (*_OF_THE_ACTIVATION, *_IN_PLACE)):
+        return args[0] if args else kwargs["input1" if function is F.bilinear else "input"]
+    if any(function is each for each in _OF_QUERY_KEY_AND_VALUE):
+        return args[:3], [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+    return (args, kwargs) if any(function is each for each in _PROMOTING) else None
+
+
+def _is_float(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+@contextmanager
+def recurrent_in_any_dtype() -> Iterator[None]:
+    """Have recurrent modules take an input of another dtype than their weights': the functions that they call do."""
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        if isinstance(module, torch.nn.RNNBase):
+            check, dtype = module.check_input, module.weight_ih_l0.dtype
+            vars(module)["check_input"] = lambda input, batch_sizes: check(input.to(dtype), batch_sizes)
+
+    def after(module: torch.nn.Module, args: Any, result: Any) -> None:
+        vars(module).pop("check_input", None)
+
+    handles = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.linalg import linear
-from poptorch.lowering.nn import softmax
+from poptorch.lowering.nn import masked_softmax, softmax
 from poptorch.lowering.operands import broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -47,9 +47,9 @@ def _weights(
     scores = ops.matmul(query * scale, _transposed(key))
     if is_causal:
         scores = _causal(scores)
-    if mask is not None:
-        scores = _with_mask(scores, mask)
-    return softmax(scores, -1)
+    if mask is None:
+        return softmax(scores, -1)
+    return masked_softmax(_with_mask(scores, mask), axis=len(scores.shape) - 1)
 
 
 def _with_mask(scores: popxl.Tensor, mask: popxl.Tensor) -> popxl.Tensor:
@@ -170,7 +170,10 @@ def multi_head_attention_forward(
     if key_padding_mask is not None:
         mask = _wider(key_padding_mask, by=more) if more else key_padding_mask
         scores = _left_out(scores, ops.reshape(mask, (batch, 1, 1, mask.shape[-1])))
-    attention = _dropped(softmax(scores, -1), dropout_p if training else 0)
+    masked = attn_mask is not None or key_padding_mask is not None
+    # PyTorch computes weights that are asked for otherwise: those of a query that sees no key are NaN.
+    attention = masked_softmax(scores, axis=3) if masked and not need_weights else softmax(scores, -1)
+    attention = _dropped(attention, dropout_p if training else 0)
     mixed = ops.transpose(ops.matmul(attention, v), (2, 0, 1, 3))
     out = linear(ops.reshape(mixed, (length, batch, width)), out_proj_weight, out_proj_bias)
     if average_attn_weights:

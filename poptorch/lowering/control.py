@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import torch
 
 import popxl
 from poptorch.capture.outline import CALL
 from poptorch.capture.trace import Trace
-from poptorch.dtypes import to_numpy
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
+from poptorch.ops import HostFunction
 from popxl import OpKind, ops
+from popxl.errors import DeviceError, PopxlError
 
 Tensors = Sequence[popxl.Tensor]
 
@@ -41,12 +42,10 @@ def cond(
 # On the host ----------------------------------------------------------------------------------------------------------
 
 
-def _on_host(*inputs: Any, function: Callable[..., Any], specs: tuple[popxl.TensorSpec, ...]) -> tuple[Any, ...]:
+def _on_host(*inputs: Any, function: HostFunction, specs: tuple[popxl.TensorSpec, ...]) -> tuple[Any, ...]:
     def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        with torch.no_grad():
-            results = function(*(torch.from_numpy(np.array(array)) for array in arrays))
-        results = [results] if isinstance(results, torch.Tensor) else results
-        return tuple(to_numpy(t).astype(s.dtype.as_numpy()) for t, s in zip(results, specs, strict=True))
+        wanted = [np.zeros(s.shape, s.dtype.as_numpy()) for s in specs]
+        return tuple(function.arrays(map(np.array, arrays), wanted))
 
     made = [jax.ShapeDtypeStruct(s.shape, s.dtype.as_jax()) for s in specs]
     found: tuple[Any, ...] = tuple(jax.pure_callback(run, made, *inputs, vmap_method="sequential"))
@@ -64,7 +63,7 @@ _host_function = OpKind(
 
 
 @lowers("poptorch.cpu")
-def cpu(inputs: Tensors, function: Callable[..., Any], name: str) -> Any:
+def cpu(inputs: Tensors, function: HostFunction, name: str) -> Any:
     with popxl.name_scope(name):
         return _host_function(*inputs, function=function, specs=emission().wanted)
 
@@ -98,3 +97,26 @@ def custom_op(inputs: Tensors, name: str, attributes: tuple[tuple[str, Any], ...
             "`poptorch.registerCustomOp(name, domain, function)`."
         )
     return _custom[name](*inputs, **dict(attributes))
+
+
+# For runs op by op ----------------------------------------------------------------------------------------------------
+
+WATCH = "poptorch.Watch"
+"""The custom op that looks for NaN, where no op would make any."""
+
+
+class _ComparedNaN(PopxlError, DeviceError):
+    """A NaN has been compared. (An error of popxl comes through a lowering as it is.)"""
+
+
+def _without_nan(input: Any, *, where: str) -> Any:
+    if not isinstance(input, jax.core.Tracer) and (count := int(jnp.isnan(input).sum())):
+        raise _ComparedNaN(
+            f"{where} compares numbers of which {count} of {input.size} are NaN, and "
+            "`Precision.enableFloatingPointExceptions` is on. They come from arguments or weights: what an op makes of "
+            "other numbers is reported there."
+        )
+    return input
+
+
+_custom[WATCH] = OpKind("Watch", _without_nan, gradient=None, key=WATCH)

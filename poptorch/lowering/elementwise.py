@@ -301,3 +301,44 @@ def to(input: popxl.Tensor, dtype: popxl.dtype | None = None, copy: bool = False
 @lowers("aten.copy_", "aten.copy")
 def copy(src: popxl.Tensor, input: popxl.Tensor | None = None) -> popxl.Tensor:
     return ops.identity(src)
+
+
+# Quantisation, as it is simulated in training -------------------------------------------------------------------------
+
+
+@lowers(
+    "aten.fake_quantize_per_tensor_affine_cachemask",
+    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "aten.fake_quantize_per_channel_affine_cachemask",
+)
+def fake_quantise(
+    input: popxl.Tensor,
+    scale: popxl.Tensor | float,
+    zero_point: popxl.Tensor | int,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+    fake_quant_enabled: popxl.Tensor | None = None,
+) -> tuple[popxl.Tensor, ...]:
+    scale, zero_point = (together(t, popxl.float32) for t in (scale, zero_point))
+    return _fake_quantise(
+        input, scale, zero_point, fake_quant_enabled, quant_min=quant_min, quant_max=quant_max, axis=axis
+    )
+
+
+@jax_op(title="FakeQuantise")
+@rounded_once
+def _fake_quantise(
+    input: Any, scale: Any, zero_point: Any, enabled: Any = None, *, quant_min: int, quant_max: int, axis: int | None
+) -> Any:
+    """Numbers as so many steps of a scale, and which are in its range: their gradients pass, those of others do not."""
+    if axis is not None:
+        by_channel = [-1 if i == axis else 1 for i in range(input.ndim)]
+        scale, zero_point = jnp.reshape(scale, by_channel), jnp.reshape(zero_point, by_channel)
+    steps = jnp.round(input * (1 / scale)) + zero_point
+    inside = (steps >= quant_min) & (steps <= quant_max)
+    quantised = (jnp.clip(steps, quant_min, quant_max) - zero_point) * scale
+    if enabled is not None:
+        inside, quantised = inside | (enabled == 0), jnp.where(enabled == 0, input, quantised)
+    passing = jnp.where(inside, input, 0)
+    return jax.lax.stop_gradient(quantised) + (passing - jax.lax.stop_gradient(passing)), inside

@@ -160,6 +160,13 @@ class Emission:
             _emissions.current = before
 
     def _write(self, node: Node) -> None:
+        if any(value.dtype.is_complex for value in (*node.results, *node.inputs)):
+            line = f", `{node.source.text}`" if node.source.text else ""
+            raise createPoptorchError(
+                f"{node.op} at {node.source}{line}: complex numbers are not supported. Keep their real and imaginary "
+                "parts as tensors of their own: rotate with `x * cos + rotated(x) * sin`, as rotary embeddings do, and "
+                "transform with the matrices of cosines and sines."
+            )
         lowering = lowering_of(node.op, node.overload)
         if lowering is None:
             where = f", in the module {node.scope!r}" if node.scope else ""

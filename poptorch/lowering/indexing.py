@@ -82,6 +82,12 @@ def take(input: popxl.Tensor, index: popxl.Tensor) -> popxl.Tensor:
     return picked(reshaped(input, (input.nelms,)), index, dims=(0,))
 
 
+@jax_op("aten.nonzero_static", gradient=None)
+def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
+    """Where there is something, so many places of it at most; what is left of these is filled."""
+    return jnp.stack(jnp.nonzero(input, size=size, fill_value=fill_value), -1)
+
+
 @jax_op("aten.repeat_interleave.Tensor", gradient=None)
 def repeat_interleave(repeats: Any, *, output_size: int) -> Any:
     """The places 0, 1, ..., each as often as `repeats` says."""

@@ -119,8 +119,8 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
 
 # Solved and decomposed ------------------------------------------------------------------------------------------------
 #
-# PyTorch's ops have further results, which tell how it went or are for its own gradients. They are not made: a program
-# cannot raise for the numbers that come. A matrix that cannot be factored gives NaN or infinity.
+# A program cannot raise for the numbers that come. A matrix that cannot be factored gives NaN or infinity, and where
+# PyTorch says what was wrong with it, so does this. What is not used of these results is not computed.
 
 
 def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> None:
@@ -133,12 +133,40 @@ def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> N
 
 def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
     factor = jnp.linalg.cholesky(input)
-    return factor.mT if upper else factor
+    return factor.mT if upper else factor, _first_indefinite(lax.stop_gradient(input))
+
+
+def _first_indefinite(matrix: Any) -> Any:
+    """The size of the first leading square that is not positive definite; 0 if all are."""
+
+    def turn(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        rest, found = state
+        pivot, column = rest[..., k, k], rest[..., :, k]
+        found = jnp.where((found == 0) & ~(pivot > 0), k + 1, found)
+        return rest - column[..., :, None] * (column / pivot[..., None])[..., None, :], found
+
+    none = jnp.zeros(matrix.shape[:-2], jnp.int32)
+    return lax.fori_loop(jnp.int32(0), matrix.shape[-1], turn, (matrix, none))[1]
+
+
+def _first_zero(packed: Any) -> Any:
+    """Which number on the diagonal of a triangular factor is the first that is 0, counted from 1; 0 if none is."""
+    zero = jnp.diagonal(packed, axis1=-2, axis2=-1) == 0
+    return jnp.where(zero.any(-1), zero.argmax(-1) + 1, 0).astype(jnp.int32)
+
+
+def _inverse(A: Any, *, check_errors: bool = False) -> Any:
+    return jnp.linalg.inv(A), _first_zero(lax.linalg.lu(lax.stop_gradient(A))[0])
 
 
 def _solve(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+    packed, pivots, _ = lax.linalg.lu(lax.stop_gradient(A))
+    return _solved(A, B, left), packed, pivots + 1, _first_zero(packed)
+
+
+def _solved(A: Any, B: Any, left: bool) -> Any:
     if not left:
-        return _solve(A.mT, B.mT).mT
+        return _solved(A.mT, B.mT, True).mT
     if B.ndim == A.ndim - 1 and B.shape == A.shape[:-1]:  # vectors
         return jnp.linalg.solve(A, B[..., None])[..., 0]
     return jnp.linalg.solve(A, B)
@@ -154,6 +182,25 @@ def _solve_triangular(input: Any, B: Any, *, upper: bool, left: bool = True, uni
     return lax.linalg.triangular_solve(input, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
+def _triangular_solve(
+    input: Any, A: Any, *, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> Any:
+    matrix, flipped = (A.mT, not upper) if transpose else (A, upper)
+    return _solve_triangular(matrix, input, upper=flipped, unitriangular=unitriangular), A
+
+
+def _least_squares(input: Any, b: Any, *, rcond: float | None = None, driver: str | None = None) -> Any:
+    """The shortest of the solutions that are closest, how far off it is, and what is known of the matrix."""
+    vectors, none = b.ndim == input.ndim - 1, jnp.zeros((0,))
+    known = b[..., None] if vectors else b
+    solution = _pinv(input, rtol=rcond) @ known
+    has_residuals = driver not in (None, "gelsy") and input.shape[-2] > input.shape[-1]
+    residuals = ((input @ solution - known) ** 2).sum(-2) if has_residuals else none
+    rank = jnp.linalg.matrix_rank(input, rtol=rcond) if driver != "gels" else none
+    values = jnp.linalg.svd(input, compute_uv=False) if driver in ("gelsd", "gelss") else none
+    return solution[..., 0] if vectors else solution, residuals, rank, values
+
+
 def _cholesky_solve(input: Any, input2: Any, *, upper: bool = False) -> Any:
     input, input2 = _of_one_batch(input, input2)
     return jax.scipy.linalg.cho_solve((input2, not upper), input)
@@ -167,18 +214,28 @@ def _cholesky_inverse(input: Any, *, upper: bool = False) -> Any:
 
 def _lu(A: Any, *, pivot: bool = True) -> Any:
     packed, _, rows = lax.linalg.lu(A)
-    size = min(A.shape[-2:])
-    lower = jnp.tril(packed[..., :size], -1) + jnp.eye(A.shape[-2], size, dtype=A.dtype)
-    return (
-        jnp.swapaxes(jax.nn.one_hot(rows, A.shape[-2], dtype=A.dtype), -1, -2),
-        lower,
-        jnp.triu(packed[..., :size, :]),
-    )
+    return _unpacked(packed, rows)
+
+
+def _unpacked(packed: Any, rows: Any) -> Any:
+    """The permutation, and the lower and the upper factor."""
+    count = packed.shape[-2]
+    size = min(packed.shape[-2:])
+    lower = jnp.tril(packed[..., :size], -1) + jnp.eye(count, size, dtype=packed.dtype)
+    permutation = jnp.swapaxes(jax.nn.one_hot(rows, count, dtype=packed.dtype), -1, -2)
+    return permutation, lower, jnp.triu(packed[..., :size, :])
+
+
+def _lu_unpack(LU_data: Any, LU_pivots: Any, *, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+    rows = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, LU_data.shape[-2])
+    permutation, lower, upper = _unpacked(LU_data, rows)
+    none = jnp.zeros((0,))
+    return (permutation if unpack_pivots else none), *((lower, upper) if unpack_data else (none, none))
 
 
 def _lu_factor(A: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
     packed, pivots, _ = lax.linalg.lu(A)
-    return packed, pivots + 1
+    return packed, pivots + 1, _first_zero(packed)
 
 
 def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
@@ -236,12 +293,15 @@ def _pinv(input: Any, atol: Any = None, rtol: Any = None, *, hermitian: bool = F
 _of_matrices("linalg_pinv", _pinv)
 _of_matrices("_linalg_det", lambda A: jnp.linalg.det(A), "Determinant")
 _of_matrices("_linalg_slogdet", lambda A: tuple(jnp.linalg.slogdet(A)), "LogDeterminant")
-_of_matrices("linalg_inv_ex", lambda A, *, check_errors=False: jnp.linalg.inv(A), "Inverse")
+_of_matrices("linalg_inv_ex", _inverse, "Inverse")
 _of_matrices("linalg_matrix_exp", lambda input: jax.scipy.linalg.expm(input))
 _of_matrices("linalg_cholesky_ex cholesky", _cholesky)
 _of_matrices("linalg_lu", _lu, "LU")
 _of_matrices("linalg_lu_factor_ex", _lu_factor, "LUFactor")
 _of_matrices("linalg_lu_solve", _lu_solve, "LUSolve")
+_of_matrices("lu_unpack", _lu_unpack, "LUUnpack")
+_of_matrices("linalg_lstsq", _least_squares, "LeastSquares")
+_of_matrices("triangular_solve", _triangular_solve, "TriangularSolve")
 _of_matrices("linalg_householder_product", _householder_product)
 _of_matrices("_linalg_solve_ex", _solve)
 _of_matrices("linalg_solve_triangular", _solve_triangular)

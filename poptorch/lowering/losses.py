@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
 import popxl
+from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import log_softmax
 from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
@@ -229,6 +230,7 @@ def multilabel_soft_margin_loss(input: Any, target: Any, weight: Any = None) -> 
 
 @_loss
 def multilabel_margin_loss(input: Any, target: Any) -> Any:
+    input, target = jnp.atleast_1d(input), jnp.atleast_1d(target)
     classes = input.shape[-1]
     named = jnp.cumsum(target < 0, -1) == 0  # up to the first -1
     hits = (target[..., None] == jnp.arange(classes)) & named[..., None]
@@ -239,6 +241,7 @@ def multilabel_margin_loss(input: Any, target: Any) -> Any:
 
 @_loss
 def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, margin: float) -> Any:
+    input = jnp.atleast_1d(input)
     hit = target[..., None] == jnp.arange(input.shape[-1])
     distances = _above(margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input) ** p
     distances = distances if weight is None else distances * weight[target][..., None]
@@ -278,6 +281,26 @@ def cross_entropy(
         return nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     losses = _of_probabilities(logs, target, weight, axis=axis, label_smoothing=label_smoothing)
     return reduced(losses, _reduction(reduction, size_average, reduce))
+
+
+@lowers("torch.linear_cross_entropy")
+def linear_cross_entropy(
+    input: popxl.Tensor,
+    linear_weight: popxl.Tensor,
+    target: popxl.Tensor,
+    linear_bias: popxl.Tensor | None,
+    weight: popxl.Tensor | None,
+    reduction: str,
+    ignore_index: int | None,
+    label_smoothing: float,
+    options: Any,
+) -> popxl.Tensor:
+    *results, width = linear_weight.shape  # of each class, and perhaps of more dimensions
+    bias = None if linear_bias is None else ops.flatten(linear_bias)
+    logits = linear(input, ops.reshape(linear_weight, (-1, width)), bias)
+    logits = ops.reshape(logits, (*input.shape[:-1], *results))
+    ignored = -100 if ignore_index is None else ignore_index
+    return cross_entropy(logits, target, weight, None, ignored, None, reduction, label_smoothing)
 
 
 def _class_axis(input: Any) -> int:

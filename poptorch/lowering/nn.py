@@ -55,6 +55,21 @@ log_softmax = _along_a_dim(
     ),
 )
 
+
+@jax_op(title="MaskedSoftmax", gradient={"input": _softmax_gradient})
+@rounded_once
+def masked_softmax(input: Any, *, axis: int) -> Any:
+    """Softmax, and 0 where all is masked: of a row of negative infinities there is nothing to share out."""
+    hidden = jnp.all(jnp.isneginf(input), axis, keepdims=True)
+    return jnp.where(hidden, 0, sums.softmax(input, axis))
+
+
+@lowers("aten._safe_softmax")
+def safe_softmax(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
+    t = ops.reshape(input if dtype is None else together(input, dtype), input.shape or (1,))
+    return ops.reshape(masked_softmax(t, axis=axis_of(input, dim)), input.shape)
+
+
 # Embeddings -----------------------------------------------------------------------------------------------------------
 
 _paced = OpKind(

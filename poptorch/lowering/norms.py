@@ -117,6 +117,43 @@ def group_norm(
     return ops.reshape(out, input.shape)
 
 
+# As PyTorch has them inside: with the mean and the reciprocal of the deviation. Of those of groups there are gradients.
+
+
+@lowers("aten.native_layer_norm")
+def native_layer_norm(
+    input: popxl.Tensor,
+    normalized_shape: Sequence[int],
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    axes = tuple(range(len(input.shape) - len(normalized_shape), len(input.shape)))
+    statistics = map(ops.detach, _statistics(input, axes=axes, eps=eps))
+    return layer_norm(input, normalized_shape, weight, bias, eps), *statistics
+
+
+@lowers("aten.native_group_norm")
+def native_group_norm(
+    input: popxl.Tensor,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    by_group = ops.reshape(input, (N, group, -1))
+    return group_norm(input, group, weight, bias, eps), *_statistics(by_group, axes=(2,), eps=eps)
+
+
+@jax_op(title="Statistics")
+def _statistics(input: Any, *, axes: tuple[int, ...], eps: float) -> tuple[Any, Any]:
+    _, mean, var = _normalised(input, axes=axes, eps=eps)
+    return mean, lax.rsqrt(var + eps)
+
+
 @lowers("torch.rms_norm")
 def rms_norm(
     input: popxl.Tensor, normalized_shape: Sequence[int], weight: popxl.Tensor | None, eps: float | None
@@ -193,6 +230,51 @@ def _by_statistics(
             old = together(running, popxl.float32)
             updated.append(old + (per_channel * scale - old) * momentum)
     return tuple(updated)
+
+
+@lowers("aten._native_batch_norm_legit.no_stats")
+def native_batch_norm(
+    input: popxl.Tensor,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    axes = (0, *range(2, len(input.shape)))
+    (out,) = _by_statistics(input, None, None, weight, bias, axes, momentum, eps)
+    return out, *map(ops.detach, _statistics(input, axes=axes, eps=eps))
+
+
+@lowers("torch.native_batch_norm")
+def native_batch_norm_with_statistics(
+    input: popxl.Tensor,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    running_mean: popxl.Tensor | None,
+    running_var: popxl.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    out, *updated = batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training:
+        return (out,)
+    axes = (0, *range(2, len(input.shape)))
+    return out, *map(ops.detach, _statistics(input, axes=axes, eps=eps)), *updated
+
+
+@lowers("aten._native_batch_norm_legit_no_training")
+def native_batch_norm_by_statistics(
+    input: popxl.Tensor,
+    weight: popxl.Tensor | None,
+    bias: popxl.Tensor | None,
+    running_mean: popxl.Tensor,
+    running_var: popxl.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[popxl.Tensor, ...]:
+    return _by_statistics(input, running_mean, running_var, weight, bias, None, momentum, eps)
 
 
 @jax_op(title="NormaliseByStatistics")

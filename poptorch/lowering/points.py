@@ -43,11 +43,12 @@ def _spread(points: Any, seed: Any = None, *, count: int) -> Any:
     return found
 
 
+Sets = popxl.Tensor | Sequence[int] | None
+
+
 @lowers("poptorch.nearest")
-def nearest(
-    x: popxl.Tensor, y: popxl.Tensor, batch_x: popxl.Tensor | None = None, batch_y: popxl.Tensor | None = None
-) -> popxl.Tensor:
-    return _nearest(x, y, batch_x, batch_y)
+def nearest(x: popxl.Tensor, y: popxl.Tensor, batch_x: Sets = None, batch_y: Sets = None) -> popxl.Tensor:
+    return _nearest(x, y, *(popxl.constant(s, popxl.int32) if isinstance(s, tuple) else s for s in (batch_x, batch_y)))
 
 
 @jax_op(title="NearestPoint", gradient=None)

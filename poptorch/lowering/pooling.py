@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -197,6 +197,43 @@ def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
 
 _max_pools(2)
 _max_pools(3)
+
+# Maximum of windows at random places ----------------------------------------------------------------------------------
+
+
+def _places(samples: Any, size: int, kernel: int, count: int) -> Any:
+    """`[..., windows, kernel]`: the positions that windows along an axis see, by a random number each."""
+    step = (size - kernel) / max(count - 1, 1)
+    starts = jnp.floor((jnp.arange(count) + samples[..., None]) * step) - jnp.floor(samples[..., None] * step)
+    starts = jnp.where(jnp.arange(count) == count - 1, size - kernel, starts)  # the last one ends at the end
+    return starts.astype(jnp.int32)[..., None] + jnp.arange(kernel)
+
+
+def _fractional(axes: int) -> Callable[..., Any]:
+    def fractional(
+        input: Any, random_samples: Any, *, kernel_size: tuple[int, ...], output_size: tuple[int, ...]
+    ) -> tuple[Any, Any]:
+        sizes = input.shape[-axes:]
+        samples = widened(random_samples) if axes == 3 else widened(random_samples)[..., ::-1]
+        samples = samples.reshape(*input.shape[:-axes], axes)
+        t, places = input, jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
+        for i in range(axes):  # each axis becomes one of windows, and one of what they see at the end
+            axis = input.ndim - axes + i
+            seen = _places(samples[..., i], sizes[i], kernel_size[i], output_size[i])
+            seen = seen.reshape(*seen.shape[:-2], *(1,) * i, -1, *(1,) * (t.ndim - axis - 1))
+            t, places = (jnp.take_along_axis(each, seen, axis) for each in (t, places))
+            shape = (*t.shape[:axis], output_size[i], kernel_size[i], *t.shape[axis + 1 :])
+            t, places = (jnp.moveaxis(each.reshape(shape), axis + 1, -1) for each in (t, places))
+        t, places = (each.reshape(*each.shape[:-axes], -1) for each in (t, places))
+        first = jnp.argmax(t, -1, keepdims=True)
+        largest, where = (jnp.take_along_axis(each, first, -1).squeeze(-1) for each in (t, places))
+        return largest, where
+
+    return fractional
+
+
+for _axes in (2, 3):
+    jax_op(f"aten.fractional_max_pool{_axes}d", title=f"FractionalMaxPool{_axes}d")(_fractional(_axes))
 
 # Average --------------------------------------------------------------------------------------------------------------
 

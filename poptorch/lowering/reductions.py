@@ -320,3 +320,46 @@ def cov(input: Any, fweights: Any = None, aweights: Any = None, *, correction: i
 @rounded_once
 def corrcoef(input: Any) -> Any:
     return jnp.corrcoef(input)
+
+
+# Of segments ----------------------------------------------------------------------------------------------------------
+
+_NEUTRAL = {"sum": 0, "mean": 0, "prod": 1, "max": -math.inf, "min": math.inf}
+
+
+@jax_op("aten.segment_reduce")
+@rounded_once
+def segment_reduce(
+    data: Any,
+    lengths: Any = None,
+    offsets: Any = None,
+    indices: None = None,
+    *,
+    reduce: str,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Any:
+    """Of each row, if there are several, the reductions of its segments, which follow upon each other."""
+    if offsets is None:
+        offsets = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
+    of_row = partial(_of_segments, reduce=reduce, initial=initial)
+    for _ in range(offsets.ndim - 1):
+        of_row = jax.vmap(of_row)
+    return of_row(data, offsets)
+
+
+def _of_segments(data: Any, offsets: Any, reduce: str, initial: float | None) -> Any:
+    places = jnp.arange(len(data))
+    inside = (offsets[:-1, None] <= places) & (places < offsets[1:, None])
+    inside = inside.reshape(*inside.shape, *(1,) * (data.ndim - 1))
+    start = _NEUTRAL[reduce] if initial is None else initial
+    each = jnp.where(inside, data, _NEUTRAL[reduce])
+    if reduce in ("max", "min"):
+        return getattr(jnp, reduce)(each, 1, initial=start)
+    if reduce == "prod":
+        return each.prod(1) * start
+    total, count = each.sum(1) + start, inside.sum(1)
+    if reduce == "sum":
+        return total
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan if initial is None else start)

@@ -15,6 +15,7 @@ import numpy as np
 import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
+from popxl.kept import computed_once
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.resample import Taps, tapped, transposed
 
@@ -103,15 +104,22 @@ def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
 def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
     out = widened(input)
     for i, axis in enumerate(axes, input.ndim - len(axes)):
-        out = tapped(out, i, axis.taps())
+        out = _made_anew(out, i, axis, axis.taps())
     return out.astype(input.dtype)
 
 
 def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:
     out = widened(g)
     for i, axis in enumerate(axes, g.ndim - len(axes)):
-        out = tapped(out, i, transposed(axis.taps(), axis.size))
+        out = _made_anew(out, i, axis, transposed(axis.taps(), axis.size))
     return out.astype(g.dtype)
+
+
+def _made_anew(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
+    """One axis. Each element of the next one reads several of what is blended here: it is not blended for each."""
+    if axis.mode in ("nearest", "exact"):
+        return tapped(t, i, taps)
+    return computed_once(lambda t: tapped(t, i, taps))(t)
 
 
 _resample_grad = jax_op(title="ResampleGrad")(_read_backward)

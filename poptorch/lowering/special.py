@@ -13,9 +13,10 @@ import jax.scipy.special as special
 import popxl
 from poptorch.lowering.elementwise import Function, binary, binary_op, floating, unary, unary_op
 from poptorch.lowering.logic import limited
-from poptorch.lowering.registry import lowers
+from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.shapes import broadcast
+from popxl.ops.precision import rounded_once
+from popxl.shapes import broadcast, like_first
 
 _OF_FLOATS: dict[str, Function] = {
     "erf": special.erf,
@@ -28,6 +29,24 @@ _OF_FLOATS: dict[str, Function] = {
 }
 for _name, _function in _OF_FLOATS.items():
     unary(_name, unary_op(_name, _function))
+
+
+def erfcx(input: Any) -> Any:
+    """`exp(x²) erfc(x)`; where the two would be too large and too small, by their series."""
+    large = input > 5
+    near, far = jnp.where(large, 5, input), jnp.where(large, input, 5)
+    x = 1 / (2 * far * far)
+    series = 1 - x * (1 - 3 * x * (1 - 5 * x * (1 - 7 * x * (1 - 9 * x))))
+    by_parts = 2 * jnp.exp(near * near + special.log_ndtr(-math.sqrt(2) * near))
+    return jnp.where(large, series / (far * math.sqrt(math.pi)), by_parts)
+
+
+unary("special_erfcx", unary_op("erfcx", erfcx))
+unary("special_modified_bessel_i0", unary_op("modified_bessel_i0", special.i0))
+unary("special_modified_bessel_i1", unary_op("modified_bessel_i1", special.i1))
+jax_op("aten.special_spherical_bessel_j0", title="SphericalBesselJ0", shape=like_first)(
+    rounded_once(lambda x: jnp.sinc(x / math.pi))
+)
 
 _i1 = unary_op("i1", special.i1)
 unary("special_i1", _i1)

@@ -206,11 +206,17 @@ def test_the_parser_of_the_exact_type_goes_before_those_of_bases(pair_parser):
     assert parser_of(named) is base
 
 
-def test_without_a_parser_an_object_is_a_constant():
-    pair = Pair(ones(1), ones(1))
-    assert parser_of(pair) is None
+def test_without_a_parser_an_object_is_a_constant_and_a_dataclass_its_fields():
+    box, pair = object(), Pair(ones(1), ones(2))
+    assert parser_of(box) is parser_of(pair) is None
+    structure = structure_of(box, "x")
+    assert structure.rebuild([]) is box and structure.tensors(box) == []
     structure = structure_of(pair, "x")
-    assert structure.rebuild([]) is pair and structure.tensors(pair) == []
+    assert [leaf.name for leaf in structure.leaves()] == ["x.left", "x.right"]
+    assert structure.rebuild(["a", "b"]) == Pair("a", "b")
+    assert all(a is b for a, b in zip(structure.tensors(pair), (pair.left, pair.right), strict=True))
+    settings = Pair(1, 2)
+    assert structure_of(settings, "x").rebuild([]) is settings
 
 
 def test_registering_something_else():

@@ -144,7 +144,7 @@ def test_dynamic_update() -> None:
 
 
 def test_slices_that_are_refused() -> None:
-    with pytest.raises(poptorch.Error, match="`start` is torch.float32; expected a tensor with an integer"):
+    with pytest.raises(poptorch.Error, match=r"`start` is \[\] of torch.float32; expected a tensor with an integer"):
         poptorch.dynamic_slice(X, 0, torch.tensor(1.0), 1, 1)
     with pytest.raises(poptorch.Error, match="`start` is 1; expected a tensor with an integer"):
         poptorch.dynamic_update(X, X, 0, 1, 1)
@@ -152,6 +152,43 @@ def test_slices_that_are_refused() -> None:
         poptorch.dynamic_update(X, X.half(), 0, torch.tensor(0), 1)
     with pytest.raises(poptorch.Error, match="5 elements with step 1, of 3 in dimension 1"):
         poptorch.dynamic_slice(X, 1, torch.tensor(0), 5, 1)
+
+
+ONE, PLACE = torch.ones(2, 1), torch.tensor(1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda x: poptorch.dynamic_slice([x], 0, PLACE, 1, 1), "`tensor` is of type list; expected a tensor"),
+        (lambda x: poptorch.dynamic_slice(x, 0, PLACE, 1.0, 1), "`size` is 1.0, a float; expected an int"),
+        (lambda x: poptorch.dynamic_slice(x, 0, PLACE, 1, PLACE), "`step` is .*, a Tensor; expected an int"),
+        (lambda x: poptorch.dynamic_slice(x, "0", PLACE, 1, 1), "`dim` is '0', a str; expected an int"),
+        (lambda x: poptorch.dynamic_slice(x, True, PLACE, 1, 1), "`dim` is True, a bool; expected an int"),
+        (lambda x: poptorch.dynamic_slice(x, 2, PLACE, 1, 1), "`dim` is 2, of a tensor with 2 dimensions"),
+        (lambda x: poptorch.dynamic_slice(x, -3, PLACE, 1, 1), "`dim` is -3, of a tensor with 2 dimensions"),
+        (lambda x: poptorch.dynamic_slice(x[0, 0], 0, PLACE, 1, 1), "`dim` is 0, of a tensor with 0 dimensions"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor([1, 1]), 1, 1), r"`start` is \[2\] of torch.int64"),
+        (lambda x: poptorch.dynamic_slice(x, 0, PLACE > 0, 1, 1), r"`start` is \[\] of torch.bool"),
+        (lambda x: poptorch.dynamic_slice(x, 0, PLACE * 1j, 1, 1), r"`start` is \[\] of torch.complex64"),
+        (lambda x: poptorch.dynamic_slice(x, 0, None, 1, 1), "`start` is None"),
+        (lambda x: poptorch.dynamic_slice(x, 0, PLACE, 1, 0), "step 0"),
+        (lambda x: poptorch.dynamic_update(x, 1.0, 1, PLACE, 1), "`src` is of type float; expected a tensor"),
+        (lambda x: poptorch.dynamic_update(None, x, 1, PLACE, 1), "`input` is of type NoneType; expected a tensor"),
+        (lambda x: poptorch.dynamic_update(x, ONE, 1, PLACE, "1"), "`size` is '1', a str; expected an int"),
+        (lambda x: poptorch.dynamic_update(x, ONE, 1.0, PLACE, 1), "`dim` is 1.0, a float; expected an int"),
+        (lambda x: poptorch.dynamic_update(x, ONE, 5, PLACE, 1), "`dim` is 5, of a tensor with 2 dimensions"),
+        (lambda x: poptorch.dynamic_update(x, ONE, 1, PLACE, 0), "0 elements, of 3 in dimension 1"),
+        (lambda x: poptorch.dynamic_update(x, ONE, 1, PLACE, 2), r"`src` is \[2, 1\] .*: \[2, 2\] of torch.float32"),
+        (lambda x: poptorch.dynamic_update(x, ONE[:1], 1, PLACE, 1), r"`src` is \[1, 1\] .*: \[2, 1\]"),
+        (lambda x: poptorch.dynamic_update(x, x, 0, torch.tensor([0, 1]), 2), r"`start` is \[2\] of torch.int64"),
+    ],
+)
+def test_slices_of_wrong_types_are_refused_everywhere(forward: Any, message: str) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    for model in (forward, poptorch.inferenceModel(forward)):
+        with pytest.raises(poptorch.Error, match=message):
+            model(x)
 
 
 # On the host ----------------------------------------------------------------------------------------------------------
@@ -181,6 +218,92 @@ def test_cpu_of_a_module() -> None:
 
 
 # Custom ops -----------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_takes_and_returns_tensors_wherever_they_are() -> None:
+    class Sums(NamedTuple):
+        both: torch.Tensor
+        others: dict[str, Any]
+
+    def function(pair: list[torch.Tensor], factor: int, *, bias: torch.Tensor) -> Sums:
+        return Sums(sum(pair) * factor, {"bias": bias + 1, "factor": factor})
+
+    layer = poptorch.CPU(function, "Sums")
+
+    def forward(x: torch.Tensor) -> Any:
+        result = layer([x, x + 1], 3, bias=x * 2)
+        return result.both + result.others["bias"] * result.others["factor"]
+
+    both(forward, X)
+
+
+class Refusal(Exception):
+    """One of a user's own."""
+
+
+@pytest.mark.parametrize("where", ["plain", "loop", "condition", "iterations", "replicas", "checked"])
+def test_what_a_function_on_the_host_raises(where: str, capfd: pytest.CaptureFixture[str]) -> None:
+    refusal = Refusal("I do not like this.")
+    called = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        called.append(x)
+        if (x > 5).any():
+            raise refusal
+        return x * 2
+
+    layer = poptorch.CPU(function, "Picky")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if where == "loop":
+            return poptorch.for_loop(2, layer, [x])[0]
+        if where == "condition":
+            return poptorch.cond(x.sum() > -1, layer, [x], lambda x: x, [x])[0]
+        return layer(layer(x))
+
+    options = poptorch.Options()
+    options.deviceIterations(2 if where == "iterations" else 1).replicationFactor(2 if where == "replicas" else 1)
+    options.Precision.enableFloatingPointExceptions(where == "checked")
+    model = poptorch.inferenceModel(forward, options)
+    expected = 2.0 if where == "condition" else 4.0
+    assert model(torch.ones(2)).tolist() == [expected] * 2
+    for _ in range(2):
+        called.clear()
+        with pytest.raises(Refusal) as caught:
+            model(torch.tensor([6.0, 1.0]))
+        assert caught.value is refusal
+        assert len(called) == 1 or where == "replicas"  # of one replica, none after it
+        assert model(torch.ones(2)).tolist() == [expected] * 2
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda x: x[:1], r"has returned \[1\] of float32. .* returned \[2\] of float32 for zeros"),
+        (lambda x: x.int(), r"has returned \[2\] of int32"),
+        (lambda x: (x, x), r"has returned \[2\] of float32, \[2\] of float32"),
+        (lambda x: None, "has returned no tensors"),
+        (lambda x: x + 1j, "Unsupported dtype torch.complex64"),
+    ],
+)
+def test_a_function_on_the_host_that_returns_something_else(other: Any, message: str) -> None:
+    layer = poptorch.CPU(lambda x: other(x) if x.any() else x, "Fickle")
+    model = poptorch.inferenceModel(lambda x: layer(x) + 1)
+    with pytest.raises(poptorch.Error, match=message):
+        model(torch.ones(2))
+    assert model(torch.zeros(2)).tolist() == [1, 1]
+    wider = poptorch.CPU(lambda x: x.double() if x.any() else x, "Wider")  # which is the same on the device
+    assert poptorch.inferenceModel(lambda x: wider(x) + 1)(torch.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"), [(lambda x: x[x > 0], r"\[0\] of torch.float32"), (lambda x: None, "None")]
+)
+def test_a_function_on_the_host_whose_results_are_not_known(function: Any, shown: str) -> None:
+    layer = poptorch.CPU(function, "Empty")
+    with pytest.raises(poptorch.Error, match=f"for zeros, Empty returns {shown}.*expected tensors that are not empty"):
+        poptorch.inferenceModel(lambda x: layer(x))(torch.ones(2))
 
 
 def test_custom_op_in_training() -> None:

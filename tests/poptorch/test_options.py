@@ -342,8 +342,7 @@ def test_random_seed_seeds_torch() -> None:
 
 def test_anchors() -> None:
     options = Options()
-    options.anchorTensor("grad", "Gradient___w")
-    options.anchorTensor("loss", "loss", OutputMode.EveryN, 2)
+    assert options.anchorTensor("grad", "Gradient___w").anchorTensor("loss", "loss", OutputMode.EveryN, 2) is options
     assert options.anchored_tensors == {"grad": Anchor("Gradient___w"), "loss": Anchor("loss", OutputMode.EveryN, 2)}
     assert Options().anchored_tensors == {}, "every object has its own"
 

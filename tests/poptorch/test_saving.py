@@ -5,11 +5,16 @@ from __future__ import annotations
 import collections
 import io
 import json
+import math
 import os
 import pickle
+import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -243,14 +248,91 @@ def test_groups_of_replicas_come_back(tmp_path: Path) -> None:
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
+class Own(OrderedDict):
+    """A dictionary of a class of one's own."""
+
+
+@dataclass
+class Out:
+    logits: torch.Tensor
+    others: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    factor: float = math.inf
+
+
+def results(x: torch.Tensor, index: slice = slice(0, 1)) -> Any:
+    y = x + 1
+    return Pair(y, Own(a=y[index], b=[slice(1, None), {3}, math.nan, 2j])), Out(x * 2, Frozen(x * 3)), torch.max(y, 1)
+
+
+@pytest.mark.parametrize("export_model", [True, False])
+def test_objects_of_known_classes_come_back(tmp_path: Path, export_model: bool) -> None:
+    path = tmp_path / "model.poptorch"
+    poptorch.inferenceModel(results).compileAndExport(path, X, export_model=export_model)
+    if export_model:
+        model = poptorch.load(path)
+    else:
+        model = poptorch.inferenceModel(results)
+        model.loadExecutable(path)
+    for x in (X, -X):
+        (y, own), out, largest = model(x)
+        (e_y, e_own), e_out, e_largest = results(x)
+        assert type(model(x)[0]) is Pair and type(own) is Own and type(out) is Out and type(out.others) is Frozen
+        assert torch.equal(y, e_y) and torch.equal(own["a"], e_own["a"]) and own["b"][:2] == [slice(1, None), {3}]
+        assert math.isnan(own["b"][2]) and own["b"][3] == 2j and out.others.factor == math.inf
+        assert torch.equal(out.logits, e_out.logits) and torch.equal(out.others.x, e_out.others.x)
+        assert type(largest) is torch.return_types.max
+        assert torch.equal(largest.values, e_largest.values) and torch.equal(largest.indices, e_largest.indices.int())
+    with pytest.raises(poptorch.Error, match="Value mismatch for index"):
+        model(X, slice(1, 2))
+
+
+def test_objects_of_known_classes_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "model.poptorch"
+
+    def forward(pair: Pair, out: Out, scale: np.float32, limit: float = math.inf) -> torch.Tensor:
+        return pair.left * float(scale) + out.logits.clamp(max=limit)
+
+    given = Pair(X, (3, range(4))), Out(X + 1, np.ones((2, 2))), np.float32(2)
+    model = poptorch.inferenceModel(forward)
+    model.compileAndExport(path, *given)
+    model = poptorch.load(path)
+    torch.testing.assert_close(model(*given), X * 2 + X + 1)
+    with pytest.raises(poptorch.Error, match="Value mismatch for limit: expected inf but got 1.0"):
+        model(*given, 1.0)
+    with pytest.raises(poptorch.Error, match="Value mismatch for scale"):
+        model(*given[:2], np.float32(3))
+
+
+def test_objects_of_classes_that_are_not_there_come_back_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.poptorch"
+    poptorch.inferenceModel(results).compileAndExport(path, X)
+    for name in ("Pair", "Own", "Out", "Frozen"):
+        monkeypatch.delattr(sys.modules[__name__], name)
+    (pair, out, _), expected = poptorch.load(path)(X), X + 1
+    assert type(pair).__name__ == "Pair" and pair._fields == ("left", "right") and isinstance(pair, tuple)
+    assert type(pair.right) is OrderedDict and type(out).__name__ == "Out" and out.others.factor == math.inf
+    assert torch.equal(pair.left, expected) and torch.equal(out.logits, X * 2)
+
+
+class Thing:
+    """Anything."""
+
+
 def test_objects_of_own_classes_cannot_be_saved(tmp_path: Path) -> None:
-    model = poptorch.inferenceModel(lambda x: Pair(x + 1, x + 2))
-    with pytest.raises(poptorch.Error, match="the result is Pair.*cannot be saved: a file holds numbers"):
+    model = poptorch.inferenceModel(lambda x: Pair(x + 1, Thing()))
+    with pytest.raises(poptorch.Error, match=r"the result\[1\] is .*Thing.*cannot be saved: a file holds numbers"):
         model.compileAndExport(tmp_path / "model.poptorch", X)
     assert not os.listdir(tmp_path)
-    model = poptorch.inferenceModel(lambda x, factor: x * int(factor))
-    with pytest.raises(poptorch.Error, match=r"the arguments\[1\] is .*, a int64, which cannot be saved"):
-        model.compileAndExport(tmp_path / "model.poptorch", X, np.int64(3))
+    model = poptorch.inferenceModel(lambda x, thing: x * 2)
+    with pytest.raises(poptorch.Error, match=r"the arguments\[1\] is .*, a Thing, which cannot be saved"):
+        model.compileAndExport(tmp_path / "model.poptorch", X, Thing())
 
 
 class Hostile:
@@ -304,6 +386,10 @@ def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
         archived(session=hostile),
         about_with("call/args", [{"object": "os.system"}]),
         about_with("call/result", {"enum": "os.system"}),
+        about_with("call/result", {"numbers": [1], "numpy": "O", "shape": [1]}),
+        about_with("call/result", {"tuple": [], "class": "a:b", "fields": ["__import__('os')"]}),
+        about_with("call/result", {"dataclass": [1], "class": "a:b; c", "fields": ["x"]}),
+        about_with("call/result", {"dataclass": [1], "class": "a:b", "fields": ["x=1"]}),
         about_with("call/result", {"tensor": [1], "dtype": "hub"}),
         about_with("options", {"Training.x.y": 1}),
         about_with("extra", 1),

@@ -1,10 +1,12 @@
 # %% [markdown]
 # # PyTorch
 #
-# A PyTorch model, as it is, as one compiled program: its loop, its graph, its report, and four replicas of it.
+# A PyTorch model, as it is, as one compiled program: its loop, its graph, its report, four replicas of it, and several
+# processes.
 # README.md beside this file tells the story.
 #
 #     python tutorials/10_pytorch/pytorch.py
+#     poprun --num-instances 2 --num-replicas 4 python tutorials/10_pytorch/pytorch.py
 
 # %%
 import copy
@@ -14,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import popdist
+import popdist.poptorch
 import poptorch
 
 # digits.py is shared by the tutorials. A notebook has no file, and runs in the folder it lies in.
@@ -24,6 +28,8 @@ BATCH_SIZE = 16
 STEPS = 10  # of a call
 EPOCHS = 8
 REPLICAS = 4
+
+popdist.init()  # with `poprun`, for section 6: before anything is computed
 
 torch.set_num_threads(1)  # the layers are small: threads would only wait for each other
 
@@ -95,9 +101,9 @@ assert same
 title("3. Training and testing")
 
 
-def trained(model: poptorch.PoplarExecutor, options: poptorch.Options) -> None:
+def trained(model: poptorch.PoplarExecutor, options: poptorch.Options, replicas: int = 1) -> None:
     """Shows all digits to the model, several times over."""
-    loader = poptorch.DataLoader(options, train, batch_size=BATCH_SIZE // options.replication_factor, shuffle=True)
+    loader = poptorch.DataLoader(options, train, batch_size=BATCH_SIZE // replicas, shuffle=True)
     print(f"calls of an epoch: {len(loader)}, rows of each: {loader.combinedBatchSize}")
     for _ in range(EPOCHS):
         for images, labels in loader:
@@ -143,7 +149,27 @@ several = Net()
 options = poptorch.Options().deviceIterations(STEPS).replicationFactor(REPLICAS).randomSeed(7)
 optimizer = torch.optim.SGD(several.parameters(), lr=0.05, momentum=0.9)
 model = poptorch.trainingModel(several, options, optimizer)
-trained(model, options)
+trained(model, options, REPLICAS)
 several_accuracy = accuracy(several)
 print(f"Accuracy on test set: {several_accuracy:.2f}%")
 assert several_accuracy > 90
+
+# %% [markdown]
+# ## 6. Several processes
+
+# %%
+title("6. Several processes")
+model.destroy()
+torch.manual_seed(0)  # all processes begin with the same weights
+together = Net()
+options = popdist.poptorch.Options().deviceIterations(STEPS).randomSeed(7)
+processes = options.Distributed
+print(
+    f"I am process {processes.processId} of {processes.numProcesses}, and have {options.replication_factor} replica(s)"
+)
+optimizer = torch.optim.SGD(together.parameters(), lr=0.05, momentum=0.9)
+model = poptorch.trainingModel(together, options, optimizer)
+trained(model, options, options.replication_factor * processes.numProcesses)
+together_accuracy = accuracy(together)
+print(f"Accuracy on test set: {together_accuracy:.2f}%")
+assert together_accuracy > 90

@@ -68,4 +68,5 @@ ROWS = [
     Row("prelu", F.prelu, (normal(2, 3, 4), normal(3))),
     Row("prelu, one weight", F.prelu, (normal(2, 3), normal(1))),
     Row("glu", lambda x: (F.glu(x, 1), F.glu(x, -1)), (normal(2, 4, 6),)),
+    *(Row(f"{name} of images", getattr(F, name), (normal(2, 3, 4, 5),)) for name in ("gelu", "mish")),
 ]

@@ -12,10 +12,15 @@ from tests.poptorch.operators import Row, normal
 
 _Q, _K, _V = normal(2, 3, 4, 6), normal(2, 3, 5, 6), normal(2, 3, 5, 7)
 _ALLOWED = torch.tensor([[True, False, True, True, False], [False, True, True, True, True]] * 2)
+_SOME_SEE_NOTHING = torch.tensor([[False] * 5, [False, True, True, True, True]] * 2)
 
 
 def _attention(**settings: Any) -> Callable[..., torch.Tensor]:
     return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **settings)
+
+
+def _biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~_SOME_SEE_NOTHING, -torch.inf))
 
 
 def _module(
@@ -39,11 +44,14 @@ def _heads(name: str, *given: torch.Tensor, call: dict[str, Any] | None = None, 
 
 _X = normal(5, 2, 6)
 _LATER = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+_PADDED = {"key_padding_mask": torch.tensor([[False] * 5, [True] * 5])}
 
 ROWS = [
     Row("attention", _attention(), (_Q, _K, _V)),
     Row("attention, causal", _attention(is_causal=True), (_Q, _K, _V)),
     Row("attention, mask", _attention(), (_Q, _K, _V, _ALLOWED)),
+    Row("attention, a query that sees nothing", _attention(), (_Q, _K, _V, _SOME_SEE_NOTHING)),
+    Row("attention, bias of a query that sees nothing", _biased, (_Q, _K, _V, normal(4, 5))),
     Row("attention, bias", _attention(scale=0.3), (_Q, _K, _V, normal(4, 5))),
     Row(
         "attention, shared heads",
@@ -56,6 +64,10 @@ ROWS = [
         "heads, masks",
         _X,
         call={"attn_mask": _LATER, "key_padding_mask": torch.tensor([[False] * 5, [False] * 4 + [True]])},
+    ),
+    *(
+        _heads(f"heads, a sequence of padding, {weights}", _X, call={**_PADDED, "need_weights": weights})
+        for weights in (False, True)
     ),
     _heads("heads, weights of each", _X, call={"average_attn_weights": False}),
     _heads("heads, more keys", _X, bias=True, add_bias_kv=True, add_zero_attn=True),

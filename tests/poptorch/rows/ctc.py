@@ -23,6 +23,12 @@ ROWS = [
     Row("ctc", _loss(), _GIVEN, half=False),
     *(Row(f"ctc, {r}", _loss(reduction=r), _GIVEN, half=False) for r in ("sum", "none")),
     Row("ctc, labels in a row", _loss(), (_GIVEN[0], torch.tensor([1, 2, 2, 3, 1]), *_GIVEN[2:]), half=False),
+    Row(
+        "ctc, of torch",
+        lambda x, labels, *sizes: torch.ctc_loss(x.log_softmax(-1), labels, *sizes, reduction=2),
+        _GIVEN,
+        half=False,
+    ),
     Row("ctc, another blank", _loss(blank=3), (_GIVEN[0], _LABELS.clamp(max=2), *_GIVEN[2:]), half=False),
     Row(
         "ctc, impossible",

@@ -172,4 +172,22 @@ ROWS = [
     Row("copy_", lambda x, y: x.copy_(y), (normal(2, 3), normal(3))),
     Row("autograd function", lambda x: _Swish.apply(x * 2) * x, (normal(2, 3),)),
     Row("no_grad, detach", _half_frozen, (normal(2, 3),)),
+    Row("fake_quantize", lambda x: torch.fake_quantize_per_tensor_affine(x, 0.25, 3, -2, 6), (normal(4, 5),)),
+    *(
+        Row(
+            f"fake_quantize by a tensor, enabled {enabled}",
+            lambda x, scale, zero, enabled=enabled: torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+                x, scale.detach(), zero, torch.tensor([enabled]), -2, 6
+            ),
+            (normal(4, 5), torch.tensor([0.25]), torch.tensor([3], dtype=torch.int32)),
+            half=False,
+        )
+        for enabled in (0, 1)
+    ),
+    Row(
+        "fake_quantize of channels",
+        lambda x, scale, zero: torch.fake_quantize_per_channel_affine(x, scale.detach(), zero, 1, 0, 7),
+        (normal(4, 3), torch.tensor([0.25, 0.5, 0.125]), torch.tensor([0, 3, 1], dtype=torch.int32)),
+        half=False,
+    ),
 ]

@@ -223,4 +223,9 @@ ROWS = [
     ),
     Row("one_hot", lambda i: (F.one_hot(i, 4), F.one_hot(i[0], num_classes=3)), (_lines,)),
     Row("embedding by index of a table", lambda table, i: table[i].sum(-2), (normal(3, 4), _lines)),
+    Row(
+        "nonzero_static",
+        lambda x: (torch.nonzero_static(x > 0, size=4, fill_value=-2), x.nonzero_static(size=9)),
+        (normal(2, 3),),
+    ),
 ]

@@ -55,6 +55,13 @@ def _lu_solved(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     return [torch.linalg.lu_solve(*factors, b, **way) for way in ways]
 
 
+def _triangular(b: torch.Tensor, a: torch.Tensor) -> list[Any]:
+    ways: list[dict[str, bool]] = [{}, {"upper": False}, {"transpose": True}, {"unitriangular": True, "upper": False}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        return [torch.triangular_solve(b, a, **way) for way in ways]
+
+
 ROWS = [
     Row(
         "matmul of all ranks",
@@ -163,6 +170,59 @@ ROWS = [
         "pinv, tolerances",
         lambda x: [torch.linalg.pinv(x, atol=1.0), torch.linalg.pinv(x, rtol=0.5)],
         (normal(4, 3),),
+        half=False,
+        tolerance=1e-4,
+    ),
+    *(
+        Row(
+            f"lstsq, {driver}",
+            lambda a, b, driver=driver: list(torch.linalg.lstsq(a, b, driver=driver))[: 4 if driver else 3],
+            (normal(2, 5, 3), normal(2, 5, 2)),
+            half=False,
+            tolerance=1e-3,
+            gradient=False,
+        )
+        for driver in (None, "gels", "gelsd")
+    ),
+    Row(
+        "lstsq",
+        lambda a, b, c, d: (torch.linalg.lstsq(a, b).solution, torch.linalg.lstsq(c, d).solution),
+        (normal(2, 5, 3), normal(2, 5, 2), normal(3, 4), normal(3, 2)),
+        half=False,
+        tolerance=1e-3,
+    ),
+    Row(
+        "lu_unpack",
+        lambda x: (
+            torch.lu_unpack(*torch.linalg.lu_factor(x)),
+            torch.lu_unpack(*torch.linalg.lu_factor(x), unpack_pivots=False)[1:],
+        ),
+        (normal(2, 4, 4),),
+        half=False,
+        tolerance=1e-4,
+    ),
+    Row("triangular_solve", _triangular, (normal(3, 2), _well_conditioned(3, 3)), half=False, tolerance=1e-4),
+    Row(
+        "what went wrong",
+        lambda x: (
+            torch.linalg.cholesky_ex(x).info,
+            torch.linalg.inv_ex(x).info,
+            torch.linalg.solve_ex(x, x).info,
+            torch.linalg.lu_factor_ex(x).info,
+        ),
+        (torch.stack([torch.eye(3), torch.diag(torch.tensor([1.0, 0.0, -1.0])), torch.ones(3, 3)]),),
+        half=False,
+        gradient=False,
+    ),
+    Row(
+        "with what went wrong",
+        lambda x: (
+            torch.linalg.cholesky_ex(x),
+            torch.linalg.inv_ex(x),
+            torch.linalg.solve_ex(x, x),
+            torch.linalg.lu_factor_ex(x),
+        ),
+        (_well_conditioned(2, 3, 3),),
         half=False,
         tolerance=1e-4,
     ),

@@ -52,6 +52,23 @@ def _of_old(x: torch.Tensor, y: torch.Tensor, how: dict[str, bool]) -> torch.Ten
 _PAIR = (normal(4, 3), normal(4, 3, seed=1))
 _LOGITS, _IMAGES = normal(4, 3), normal(2, 3, 4, 2)
 _IMAGE_LABELS = whole(2, 4, 2, high=3)
+_OF_TORCH = (
+    (
+        "binary_cross_entropy_with_logits",
+        lambda x, y: torch.binary_cross_entropy_with_logits(x, y, reduction=2),
+        (normal(4, 3), torch.sigmoid(normal(4, 3))),
+    ),
+    ("cosine_embedding_loss", lambda x, y: torch.cosine_embedding_loss(x, y, _SIGNS, 0.1), _PAIR),
+    ("hinge_embedding_loss", lambda x: torch.hinge_embedding_loss(x, _SIGNS, 0.7, 0), (normal(4),)),
+    ("kl_div", lambda x, y: torch.kl_div(x, y, 2, log_target=True), _PAIR),
+    (
+        "margin_ranking_loss",
+        lambda x, y: torch.margin_ranking_loss(x, y, _SIGNS, reduction=2),
+        (normal(4), normal(4, seed=1)),
+    ),
+    ("poisson_nll_loss", lambda x, y: torch.poisson_nll_loss(x, y, True, False, 1e-8, 1), _PAIR),
+    ("triplet_margin_loss", lambda x, y: torch.triplet_margin_loss(x, y, -x, swap=True), _PAIR),
+)
 
 ROWS = [
     _loss("mse_loss", *_PAIR),
@@ -103,6 +120,21 @@ ROWS = [
         (normal(3),),
         half=False,
     ),
+    *(
+        Row(
+            f"{name} of {said}",
+            lambda x, y, name=name: [getattr(F, name)(x, y, reduction=each) for each in _REDUCTIONS],
+            given,
+            half=False,
+        )
+        for name, said, given in (
+            ("multilabel_margin_loss", "a vector, each reduction", (normal(3), torch.tensor([2, 0, -1]))),
+            ("multilabel_margin_loss", "a number", (normal(), torch.tensor(0))),
+            ("multi_margin_loss", "a vector", (normal(3), torch.tensor(1))),
+            ("multi_margin_loss", "a vector, a vector of labels", (normal(3), torch.tensor([1]))),
+            ("multi_margin_loss", "a number", (normal(), torch.tensor(0))),
+        )
+    ),
     _loss("multi_margin_loss", _LOGITS, whole(4, high=3), half=False),
     _weighted("multi_margin_loss", _LOGITS, whole(4, high=3), positive(3), p=2, margin=0.8, half=False),
     _loss("nll_loss", _LOGITS, whole(4, high=3)),
@@ -114,6 +146,18 @@ ROWS = [
     _loss("cross_entropy", _IMAGES, _IMAGE_LABELS, title="cross_entropy of images"),
     _loss("cross_entropy", normal(4, 3), torch.softmax(normal(4, 3), 1), title="cross_entropy of probabilities"),
     _weighted("cross_entropy", _IMAGES, torch.softmax(_IMAGES, 1), positive(3), label_smoothing=0.1),
+    *(
+        _loss(
+            "linear_cross_entropy", normal(4, 6), normal(3, 6), labels, title=f"linear_cross_entropy of {labels.dtype}"
+        )
+        for labels in (_LABELS, torch.softmax(normal(4, 3), 1))
+    ),
+    Row(
+        "linear_cross_entropy, bias, positions",
+        lambda x, w, y, b: F.linear_cross_entropy(x, w, y, linear_bias=b, label_smoothing=0.1),
+        (normal(4, 6), normal(3, 2, 6), whole(4, 2, high=3), normal(3, 2)),
+    ),
+    *(Row(f"torch.{name}", function, tensors) for name, function, tensors in _OF_TORCH),
     Row("cross_entropy of one", lambda x: F.cross_entropy(x, torch.tensor(1)), (normal(3),)),
     Row("cross_entropy of none", lambda x: F.cross_entropy(x, torch.tensor([-100, -100])), (normal(2, 3),)),
     Row(

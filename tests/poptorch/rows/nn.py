@@ -22,6 +22,11 @@ ROWS = [
     Row("softmax", lambda x: F.softmax(x, 1), (normal(2, 3),)),
     Row("softmax, method", lambda x: x.softmax(-2), (normal(2, 3),)),
     Row("softmax, dtype", lambda x: torch.softmax(x, 0, dtype=torch.float32), (normal(2, 3),)),
+    Row(
+        "softmax, safe",
+        lambda x: torch.ops.aten._safe_softmax(x.masked_fill(torch.tensor([[True], [False]]), -torch.inf), 1),
+        (normal(2, 3),),
+    ),
     Row("softmax of a number", lambda x: x.softmax(0), (normal(),)),
     Row("log_softmax", lambda x: F.log_softmax(x, 1), (normal(2, 3, 4) * 30,), half_tolerance=2e-2),
     Row("log_softmax, method", lambda x: x.log_softmax(-1), (normal(2, 3),)),

@@ -43,6 +43,15 @@ def _of_module(title: str, module: torch.nn.Module, x: torch.Tensor, **settings:
     return Row(title, function, (x, *(t.detach() for t in tensors)), half=False, **settings)
 
 
+def _native_batch(training: bool) -> Any:
+    def function(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        running = mean.detach().clone(), var.detach().clone()
+        results = torch.native_batch_norm(x, w, b, *running, training, 0.3, 1e-2)
+        return results[: 3 if training else 1], running
+
+    return function
+
+
 ROWS = [
     _batch("training", 4, 3, training=True, eps=1e-2),
     _batch("training, 1d", 2, 3, 5, training=True),
@@ -97,5 +106,38 @@ ROWS = [
     ),
     _of_module(
         "spectral_norm", torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4)).eval(), normal(2, 3)
+    ),
+    Row(
+        "native_layer_norm",
+        lambda x, w, b: torch.native_layer_norm(x, (4, 5), w, b, 1e-2),
+        (normal(3, 4, 5), normal(4, 5), normal(4, 5)),
+        half=False,
+    ),
+    Row(
+        "native_group_norm",
+        lambda x, w, b: torch.native_group_norm(x, w, b, 2, 6, 20, 3, 1e-2),
+        (normal(2, 6, 4, 5), normal(6), normal(6)),
+        half=False,
+    ),
+    *(
+        Row(
+            f"native_batch_norm, {said}", _native_batch(training), (normal(4, 3, 5), *_STATISTICS, *_AFFINE), half=False
+        )
+        for said, training in (("training", True), ("evaluation", False))
+    ),
+    Row(
+        "native_batch_norm without statistics",
+        lambda x, w, b: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-2),
+        (normal(4, 3, 5), *_AFFINE),
+        half=False,
+    ),
+    Row(
+        "native_batch_norm, no training",
+        lambda x, mean, var, w, b: torch.ops.aten._native_batch_norm_legit_no_training(
+            x, w, b, mean.detach(), var.detach(), 0.1, 1e-2
+        )[0],
+        (normal(4, 3, 5), *_STATISTICS, *_AFFINE),
+        gradient=False,
+        half=False,
     ),
 ]

@@ -58,4 +58,26 @@ ROWS = [
     Row(
         "max_unpool3d", lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), (normal(1, 2, 4, 2, 6),)
     ),
+    Row(
+        "fractional_max_pool2d",
+        lambda x, samples: F.fractional_max_pool2d(
+            x, (2, 3), output_size=(4, 3), return_indices=True, _random_samples=samples.detach()
+        ),
+        (normal(2, 3, 9, 8), normal(2, 3, 2).sigmoid()),
+        half=False,
+    ),
+    Row(
+        "fractional_max_pool2d, ratio, no batch",
+        lambda x, samples: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.4), _random_samples=samples.detach()),
+        (normal(3, 9, 8), normal(1, 3, 2).sigmoid()),
+        half=False,
+    ),
+    Row(
+        "fractional_max_pool3d",
+        lambda x, samples: F.fractional_max_pool3d(
+            x, (2, 3, 2), output_size=(2, 3, 1), return_indices=True, _random_samples=samples.detach()
+        ),
+        (normal(2, 2, 5, 7, 6), normal(2, 2, 3).sigmoid()),
+        half=False,
+    ),
 ]

@@ -179,7 +179,14 @@ ROWS = [
     ),
     Row(
         "cov, corrcoef",
-        lambda x: (torch.cov(x), torch.cov(x, correction=0), x[0].cov(), torch.corrcoef(x)),
+        lambda x: (
+            torch.cov(x),
+            torch.cov(x, correction=0),
+            x[0].cov(),
+            torch.corrcoef(x),
+            torch.cov(x[:1]),
+            x[:1].corrcoef(),
+        ),
         (normal(3, 5),),
         half=False,
     ),
@@ -189,5 +196,19 @@ ROWS = [
         (normal(3, 5), whole(5) + 1, positive(5)),
         half=False,
         gradient=False,
+    ),
+    *(
+        Row(
+            f"segment_reduce, {how}, {initial}",
+            lambda x, y, lengths, how=how, initial=initial: (
+                torch.segment_reduce(x, how, lengths=lengths, unsafe=True, initial=initial),
+                torch.segment_reduce(x, how, offsets=torch.tensor([0, 2, 6]), unsafe=True),
+                torch.segment_reduce(y, how, lengths=torch.tensor([[1, 4], [3, 2]]), axis=1, unsafe=True),
+            ),
+            (normal(6, 2), normal(2, 5), torch.tensor([1, 0, 5]) if initial is not None else torch.tensor([1, 5])),
+            half=False,
+        )
+        for how in ("sum", "mean", "max", "min", "prod")
+        for initial in (None, 1.0)
     ),
 ]

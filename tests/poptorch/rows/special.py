@@ -52,4 +52,23 @@ ROWS = [
     Row("xlogy at 0", torch.xlogy, _ZEROS),
     Row("xlog1py at 0", lambda x, y: torch.special.xlog1py(x, y - 1), _ZEROS),
     Row("xlogy of NaN", torch.xlogy, (torch.tensor([0.0, torch.nan]), torch.tensor([torch.nan, 0.0])), gradient=False),
+    Row(
+        "erfcx",
+        torch.special.erfcx,
+        (torch.tensor([-2.0, -0.3, 0, 0.7, 4.9, 5.1, 30, 1e20]),),
+        gradient=False,
+        half=False,
+    ),
+    Row("erfcx, slope", torch.special.erfcx, (torch.tensor([-2.0, -0.3, 0, 0.7, 2]),), half=False, tolerance=1e-4),
+    Row(
+        "Bessel functions",
+        lambda x: (
+            torch.special.modified_bessel_i0(x),
+            torch.special.modified_bessel_i1(x),
+            torch.special.spherical_bessel_j0(x),
+        ),
+        (torch.tensor([-2.0, 0, 0.3, 1, 7]),),
+        gradient=False,
+        half=False,
+    ),
 ]

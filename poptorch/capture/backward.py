@@ -1,0 +1,190 @@
+"""What the ops of PyTorch's backward pass are made of that PyTorch itself does not take apart.
+
+A model that has PyTorch make gradients in its `forward` meets these. Those of a convolution are convolutions, that of a
+maximum writes where it was found, and those of functions that are linear along each dimension multiply by matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+__all__ = ["BACKWARD"]
+
+aten = torch.ops.aten
+
+Sizes = Sequence[int]
+
+
+def _each(values: Sizes, dims: int) -> list[int]:
+    """One value for each dimension, of one for all or one for each."""
+    return list(values) * dims if len(values) == 1 else list(values)
+
+
+def _convolution(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sizes | None,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    output_padding: Sizes,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    dims = input.dim() - 2
+    stride, padding, dilation = (_each(values, dims) for values in (stride, padding, dilation))
+    large, small = (grad, input) if transposed else (input, grad)
+    of_input = of_weight = of_bias = None
+    if output_mask[0]:
+        missing = [0] * dims
+        if not transposed:
+            sizes = zip(input.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+            missing = [i - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for i, g, k, s, p, d in sizes]
+        of_input = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, missing, groups)
+        of_input = _begin(of_input, input.shape[2:])
+    if output_mask[1]:  # rows of a batch are what is summed over, as channels are in the convolution
+        rows, places = large.shape[0], large.shape[2:]
+        channels = large.reshape(rows, groups, -1, *places).transpose(0, 2).reshape(-1, groups * rows, *places)
+        kernel = small.transpose(0, 1)
+        found = aten.convolution(channels, kernel, None, dilation, padding, stride, False, [0] * dims, groups)
+        of_weight = _begin(found.transpose(0, 1), weight.shape[2:])
+    if output_mask[2]:
+        of_bias = grad.sum([0, *range(2, grad.dim())])
+    return of_input, of_weight, of_bias
+
+
+def _begin(t: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    for dim, size in enumerate(sizes, 2):
+        t = t.narrow(dim, 0, size)
+    return t
+
+
+def _max_pool(dims: int) -> Callable[..., torch.Tensor]:
+    def backward(grad: torch.Tensor, input: torch.Tensor, *settings: Any) -> torch.Tensor:
+        *_, indices = settings
+        planes = input.shape[:-dims]
+        zeros = grad.new_zeros(*planes, prod(input.shape[-dims:]))
+        return zeros.scatter_add(-1, indices.reshape(*planes, -1), grad.reshape(*planes, -1)).reshape(input.shape)
+
+    return backward
+
+
+def _by_matrices(
+    grad: torch.Tensor, sizes: Sizes, forward: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """The gradient of what is linear along each of the last dimensions by itself.
+
+    Args:
+        grad: of the result.
+        sizes: of these dimensions of the input.
+        forward: does it along one of these dimensions, by its number; the others have the size 1.
+    """
+    for number, size in enumerate(sizes):
+        shape = [1] * len(sizes)
+        shape[number] = size
+        matrix = forward(torch.eye(size, dtype=grad.dtype).reshape(size, 1, *shape), number).reshape(size, -1)
+        dim = number - len(sizes)
+        grad = (grad.movedim(dim, -1) @ matrix.t()).movedim(-1, dim)
+    return grad
+
+
+def _upsample(op: Any, dims: int, has_corners: bool) -> Callable[..., torch.Tensor]:
+    def backward(grad: torch.Tensor, output_size: Sizes, input_size: Sizes, *settings: Any) -> torch.Tensor:
+        corners, scales = settings[:has_corners], settings[has_corners:] or [None] * dims
+
+        def forward(t: torch.Tensor, number: int) -> torch.Tensor:
+            size = [output_size[i] if i == number else 1 for i in range(dims)]
+            return op(t, size, *corners, *(scales[i] if i == number else None for i in range(dims)))
+
+        return _by_matrices(grad, input_size[2:], forward)
+
+    return backward
+
+
+def _adaptive_avg_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
+    def backward(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        def forward(t: torch.Tensor, number: int) -> torch.Tensor:
+            return op(t, [grad.shape[i - dims] if i == number else 1 for i in range(dims)])
+
+        return _by_matrices(grad, input.shape[-dims:], forward)
+
+    return backward
+
+
+def _avg_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
+    def backward(
+        grad: torch.Tensor,
+        input: torch.Tensor,
+        kernel_size: Sizes,
+        stride: Sizes,
+        padding: Sizes,
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+    ) -> torch.Tensor:
+        kernel, padding = _each(kernel_size, dims), _each(padding, dims)
+        stride = _each(stride, dims) if stride else kernel
+
+        def forward(t: torch.Tensor, number: int) -> torch.Tensor:
+            sizes = [[v[i] if i == number else other for i in range(dims)]
+                     for v, other in ((kernel, 1), (stride, 1), (padding, 0))]  # fmt: skip
+            return op(t, *sizes, ceil_mode, count_include_pad, 1 if divisor_override else None)
+
+        return _by_matrices(grad, input.shape[-dims:], forward) / (divisor_override or 1)
+
+    return backward
+
+
+def _normalised(x: torch.Tensor, dims: list[int], eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    rstd = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return centred * rstd, mean, rstd
+
+
+def _layer_norm(
+    input: torch.Tensor, shape: Sizes, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, ...]:
+    out, mean, rstd = _normalised(input, list(range(-len(shape), 0)), eps)
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias), mean, rstd
+
+
+def _group_norm(
+    input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    N: int, C: int, HxW: int, group: int, eps: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    out, mean, rstd = _normalised(input.reshape(N, group, -1), [2], eps)
+    out, shape = out.reshape(input.shape), (C, *[1] * (input.dim() - 2))
+    out = out if weight is None else out * weight.reshape(shape)
+    return (out if bias is None else out + bias.reshape(shape)), mean.squeeze(2), rstd.squeeze(2)
+
+
+BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_group_norm.default: _group_norm,
+    aten.convolution_backward.default: _convolution,
+    aten.max_pool2d_with_indices_backward.default: _max_pool(2),
+    aten.max_pool3d_with_indices_backward.default: _max_pool(3),
+    aten.avg_pool2d_backward.default: _avg_pool(aten.avg_pool2d, 2),
+    aten.avg_pool3d_backward.default: _avg_pool(aten.avg_pool3d, 3),
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool(aten._adaptive_avg_pool2d, 2),
+    aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_pool(aten._adaptive_avg_pool3d, 3),
+    aten.upsample_linear1d_backward.default: _upsample(aten.upsample_linear1d, 1, True),
+    aten.upsample_bilinear2d_backward.default: _upsample(aten.upsample_bilinear2d, 2, True),
+    aten.upsample_bicubic2d_backward.default: _upsample(aten.upsample_bicubic2d, 2, True),
+    aten.upsample_trilinear3d_backward.default: _upsample(aten.upsample_trilinear3d, 3, True),
+    aten.upsample_nearest1d_backward.default: _upsample(aten.upsample_nearest1d, 1, False),
+    aten.upsample_nearest2d_backward.default: _upsample(aten.upsample_nearest2d, 2, False),
+    aten.upsample_nearest3d_backward.default: _upsample(aten.upsample_nearest3d, 3, False),
+    aten._upsample_nearest_exact1d_backward.default: _upsample(aten._upsample_nearest_exact1d, 1, False),
+    aten._upsample_nearest_exact2d_backward.default: _upsample(aten._upsample_nearest_exact2d, 2, False),
+    aten._upsample_nearest_exact3d_backward.default: _upsample(aten._upsample_nearest_exact3d, 3, False),
+}
+"""What gives the results of an op, for the same arguments: of those of the backward pass, and norms it goes through."""

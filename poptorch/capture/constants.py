@@ -1,0 +1,127 @@
+"""`numbers_of`: the numbers of values that come of nothing that a run brings: no input, parameter, buffer or chance.
+
+Masks, tables of positions, whatever is made from shapes and numbers in the program. A capture writes down what makes
+them, as it does for all else; where their numbers are wanted meanwhile, PyTorch does once what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from poptorch.capture.torch_private import without_modes, written_arguments
+from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
+
+__all__ = ["is_constant", "numbers_of"]
+
+_BY_SHAPE = frozenset(
+    f"aten.{form}" for name in ("empty", "full", "ones", "zeros") for form in (f"new_{name}", f"{name}_like")
+) | {"aten.new_empty_strided"}
+"""Ops that take the shape of a tensor, and not its numbers."""
+
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "torch.pad": F.pad,
+    "torch.linear": F.linear,
+    "torch.matmul": torch.matmul,
+    "torch.einsum": lambda equation, operands: torch.einsum(equation, *operands),
+    "torch.softmax": F.softmax,
+    "torch.log_softmax": F.log_softmax,
+    "torch.embedding": F.embedding,
+}
+"""Functions kept whole of which constants are made. None is random, or overwrites anything."""
+
+
+def is_constant(op: str, overload: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether an op makes of these arguments, with values in place of tensors, what is the same in every run."""
+    if op in ("poptorch.constant", "poptorch.put"):
+        computable = True
+    elif op.startswith("torch."):
+        computable = op in _FUNCTIONS
+    else:
+        found = _op(op, overload)
+        computable = found is not None and torch.Tag.nondeterministic_seeded not in found.tags
+    return computable and (op in _BY_SHAPE or all(value.is_constant for value in values_in(arguments)))
+
+
+def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor | None:
+    """The numbers of a value; `None` if a run decides on them.
+
+    Args:
+        value: the value.
+        known: what has been computed before; it is filled.
+    """
+    if not value.is_constant:
+        return None
+    with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        for node in _order(value, known):
+            known.update(zip(node.results, _results(node, known), strict=True))
+    return known[value]
+
+
+def _order(value: Value, known: Mapping[Value, torch.Tensor]) -> list[Node]:
+    """The nodes to compute, in order. Of those that overwrite a table bit by bit there may be very many."""
+    order: dict[Node, None] = {}
+    waiting = [value]
+    while waiting:
+        node = waiting[-1].made_by
+        assert node is not None
+        inputs = [] if node.op in _BY_SHAPE else node.inputs
+        missing = [v for v in inputs if v not in known and v.made_by not in order]
+        if waiting[-1] not in known and not missing:
+            order[node] = None
+        if not missing:
+            waiting.pop()
+        waiting += missing
+    return list(order)
+
+
+def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
+    if node.op == "poptorch.constant":
+        data: Data = node.arguments["data"]
+        return [data.tensor]
+    if node.op in _BY_SHAPE:
+        given = pytree.tree_map_only(Value, lambda v: torch.empty(v.shape, dtype=v.dtype), node.arguments)
+    else:
+        given = pytree.tree_map_only(Value, known.__getitem__, node.arguments)
+    if node.op == "poptorch.put":
+        base, content, view = given["base"].clone(), given["content"], given["view"]
+        _view(view, base).copy_(content)
+        return [base]
+    if node.op.startswith("torch."):
+        results = [_FUNCTIONS[node.op](**given)]
+    else:
+        op = _op(node.op, node.overload)
+        assert op is not None
+        names = [name for name in written_arguments(op) if name not in given]  # they stand last among the results
+        results_of = node.results[len(node.results) - len(names) :] if names else []
+        written = {n: torch.empty(v.shape, dtype=v.dtype) for n, v in zip(names, results_of, strict=True)}
+        found = pytree.tree_leaves(_call(op, given | written))
+        results = [t for t in found if not any(t is each for each in written.values())] + list(written.values())
+    return [t.contiguous() for t in results]
+
+
+def _view(view: View, base: torch.Tensor) -> torch.Tensor:
+    op = _op(view.op, view.overload)
+    assert op is not None
+    arguments = pytree.tree_map(lambda leaf: base if leaf is LOOKED_AT else leaf, view.arguments)
+    found: torch.Tensor = pytree.tree_leaves(_call(op, arguments))[view.result]
+    return found
+
+
+def _call(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Any:
+    """Run an op with arguments by name. What it calls `self` is called `input`, as in PyTorch's functions."""
+    renamed = any(a.name == "self" for a in op._schema.arguments)
+    return op(**{"self" if renamed and name == "input" else name: value for name, value in arguments.items()})
+
+
+@cache
+def _op(name: str, overload: str) -> torch._ops.OpOverload | None:
+    namespace, _, packet = name.partition(".")
+    if namespace != "aten":
+        return None
+    return getattr(getattr(torch.ops.aten, packet, None), overload, None)

@@ -1,0 +1,398 @@
+"""Corners of capturing: tensors that are kept, numbers that are known, gradients within `forward`, transforms."""
+
+# ruff: noqa: E402 - poptorch needs torch
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+import poptorch
+from poptorch.capture import tracer
+
+F = torch.nn.functional
+Function = Callable[..., Any]
+
+
+def _input(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _agrees(function: Function, *inputs: torch.Tensor) -> None:
+    """Check that a wrapped function does what it does by itself, to its inputs too."""
+    given, expected = [t.clone() for t in inputs], [t.clone() for t in inputs]
+    options = poptorch.Options().showCompilationProgressBar(False)
+    result = poptorch.inferenceModel(function, options)(*given)
+    torch.testing.assert_close((result, given), (function(*expected), expected), check_dtype=False)
+
+
+# Tensors that are kept ------------------------------------------------------------------------------------------------
+
+
+def _mask(n: int) -> torch.Tensor:
+    return torch.triu(torch.ones(n, n), 1)
+
+
+@lru_cache
+def _table(n: int) -> torch.Tensor:
+    table = torch.zeros(n)
+    table[1:].fill_(2)
+    return table.mul_(3)
+
+
+_kept: dict[str, torch.Tensor] = {}
+
+
+class Keeping(torch.nn.Module):
+    """It keeps what it has made, in all the places there are."""
+
+    of_the_class: dict[int, torch.Tensor] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.masks: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
+        self.nested: dict[str, Any] = {"sizes": [set()]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[-1]
+        hidden = self.linear(x) @ self.masks.setdefault(n, _mask(n)) + _table(n)
+        hidden = hidden * self.of_the_class.setdefault(n, torch.arange(n) + 1)
+        row = _kept.setdefault("row", torch.ones_like(x).cumsum(0)[1])
+        self.seen.append(hidden)
+        self.last = hidden
+        self.nested["sizes"][0].add(n)
+        return poptorch.identity_loss(hidden * row, "none")
+
+
+@pytest.fixture
+def _nothing_kept() -> Iterator[None]:
+    yield
+    _table.cache_clear()
+    _kept.clear()
+    Keeping.of_the_class.clear()
+
+
+@pytest.mark.usefixtures("_nothing_kept")
+def test_tensors_that_a_model_keeps_have_numbers() -> None:
+    model, x = Keeping(), _input(2, 3)
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    first = training(x)
+    assert (model.masks, model.seen, model.nested) == ({}, [], {"sizes": [set()]})
+    inference = poptorch.inferenceModel(model)
+    for result in (inference(x), model(x), training(x)):
+        torch.testing.assert_close(result, first)
+    for kept in (*model.masks.values(), _table(3), *Keeping.of_the_class.values(), *_kept.values()):
+        assert type(kept) is torch.Tensor
+    torch.testing.assert_close(_table(3), torch.tensor([0.0, 6.0, 6.0]))
+    training.destroy()
+    torch.testing.assert_close(training(x), first)
+
+
+def test_tensors_kept_by_a_model_that_failed_have_numbers() -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        mask = kept.setdefault("mask", _mask(3))
+        return x @ mask if len(x) == 2 else x * x.sum().item()
+
+    with pytest.raises(poptorch.Error):
+        poptorch.inferenceModel(function)(_input(3, 3))
+    _agrees(function, _input(2, 3))
+    torch.testing.assert_close(kept["mask"], _mask(3))
+
+
+def test_a_tensor_of_an_input_that_is_kept_is_refused_the_next_time() -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + kept.setdefault("x", x * 2)
+
+    poptorch.inferenceModel(function)(_input(2))
+    with pytest.raises(poptorch.Error, match="when the model was compiled before, and kept since"):
+        poptorch.inferenceModel(function)(_input(2))
+
+
+# Numbers that are known -----------------------------------------------------------------------------------------------
+
+
+def _at_a_mask_written_before(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(3, 4)
+    mask.view(-1)[::5].fill_(0)
+    mask[0] *= 0
+    return x[mask > 0]
+
+
+def _written_at_a_mask(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:, torch.tensor([True, False, True, False])] = torch.ones(3, 2)
+    y[torch.eye(3, 4) > 0] = 5
+    return y
+
+
+_of_the_module = torch.eye(3, 4) > 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:, torch.tensor([True, False, True, True])],
+        lambda x: x[torch.ones(3, 4).triu(1).bool()],
+        lambda x: x[:, torch.arange(4) % 2 == 0],
+        lambda x: x[torch.tensor([0, 2]), torch.tensor([True, False, False, True])],
+        lambda x: x[torch.where(torch.eye(3, 4) > 0)],
+        lambda x: x[torch.ones_like(x).triu().bool()],
+        lambda x: x[_of_the_module],
+        _at_a_mask_written_before,
+        _written_at_a_mask,
+        lambda x: x.masked_select(torch.arange(4) > 1),
+        lambda x: x.repeat_interleave(torch.tensor([1, 2, 0, 3]), dim=1),
+        lambda x: x[:, torch.unique(torch.tensor([0, 2, 2]))],
+        lambda x: x * F.softmax(F.pad(torch.arange(3.0), (0, 1)), dim=0).max().item(),
+        lambda x: x * sum(torch.arange(3).mul(2).tolist()),
+        lambda x: x[: int(torch.ones(4).sum() * 0.5)],
+        lambda x: x if torch.equal(torch.ones(2), torch.ones(2)) else x * 2,
+        lambda x: x if torch.ones(2).all() else x * 2,
+        lambda x: sum(x * p.item() for p in torch.linspace(0, 1, 4)),
+    ],
+)
+def test_numbers_that_depend_on_no_input(function: Function) -> None:
+    _agrees(function, _input(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * torch.rand(3, 4).sum().item(),
+        lambda x: x * torch.empty(4).normal_().sum().item(),
+        lambda x: x * torch.zeros(4).copy_(x[0]).sum().item(),
+        lambda x: x * F.dropout(torch.ones(4)).sum().item(),
+    ],
+)
+def test_numbers_that_only_a_run_knows(function: Function) -> None:
+    with pytest.raises(poptorch.Error, match="numbers in a tensor cannot be read"):
+        poptorch.inferenceModel(function)(_input(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: np.exp(x) + x,
+        lambda x: x if f"{x[0, 0]:.2f}" else x,
+        lambda x: x * x.tolist()[0][0],
+        lambda x: x * x.data_ptr(),
+    ],
+)
+def test_numbers_that_leave_pytorch(function: Function) -> None:
+    with pytest.raises(poptorch.Error, match="numbers in a tensor cannot be read.*test_capture_corners.py"):
+        poptorch.inferenceModel(function)(_input(3, 4))
+
+
+def test_constants_that_leave_pytorch() -> None:
+    _agrees(lambda x: x * float(torch.arange(3).numpy().sum()) + len(f"{torch.ones(()):.2f}"), _input(2))
+    _agrees(lambda x: copy.deepcopy([x, x])[1].add_(1) * x, _input(2))
+
+
+def test_nested_tensors_are_refused() -> None:
+    with pytest.raises(poptorch.Error, match="Unsupported op aten._nested_tensor_from_tensor_list"):
+        poptorch.inferenceModel(lambda x: torch.nested.nested_tensor([x, x[:1]]).sum())(_input(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_jit_are_refused_when_they_are_wrapped() -> None:
+    with pytest.raises(poptorch.Error, match="Linear is a module that `torch.jit` has made"):
+        poptorch.inferenceModel(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 3))))
+
+
+def test_a_buffer_that_forward_makes() -> None:
+    class Late(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("positions", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.positions = torch.arange(3)
+            return x + self.positions
+
+    with pytest.raises(poptorch.Error, match="Buffer positions is None, and is made within the model.*`__init__`"):
+        poptorch.inferenceModel(Late())(_input(3))
+
+
+# Rows that a tensor says ----------------------------------------------------------------------------------------------
+
+
+def _written_at_rows(x: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    view = y[:, 1:]
+    view[i, :, j] = torch.arange(2.0) + 7
+    y[i] += 5
+    y[:, j, torch.tensor([0, 2])] *= 2
+    x[i, 0] = 0
+    x[..., j] = y[..., i]
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i, j: x[i],
+        lambda x, i, j: x[:, i],
+        lambda x, i, j: x[0, j, i],
+        lambda x, i, j: x[None, i, None, ..., j],
+        lambda x, i, j: x[i, torch.tensor([0, 2])],
+        lambda x, i, j: x[i, :, torch.tensor([0, 2])],
+        lambda x, i, j: x[torch.tensor([[0], [1]]), i, j],
+        lambda x, i, j: x[torch.eye(2, 3) > 0, i.int()],
+        _written_at_rows,
+    ],
+)
+def test_rows_that_a_tensor_says(function: Function) -> None:
+    _agrees(function, _input(2, 3, 4), torch.tensor(1), torch.tensor(-1))
+
+
+# Gradients within `forward`, and functions that are transformed -------------------------------------------------------
+
+
+class _Layers(torch.nn.Module):
+    """Layers by name, and a gradient through one of them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.convolution = torch.nn.Conv2d(2, 4, 3, stride=(1, 2), padding=1, groups=2)
+        self.transposed = torch.nn.ConvTranspose2d(2, 3, 3, stride=2, dilation=2, output_padding=1)
+        self.norm = torch.nn.LayerNorm(6)
+        self.lstm = torch.nn.LSTM(6, 3)
+        self.attention = torch.nn.MultiheadAttention(6, 2)
+        self.weight = torch.nn.Parameter(torch.randn(5, 6))
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        results: dict[str, Callable[[], torch.Tensor]] = {
+            "convolution": lambda: self.convolution(x),
+            "transposed": lambda: self.transposed(x),
+            "layer norm": lambda: self.norm(x),
+            "group norm": lambda: F.group_norm(x, 2),
+            "batch norm": lambda: F.batch_norm(x, None, None, training=True),
+            "lstm": lambda: self.lstm(rows)[0],
+            "attention": lambda: self.attention(rows, rows, rows)[0],
+            "einsum": lambda: torch.einsum("ij,kj->ik", rows, self.weight),
+            "cross entropy": lambda: F.cross_entropy(rows, torch.arange(len(rows)) % 6),
+            "max pool": lambda: F.max_pool2d(x, 2, padding=1),
+            "average pool": lambda: F.avg_pool2d(x, 3, 2, padding=1, ceil_mode=True, count_include_pad=False),
+            "adaptive pool": lambda: F.adaptive_avg_pool2d(x, (3, 4)),
+            "bilinear": lambda: F.interpolate(x, size=(7, 5), mode="bilinear"),
+            "nearest": lambda: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
+        }
+        return results[self.name]()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.of(x).pow(2).sum(), x, create_graph=True)
+        return gradient, poptorch.identity_loss((gradient * x.detach()).tanh().sum(), "none")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["convolution", "transposed", "layer norm", "group norm", "batch norm", "lstm", "attention", "einsum",
+     "cross entropy", "max pool", "average pool", "adaptive pool", "bilinear", "nearest"],
+)  # fmt: skip
+def test_gradients_within_forward(name: str) -> None:
+    wrapped, eager, x = _Layers(name), _Layers(name), _input(2, 2, 5, 6)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.01)
+    training = poptorch.trainingModel(wrapped, optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.01))
+    gradient, loss = eager(x)
+    torch.testing.assert_close(training(x), (gradient, loss), rtol=1e-3, atol=1e-4)
+    if loss.requires_grad:
+        loss.backward()
+        optimizer.step()
+    for name, expected in eager.named_parameters():
+        torch.testing.assert_close(wrapped.get_parameter(name), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_backward_within_forward() -> None:
+    layer = torch.nn.Linear(3, 2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().clone().requires_grad_()
+        F.mse_loss(layer(x), torch.ones(4, 2)).backward()
+        return x.grad
+
+    _agrees(function, _input(4, 3))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x),
+        lambda x, w: torch.vmap(lambda row: F.softmax(row, -1))(x),
+        lambda x, w: torch.func.grad(lambda x: (x[0] @ x[0].T).sum())(x),
+        lambda x, w: torch.func.grad(lambda x: F.cross_entropy(x[0], torch.tensor([1, 0, 3])))(x),
+        lambda x, w: torch.func.jacrev(lambda row: F.linear(row, w).tanh())(x[0, 0]),
+        lambda x, w: torch.vmap(torch.func.grad(lambda row: F.layer_norm(row, (4,)).pow(3).sum()))(x),
+    ],
+)
+def test_transformed_functions(function: Function) -> None:
+    _agrees(function, _input(2, 3, 4), _input(5, 4))
+
+
+def test_hooks_on_gradients_have_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone().requires_grad_() * 2
+        y.register_hook(lambda gradient: gradient * 100)
+        return y
+
+    tracer._tell_of_hooks.cache_clear()
+    with caplog.at_level("WARNING"):
+        _agrees(function, _input(2))
+    assert "Hooks on gradients" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter"])
+def test_hooks_of_a_model_are_told_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    tracer._tell_of_hooks.cache_clear()
+    model = torch.nn.Linear(2, 3)
+    if kind == "module":
+        model.register_full_backward_hook(lambda module, into, out: None)
+    else:
+        model.weight.register_hook(lambda gradient: gradient * 100)
+    with caplog.at_level("WARNING"):
+        poptorch.inferenceModel(model)(_input(2, 2))
+    assert "Hooks on gradients" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("runs", [0, 1, 3])
+def test_functions_of_jit_that_have_run_before(runs: int) -> None:
+    @torch.jit.script
+    def activation(x: torch.Tensor):  # type: ignore[no-untyped-def]
+        return x * torch.sigmoid(1.702 * x)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, compiled: bool) -> torch.Tensor:
+            y = self.linear(x)
+            return poptorch.identity_loss((activation(y) if compiled else y * (1.702 * y).sigmoid()).sum(), "none")
+
+    eager, wrapped, x = Model(), Model(), _input(2, 3)
+    for _ in range(runs):
+        wrapped(x, True).backward()
+    wrapped.zero_grad()
+    poptorch.trainingModel(wrapped, optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1))(x, True)
+    eager(x, False).backward()
+    torch.optim.SGD(eager.parameters(), lr=0.1).step()
+    torch.testing.assert_close(wrapped.linear.weight, eager.linear.weight)

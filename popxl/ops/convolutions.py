@@ -24,10 +24,11 @@ from popxl.errors import PopxlError
 from popxl.kept import kept
 from popxl.ops.precision import wide_dtype
 
-FEW_TERMS = 40
-"""So many products for an element of the result are written as one expression."""
+FEW_TERMS, FEW_TERMS_OF_GROUPS = 40, 80
+"""So many products for an element of the result are written as one expression; more of them where XLA would go through
+groups."""
 
-FEW_CHANNELS, FEW_FILTERS = 8, 16
+FEW_CHANNELS, FEW_FILTERS = 6, 16
 """With so few, XLA's convolution takes longer to gather than to multiply."""
 
 FEW_PLACES = 64
@@ -89,7 +90,7 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
         return _by_xla(t, weight, steps, groups, precision)
 
     places = math.prod(weight.shape[2:])
-    if weight.shape[1] * places <= FEW_TERMS:
+    if weight.shape[1] * places <= (FEW_TERMS if groups == 1 else FEW_TERMS_OF_GROUPS):
         form = _by_elements
     elif (
         groups == 1

@@ -30,6 +30,23 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def quick_on_cpus(quick: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays that is computed as `quick` on CPUs, and as `plain` elsewhere.
+
+    JAX differentiates `plain`: of the many operations of `quick` the derivatives would be as many again.
+    """
+
+    @jax.custom_jvp
+    def call(*arguments: Any) -> Any:
+        return lax.platform_dependent(*arguments, cpu=quick, default=plain)
+
+    @call.defjvp
+    def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        return jax.jvp(plain, primals, tangents)
+
+    return call
+
+
 def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays whose results XLA computes once, on CPUs. It computes what is made of elements anew for
     each that reads it, which is quicker for a few operations, and not for many."""

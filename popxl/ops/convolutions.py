@@ -21,8 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.kept import kept
+from popxl.kept import kept, quick_on_cpus
 from popxl.ops.precision import wide_dtype
+
+LITTLE_WORK = 2**16
+"""So many products take XLA little time in any form, and its own compiles faster."""
 
 FEW_TERMS, FEW_TERMS_OF_GROUPS = 40, 80
 """So many products for an element of the result are written as one expression; more of them where XLA would go through
@@ -90,6 +93,9 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
         return _by_xla(t, weight, steps, groups, precision)
 
     places = math.prod(weight.shape[2:])
+    work = len(t) * weight.size * math.prod(steps.sizes)
+    if work <= LITTLE_WORK:
+        return by_xla(t, weight)
     if weight.shape[1] * places <= (FEW_TERMS if groups == 1 else FEW_TERMS_OF_GROUPS):
         form = _by_elements
     elif (
@@ -106,7 +112,7 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
     def on_cpu(t: Any, weight: Any) -> Any:
         return _batch_first(kept(partial(form, steps=steps, groups=groups))(steps.padded(t), weight))
 
-    return lax.platform_dependent(t, weight, cpu=on_cpu, default=by_xla)
+    return quick_on_cpus(on_cpu, by_xla)(t, weight)
 
 
 def transposed(
@@ -167,12 +173,13 @@ def transposed(
     put = depth * places * len(t) * math.prod(t.shape[2:])
     if (
         groups == 1
+        and len(t) * weight.size * math.prod(t.shape[2:]) > LITTLE_WORK
         and depth <= FEW_CHANNELS
         and channels * places > FEW_TERMS
         and places <= FEW_PLACES
         and put <= FEW_PUT
     ):
-        return lax.platform_dependent(t, weight, cpu=by_places, default=by_convolution)
+        return quick_on_cpus(by_places, by_convolution)(t, weight)
     return by_convolution(t, weight)
 
 
@@ -199,8 +206,9 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Ste
         g, t, _ = _widened(g, t)
         return kept(partial(_place_by_place, kernel=kernel, steps=steps))(jnp.moveaxis(g, 0, -1), steps.padded(t))
 
-    if groups > 1 and depth == 1 and math.prod(kernel) <= FEW_TERMS:
-        return lax.platform_dependent(g, t, cpu=on_cpu, default=by_convolution)
+    work = batch * math.prod(shape) * math.prod(steps.sizes)
+    if groups > 1 and depth == 1 and math.prod(kernel) <= FEW_TERMS and work > LITTLE_WORK:
+        return quick_on_cpus(on_cpu, by_convolution)(g, t)
     return by_convolution(g, t)
 
 

@@ -1,5 +1,7 @@
-"""Calls that XLA keeps. It inlines calls otherwise, and compiles the same function anew for each, and computes it too
-where it can."""
+"""Calls that XLA keeps, and what follows from them on CPUs.
+
+Other calls it inlines: it compiles the function anew for each, and makes what is in it part of whatever reads it.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,11 @@ def quick_on_cpus(quick: Callable[..., Any], plain: Callable[..., Any]) -> Calla
 
 
 def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays whose results XLA computes once, on CPUs. It computes what is made of elements anew for
-    each that reads it, which is quicker for a few operations, and not for many."""
+    """A function of arrays whose results XLA computes once, on CPUs.
+
+    It computes what is made of elements anew for each op that reads it, which is quicker for a few operations, and not
+    for many.
+    """
     compiled = kept(function)
 
     @wraps(function)

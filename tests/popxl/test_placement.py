@@ -707,7 +707,7 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
         assert_same(name, array, values[1][name], 1e-4)
 
 
-@programs("0:20")
+@programs("0:10")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")
 

@@ -239,7 +239,7 @@ def test_gradients(seeds: range) -> None:
     check(lambda *what: same_gradients(*what, order=1), seeds, "test_gradients")
 
 
-@programs("0:30")
+@programs("0:20")
 def test_second_gradients(seeds: range) -> None:
     check(lambda *what: same_gradients(*what, order=2), seeds, "test_second_gradients")
 

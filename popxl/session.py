@@ -94,7 +94,7 @@ class Session:
     def _prepare(self, ir: Ir, device_desc: str | Device, weights_to_host_on_exit: bool, ready: Ready | None) -> None:
         if not isinstance(ir, Ir):
             raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
-        if not ir.main_graph.ops and not any(v.piece for v in ir.main_graph.variables):
+        if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)

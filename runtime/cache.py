@@ -39,7 +39,7 @@ _log = Logger("session")
 
 
 @contextmanager
-def compiling(ir: Ir, device: Device, prints: bool = False) -> Iterator[bool]:
+def compiling(ir: Ir, device: Device, prints: bool = False, can_be_kept: bool = True) -> Iterator[bool]:
     """While the block compiles a program, take executables from the cache, if it is on, and put new ones there.
 
     It is on where the option `enableEngineCaching` is set and the device is hardware. Yields whether some executables
@@ -49,11 +49,17 @@ def compiling(ir: Ir, device: Device, prints: bool = False) -> Iterator[bool]:
         ir: the program.
         device: what it is compiled for.
         prints: whether it calls back into Python, so that nothing of it can be kept.
+        can_be_kept: whether other processes could run what is compiled. If not, no cache is asked, and none filled.
 
     Example:
         >>> with compiling(ir, runtime.find_device("cpu", ir)):
         ...     executable = jax.jit(jnp.sin).lower(1.0).compile()
     """
+    if not can_be_kept:
+        _log.debug("Starting compilation")
+        with compiling_afresh() as taken:
+            yield taken
+        return
     path = None if prints else _path(ir, device)
     found = {} if path is None else _read(path)
     if path is None or not found:
@@ -75,7 +81,6 @@ def compiling(ir: Ir, device: Device, prints: bool = False) -> Iterator[bool]:
 @contextmanager
 def compiling_afresh() -> Iterator[bool]:
     """While the block compiles, take nothing from a cache. Yields `False`, as `compiling` would."""
-    _log.debug("Starting compilation")
     with _configured({"jax_enable_compilation_cache": False}):
         yield False
 

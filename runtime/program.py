@@ -243,10 +243,9 @@ class Program:
     def _compiling(self, ir: Ir, ready: Ready | None, afresh: bool) -> contextlib.AbstractContextManager[bool]:
         if ready is not None:
             return contextlib.nullcontext(True)
-        if not afresh and self.can_be_kept:
-            return compiling(ir, self.device, self._prints)
-        if afresh:
-            forget()
+        if not afresh:
+            return compiling(ir, self.device, self._prints, self.can_be_kept)
+        forget()
         return compiling_afresh()
 
     @property
@@ -529,8 +528,7 @@ class Program:
 
         own = self._replicas_first([np.array(feed) for feed in feeds])
         held: list[Tensor | Channel] = [*self._changed, *self._buffers, *self._read]
-        given = {t: self.replicas.fetched(array) for t, array in zip(held, (*state, *self._constant), strict=True)}
-        tell_given_nans(given | dict(zip(self.inputs, own, strict=True)))
+        tell_given_nans(dict(zip([*held, *self.inputs], [*state, *self._constant, *own], strict=True)))
         changing, fed = (list(map(shares, arrays)) for arrays in (state, own))
         constant = [shares(array, t in self._shared) for t, array in zip(self._read, self._constant, strict=True)]
         lowerings = [Debugged(self._main.ops, self._options, self.replicas, i, infinities) for i in range(count)]

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Ambient
 from poptorch.capture.indexing import getitem, setitem
-from poptorch.capture.modules import averaging
+from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.torch_private import (
     NORMS,
@@ -41,7 +41,7 @@ from poptorch.capture.torch_private import (
     written_arguments,
 )
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, recurrent_in_any_dtype
+from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
 from poptorch.weights import Attributes, not_rebound

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
 from math import comb
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation", "recurrent_in_any_dtype"]
+__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation"]
 
 
 @dataclass(frozen=True)
@@ -385,23 +383,3 @@ def _deciding(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _is_float(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
-
-
-@contextmanager
-def recurrent_in_any_dtype() -> Iterator[None]:
-    """Have recurrent modules take an input of another dtype than their weights': the functions that they call do."""
-
-    def before(module: torch.nn.Module, args: Any) -> None:
-        if isinstance(module, torch.nn.RNNBase):
-            check, dtype = module.check_input, module.weight_ih_l0.dtype
-            vars(module)["check_input"] = lambda input, batch_sizes: check(input.to(dtype), batch_sizes)
-
-    def after(module: torch.nn.Module, args: Any, result: Any) -> None:
-        vars(module).pop("check_input", None)
-
-    handles = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -93,8 +93,7 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
         return _by_xla(t, weight, steps, groups, precision)
 
     places = math.prod(weight.shape[2:])
-    work = len(t) * weight.size * math.prod(steps.sizes)
-    if work <= LITTLE_WORK:
+    if _is_little(t, weight.shape, steps.sizes):
         return by_xla(t, weight)
     if weight.shape[1] * places <= (FEW_TERMS if groups == 1 else FEW_TERMS_OF_GROUPS):
         form = _by_elements
@@ -173,7 +172,7 @@ def transposed(
     put = depth * places * len(t) * math.prod(t.shape[2:])
     if (
         groups == 1
-        and len(t) * weight.size * math.prod(t.shape[2:]) > LITTLE_WORK
+        and not _is_little(t, weight.shape, t.shape[2:])
         and depth <= FEW_CHANNELS
         and channels * places > FEW_TERMS
         and places <= FEW_PLACES
@@ -206,8 +205,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Ste
         g, t, _ = _widened(g, t)
         return kept(partial(_place_by_place, kernel=kernel, steps=steps))(jnp.moveaxis(g, 0, -1), steps.padded(t))
 
-    work = batch * math.prod(shape) * math.prod(steps.sizes)
-    if groups > 1 and depth == 1 and math.prod(kernel) <= FEW_TERMS and work > LITTLE_WORK:
+    if groups > 1 and depth == 1 and math.prod(kernel) <= FEW_TERMS and not _is_little(t, shape, steps.sizes):
         return quick_on_cpus(on_cpu, by_convolution)(g, t)
     return by_convolution(g, t)
 
@@ -220,6 +218,10 @@ def _check(name: str, t: Any, weight: Any, sizes: Sequence[int]) -> None:
             f"{name}: the result would have the spatial sizes {tuple(sizes)}; expected positive ones. Pad more, or "
             "crop less."
         )
+
+
+def _is_little(t: Any, kernel: Sequence[int], windows: Sequence[int]) -> bool:
+    return len(t) * math.prod(kernel) * math.prod(windows) <= LITTLE_WORK
 
 
 def _widened(a: Any, b: Any) -> tuple[Any, Any, lax.Precision]:

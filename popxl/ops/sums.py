@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.kept import quick_on_cpus
+
 ROWS = range(16, 1025)
 """So many rows are worth a product, and not so many that adding them up one by one is less exact."""
 
@@ -47,7 +49,7 @@ def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
         total = lax.dot(jnp.ones(rows, t.dtype), t.reshape(rows, -1), precision=lax.Precision.HIGHEST)
         return total.reshape((1,) * len(axes) * keepdims + t.shape[len(axes) :])
 
-    return lax.platform_dependent(t, cpu=by_product, default=partial(jnp.sum, axis=axes, keepdims=keepdims))
+    return quick_on_cpus(by_product, partial(jnp.sum, axis=axes, keepdims=keepdims))(t)
 
 
 def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
@@ -82,10 +84,9 @@ def _reduced(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: boo
         reduced = _by_halves(reduction, t.reshape(*t.shape[: -len(axes)], columns))
         return reduced.reshape(*t.shape[: -len(axes)], *(1,) * len(axes) * keepdims)
 
-    return lax.platform_dependent(t, cpu=by_halves, default=partial(reduction.whole, axis=axes, keepdims=keepdims))
+    return quick_on_cpus(by_halves, partial(reduction.whole, axis=axes, keepdims=keepdims))(t)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _by_halves(reduction: _Reduction, t: Any) -> Any:
     """A reduction of the last axis: its halves are combined element by element, which takes vector instructions, as
     often as there are halves."""
@@ -93,9 +94,3 @@ def _by_halves(reduction: _Reduction, t: Any) -> Any:
         middle = t.shape[-1] // 2
         t = reduction.of_two(t[..., :middle], t[..., middle:])
     return reduction.whole(t, axis=-1)
-
-
-@_by_halves.defjvp
-def _as_whole(reduction: _Reduction, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    """The derivative of the reduction: those of all slices and additions would be as many ops again."""
-    return jax.jvp(partial(reduction.whole, axis=-1), primals, tangents)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import popxl
 from popxl import ops
+from popxl.ops import convolutions
 from popxl.transforms import autodiff
 
 Array = NDArray[np.float64]
@@ -55,12 +58,32 @@ def convolved(t: Array, w: Array, stride: Any = (), padding: Any = (), dilation:
     return result
 
 
+@pytest.fixture(autouse=True)
+def _whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "LITTLE_WORK", 0)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_which_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's is there besides, for other devices than CPUs."""
+    shape, kernel, how = FORMS[name]
+    used: set[str] = set()
+
+    def note(form: str) -> None:
+        plain = getattr(convolutions, f"_by_{form}")
+        monkeypatch.setattr(convolutions, f"_by_{form}", lambda *a, **k: (used.add(form), plain(*a, **k))[1])
+
+    for form in ("xla", "elements", "rows"):
+        note(form)
+    specs = [popxl.TensorSpec(s, popxl.float32) for s in (shape, kernel)]
+    graph = popxl.Ir().create_graph(lambda t, w: ops.conv(t, w, **how), *specs)
+    jax.make_jaxpr(popxl.to_jax(graph))(np.zeros(shape, np.float32), np.zeros(kernel, np.float32))
+    assert used == {"xla", re.match(r"\w+", name)[0]}
+
+
 @pytest.mark.parametrize(("shape", "kernel", "how"), FORMS.values(), ids=FORMS)
-def test_forms(
-    shape: tuple[int, ...], kernel: tuple[int, ...], how: dict[str, Any], run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forms(shape: tuple[int, ...], kernel: tuple[int, ...], how: dict[str, Any], run: Any) -> None:
     """As it is bilinear, each gradient is known by what it says of a step in some direction."""
-    monkeypatch.setattr("popxl.ops.convolutions.LITTLE_WORK", 0)
     random = np.random.default_rng(0)
     t, w, dt, dw = (random.normal(size=s) for s in (shape, kernel, shape, kernel))
     expected = convolved(t, w, **how)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.kept import computed_once
+from popxl.kept import once_of_images
 from popxl.ops.families import camel
 from popxl.ops.precision import rounded_once
 from popxl.shapes import broadcast, like_first
@@ -23,23 +22,9 @@ lowers("aten.relu")(lambda input: ops.relu(input))
 lowers("aten.silu")(lambda input: ops.swish(input))
 
 
-def _once_of_images(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that takes long: of images it is computed once, as convolutions read each element several times.
-
-    Of rows, which products of matrices read, it is quicker among what comes before and after it.
-    """
-    once = computed_once(function)
-    return lambda input: once(input) if input.ndim >= 4 else function(input)
-
-
 @lowers("aten.gelu")
 def gelu(input: popxl.Tensor, approximate: str = "none") -> popxl.Tensor:
-    return ops.gelu(input) if approximate == "tanh" else _gelu(input)
-
-
-_gelu = jax_op(title="GeluErf", shape=like_first, operands=("input",))(
-    rounded_once(_once_of_images(partial(jax.nn.gelu, approximate=False)))
-)
+    return ops.gelu(input) if approximate == "tanh" else ops.geluerf(input)
 
 
 def _activation(function: Callable[..., Any]) -> OpKind:
@@ -97,7 +82,7 @@ def mish(input: Any) -> Any:
     return _mish(input)
 
 
-_mish = _once_of_images(lambda input: input * jnp.tanh(jax.nn.softplus(input)))
+_mish = once_of_images(lambda input: input * jnp.tanh(jax.nn.softplus(input)))
 
 
 @_activation

@@ -20,6 +20,7 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.create import constant
+from popxl.kept import once_of_images
 from popxl.op import OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
@@ -67,7 +68,7 @@ gelu = unary(
 )
 geluerf = unary(
     "geluerf",
-    lambda t: jax.nn.gelu(t, approximate=False),
+    once_of_images(lambda t: jax.nn.gelu(t, approximate=False)),
     "0.5 t (1 + erf(t / √2)), the exact Gaussian error linear unit.",
     kind="GeluErf",
     see="torch.nn.functional.gelu",

@@ -20,7 +20,10 @@ from popxl.ir import Ir
 from runtime import processes
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
-"""Environment variable: how many devices the CPU is divided into, 8 by default. Replicas share them out."""
+"""Environment variable: how many devices the CPU is divided into. By default as many as there are cores, and at most
+`MOST_CPU_DEVICES`. Replicas share them out."""
+
+MOST_CPU_DEVICES = 8
 
 OFFLINE_DEVICE = "POPXL_OFFLINE_DEVICE"
 """Environment variable: the description of the device to use in place of the one that a program names."""
@@ -32,13 +35,21 @@ PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 def ask_for_cpu_devices() -> None:
     """Have JAX divide the CPU into several devices, unless it runs already, or has been told how many to make.
 
-    They cost next to nothing where they are not used, and JAX cannot be asked for them later.
+    JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used. With
+    more of them JAX starts a thread for each, and whatever runs, on however many devices, is divided among too many.
     """
     by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if by_flag or jax.config.values["jax_num_cpu_devices"] != -1:
         return
     with contextlib.suppress(RuntimeError):  # JAX runs already
-        jax.config.update("jax_num_cpu_devices", int(os.environ.get(CPU_DEVICES, "8")))
+        jax.config.update("jax_num_cpu_devices", int(os.environ.get(CPU_DEVICES, min(_cores(), MOST_CPU_DEVICES))))
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class DeviceType(Enum):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
+os.environ.setdefault("POPXL_CPU_DEVICES", "8")  # however few cores there are
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the background, and interrupt programs
     signal.signal(signal.SIGINT, signal.default_int_handler)

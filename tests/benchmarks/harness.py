@@ -109,6 +109,7 @@ class Row:
         targets: what we want.
         rounds: how many rounds tell enough; 1 for what is the same every time.
         slow: too much for a quick look.
+        devices: how many it takes at least.
         show: a measure as text.
     """
 
@@ -118,6 +119,7 @@ class Row:
     rounds: int = 25
     show: Callable[[float], str] = seconds
     slow: bool = False
+    devices: int = 1
 
 
 @dataclass(frozen=True)

@@ -103,5 +103,6 @@ ROWS = (
         "pipeline_4",
         lambda size: pipelines(pipeline(size), 1 if size is Size.TINY else 3),
         (times(2.0, ONE), times(None, BOUND)),
+        devices=4,
     ),
 )

@@ -55,6 +55,11 @@ def main() -> None:
     results: list[Result] = []
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured until then is shown
         for row in rows:
+            if row.devices > jax.device_count():
+                progress(
+                    f"{row.name} is left out: it takes {row.devices} devices, as POPXL_CPU_DEVICES={row.devices} makes\n"
+                )
+                continue
             results.append(measure(row, Size.QUICK if args.quick else Size.FULL))
     progress()
     print(table_to_string([HEADER, *(line for result in results for line in result.lines())]))

@@ -29,6 +29,12 @@ POPRUN = [sys.executable, "-m", "runtime.poprun"]
 LIMIT = 60  # seconds, after which a test gives up: far more than anything here takes
 
 
+@pytest.fixture(autouse=True)
+def _devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as each instance takes."""
+    monkeypatch.delenv("POPXL_CPU_DEVICES", raising=False)
+
+
 # Starting ------------------------------------------------------------------------------------------------------------
 
 SAY_WHO = """

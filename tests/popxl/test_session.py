@@ -3,7 +3,10 @@
 After every error everything still works.
 """
 
+import os
+import subprocess
 import sys
+import textwrap
 
 import jax.numpy as jnp
 import numpy as np
@@ -119,6 +122,21 @@ def test_several_devices_on_one_cpu(ir):
         popxl.Session(ir, "cpu")
     with popxl.Session(ir, "ipu_model") as session:
         assert session.run()[s] == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process cannot choose its cores here")
+def test_a_cpu_is_as_many_devices_as_there_are_cores():
+    """More would have JAX start more threads than there are cores, which slows down all programs."""
+    program = """
+        import os
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, cores)
+        import jax
+        import popxl
+        assert len(jax.devices()) == len(cores), jax.devices()
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("POPXL_CPU_DEVICES", "XLA_FLAGS")}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120, env=environment)
 
 
 def test_nothing_to_run(ir):

@@ -56,9 +56,7 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured until then is shown
         for row in rows:
             if row.devices > jax.device_count():
-                progress(
-                    f"{row.name} is left out: it takes {row.devices} devices, as POPXL_CPU_DEVICES={row.devices} makes\n"
-                )
+                progress(f"{row.name} is left out: it takes {row.devices} devices (POPXL_CPU_DEVICES={row.devices})\n")
                 continue
             results.append(measure(row, Size.QUICK if args.quick else Size.FULL))
     progress()

@@ -6,12 +6,16 @@ Other calls it inlines: it compiles the function anew for each, and makes what i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
+
+LANES = 8
+"""So many numbers fill the vector instructions of most CPUs."""
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +66,31 @@ def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
         return lax.platform_dependent(*arguments, cpu=compiled, default=function)
 
     return call
+
+
+def over_images(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
+    """A function that goes over the spatial axes of images, which is computed once, on CPUs.
+
+    There the batch becomes the last axis, if it is long enough to fill vector instructions: what is shifted along a
+    spatial axis, or strided, then stays whole.
+
+    Args:
+        function: of the number of the first spatial axis, and arrays. Gives an array or several, with the other axes as
+            they were.
+        axes: how many spatial axes there are. Those of the batch and the channels, if any, come before them.
+    """
+
+    def as_they_are(*arrays: Any) -> Any:
+        return function(arrays[0].ndim - axes, *arrays)
+
+    def on_cpu(*arrays: Any) -> Any:
+        shape = arrays[0].shape
+        if len(shape) <= axes or shape[0] < LANES:
+            return kept(as_they_are)(*arrays)
+        turned = kept(partial(function, len(shape) - axes - 1))(*(jnp.moveaxis(t, 0, -1) for t in arrays))
+        return jax.tree.map(lambda t: jnp.moveaxis(t, -1, 0), turned)
+
+    return lambda *arrays: lax.platform_dependent(*arrays, cpu=on_cpu, default=as_they_are)
 
 
 def once_of_images(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -35,8 +35,8 @@ PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 def ask_for_cpu_devices() -> None:
     """Have JAX divide the CPU into several devices, unless it runs already, or has been told how many to make.
 
-    JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used. With
-    more, JAX starts a thread for each, and all that runs is divided among too many, even what runs on one device.
+    JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used.
+    With more, JAX starts a thread for each, and all that runs is divided among too many, even if it runs on one device.
     """
     by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if by_flag or jax.config.values["jax_num_cpu_devices"] != -1:

@@ -17,7 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.kept import computed_once
+from popxl.kept import over_images
 from popxl.ops.precision import widened
 
 Table = NDArray[np.int32]
@@ -95,6 +95,12 @@ def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
     return jnp.take(t, at, axis)
 
 
+def _numbered(sizes: Sequence[int], first: int, rank: int) -> Any:
+    """The positions in the spatial axes, counted row by row, of images with that first spatial axis and that rank."""
+    numbers = jnp.arange(math.prod(sizes), dtype=jnp.int32)
+    return jnp.expand_dims(numbers.reshape(sizes), (*range(first), *range(first + len(sizes), rank)))
+
+
 def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
     """The largest number of each window, and where it is in the last axes, counted row by row; of several the first.
 
@@ -102,10 +108,9 @@ def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
     """
     sizes = input.shape[-axes:]
 
-    @computed_once
-    def largest(input: Any) -> tuple[Any, Any]:
-        places = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
-        for axis, table in reversed(list(enumerate(_tables(sizes, **how), input.ndim - axes))):
+    def largest(first: int, input: Any) -> tuple[Any, Any]:
+        places = jnp.broadcast_to(_numbered(sizes, first, input.ndim), input.shape)
+        for axis, table in reversed(list(enumerate(_tables(sizes, **how), first))):
             if table.shape[1] > LONG:
                 input, places = (jnp.take(t, table, axis) for t in (input, places))
                 nth = jnp.argmax(input, axis + 1, keepdims=True)
@@ -118,29 +123,28 @@ def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
             input, places = best, found
         return input, places
 
-    return largest(input)
+    return over_images(largest, axes)(input)
 
 
 def _to_largest(g: Any, places: Any, *, shape: tuple[int, ...], axes: int, **how: Any) -> Any:
     """Each position reads what comes to it, from the windows that see it: many times faster than scattering."""
-    sizes, rank, dtype = shape[-axes:], len(shape), g.dtype
+    sizes, dtype = shape[-axes:], g.dtype
     readers = [_readers(table, size) for table, size in zip(_tables(sizes, **how), sizes, strict=True)]
 
-    @computed_once
-    def gradient(g: Any, places: Any) -> Any:
-        g, own = widened(g), jnp.arange(math.prod(sizes)).reshape(sizes)
+    def gradient(first: int, g: Any, places: Any) -> Any:
+        g, own = widened(g), _numbered(sizes, first, g.ndim)
         if math.prod(each.shape[1] for each in readers) > LONG:
-            for axis, each in reversed(list(enumerate(readers, rank - axes))):
+            for axis, each in reversed(list(enumerate(readers, first))):
                 g = jnp.take(g, each, axis, mode="fill", fill_value=0)
                 places = jnp.take(places, each, axis, mode="fill", fill_value=-1)
-            own = jnp.expand_dims(own, tuple(range(1, 2 * axes, 2)))
-            return jnp.where(places == own, g, 0).sum(range(rank - axes + 1, rank + axes, 2)).astype(dtype)
+            seen_by = tuple(range(first + 1, first + 2 * axes, 2))
+            return jnp.where(places == jnp.expand_dims(own, seen_by), g, 0).sum(seen_by).astype(dtype)
         pairs = [(g, places)]
-        for axis, each in enumerate(readers, rank - axes):
+        for axis, each in enumerate(readers, first):
             pairs = [(_read(g, at, axis, 0), _read(places, at, axis, -1)) for g, places in pairs for at in each.T]
         return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
 
-    return gradient(g, places)
+    return over_images(gradient, axes)(g, places)
 
 
 _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)

@@ -31,8 +31,8 @@ FEW_TERMS, FEW_TERMS_OF_GROUPS = 40, 80
 """So many products for an element of the result are written as one expression; more of them where XLA would go through
 groups."""
 
-FEW_CHANNELS, FEW_FILTERS = 6, 16
-"""With so few, XLA's convolution takes longer to gather than to multiply."""
+FEW_CHANNELS, MANY_CHANNELS = 6, 16
+"""From so few to so many, or the other way round, XLA's convolution takes longer to gather than to multiply."""
 
 FEW_PLACES = 64
 """So many places of a kernel are written one after the other."""
@@ -57,6 +57,12 @@ class Steps(NamedTuple):
     dilation: Sequence[int]
     spread: Sequence[int]
     sizes: Sequence[int]
+
+    def rows_used(self, sizes: Sequence[int]) -> float:
+        """The share of the rows of a padded input, of these spatial sizes, at which windows begin."""
+        sizes = [spread * (size - 1) + 1 for size, spread in zip(sizes, self.spread, strict=True)]
+        padded = [begin + size + end for size, (begin, end) in zip(sizes, self.pads, strict=True)]
+        return math.prod(self.sizes[:-1]) / math.prod(padded[:-1])
 
     def padded(self, t: Any) -> Any:
         """An input of shape (N, C, d, ...) with its zeros, as (C, d, ..., N)."""
@@ -100,9 +106,10 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
     elif (
         groups == 1
         and places <= FEW_PLACES
-        and t.shape[1] <= FEW_CHANNELS
-        and len(weight) <= FEW_FILTERS
+        and min(weight.shape[:2]) <= FEW_CHANNELS
+        and max(weight.shape[:2]) <= MANY_CHANNELS
         and len(t) * len(weight) * math.prod(steps.sizes) <= FEW_SUMS
+        and steps.rows_used(t.shape[2:]) >= 1 / 2
     ):
         form = _by_rows
     else:
@@ -173,7 +180,7 @@ def transposed(
     if (
         groups == 1
         and not _is_little(t, weight.shape, t.shape[2:])
-        and depth <= FEW_CHANNELS
+        and depth * places < kernel[-1] * (channels + depth) * math.prod(strides)  # else by rows
         and channels * places > FEW_TERMS
         and places <= FEW_PLACES
         and put <= FEW_PUT
@@ -274,15 +281,14 @@ def _by_elements(x: Any, weight: Any, steps: Steps, groups: int) -> Any:
 
 
 def _by_rows(x: Any, weight: Any, steps: Steps, groups: int) -> Any:
-    """Products of matrices: what lies under a row of the kernel is gathered, and rows are added up."""
+    """One product of matrices: what lies under a row of the kernel is gathered, and multiplied with all rows of it.
+    Their products are added up, shifted as the rows are."""
     filters, _, *kernel = weight.shape
     last = len(kernel) - 1
-    rows = jnp.concatenate([steps.under(x, last, place) for place in range(kernel[last])])
-    total: Any = 0
-    for places in _places(kernel[:last]):
-        row = weight[:, :, *places].swapaxes(1, 2).reshape(filters, -1)
-        total += lax.dot(row, steps.all_under(rows, places).reshape(len(rows), -1))
-    return total.reshape(filters, *steps.sizes, -1)
+    under = jnp.concatenate([steps.under(x, last, place) for place in range(kernel[last])])
+    rows = jnp.moveaxis(weight, (0, 1), (last, -1)).reshape(-1, len(under))
+    products = lax.dot(rows, under.reshape(len(under), -1)).reshape(*kernel[:last], filters, *under.shape[1:])
+    return sum(steps.all_under(products[places], places) for places in _places(kernel[:last]))
 
 
 def _place_by_place(g: Any, x: Any, kernel: Sequence[int], steps: Steps) -> Any:

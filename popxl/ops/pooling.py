@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.kept import computed_once
+from popxl.kept import over_images, quick_on_cpus
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
@@ -20,6 +21,9 @@ from popxl.spec import TensorSpec
 from popxl.tensor import Tensor
 
 __all__ = ["average_pool", "max_pool"]
+
+LONG = 16
+"""So many places of a window are combined one after the other; more of them take too long to compile."""
 
 
 # Windows of a tensor ------------------------------------------------------------------------------------------------
@@ -33,9 +37,9 @@ def _windows(
     padding: tuple[int, ...],
     auto_pad: str,
     ceil_mode: bool,
-) -> dict[int, Windows]:
+) -> tuple[Windows, ...]:
     """The windows along each spatial axis."""
-    return dict(enumerate(windows_over(t.shape[2:], kernel_size, stride, padding, auto_pad, ceil_mode), 2))
+    return windows_over(t.shape[2:], kernel_size, stride, padding, auto_pad, ceil_mode)
 
 
 def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
@@ -48,25 +52,56 @@ def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
     for name, least in {"kernel_size": 1, "stride": 1, "padding": 0}.items():
         if min(how[name]) < least:
             raise PopxlError(f"`{name}` is {how[name]}; expected numbers of {least} or more.")
-    counts = tuple(w.count for w in _windows(t, **how).values())
+    counts = tuple(w.count for w in _windows(t, **how))
     if min(counts) < 1:
         raise PopxlError(f"the result would have the spatial sizes {counts}; the window does not fit into `t`.")
     return TensorSpec((*t.shape[:2], *counts), t.dtype)
 
 
-def _reduced(t: Any, windows: Mapping[int, Windows], start: Any, combine: Any) -> Any:
-    """The elements of each window, combined. Padding, and axes without windows, contribute nothing."""
+class _Combining(NamedTuple):
+    """How two elements of a window are combined, and what changes nothing."""
 
-    def each(entry: str, otherwise: int) -> list[int]:
-        return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]
+    of_two: Callable[[Any, Any], Any]
+    neutral: Any
 
-    pads = list(zip(each("begin", 0), each("end", 0), strict=True))
-    return lax.reduce_window(t, np.asarray(start, t.dtype), combine, each("reach", 1), each("stride", 1), pads)
+    def over(self, t: Any, windows: Sequence[Windows]) -> Any:
+        """The elements of each window, combined. Padding contributes nothing.
+
+        XLA goes through windows number by number on CPUs; there one axis is done after the other.
+        """
+
+        def by_axes(first: int, t: Any) -> Any:
+            for axis, along in enumerate(windows, first):
+                t = self.along(t, axis, along)
+            return t
+
+        def whole(t: Any) -> Any:
+            return self._by_xla(t, dict(enumerate(windows, 2)))
+
+        return quick_on_cpus(over_images(by_axes, len(windows)), whole)(t)
+
+    def along(self, t: Any, axis: int, windows: Windows) -> Any:
+        """The same for windows along one axis."""
+        if windows.reach > LONG:
+            return self._by_xla(t, {axis: windows})
+        edges = [(windows.begin, windows.end, 0) if a == axis else (0, 0, 0) for a in range(t.ndim)]
+        padded = lax.pad(t, np.asarray(self.neutral, t.dtype), edges)
+        ends = (windows.count - 1) * windows.stride + 1
+        places = (lax.slice_in_dim(padded, k, k + ends, windows.stride, axis) for k in range(windows.reach))
+        return reduce(self.of_two, places)
+
+    def _by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
+        def each(entry: str, otherwise: int) -> list[int]:
+            return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]
+
+        pads = list(zip(each("begin", 0), each("end", 0), strict=True))
+        neutral = np.asarray(self.neutral, t.dtype)
+        return lax.reduce_window(t, neutral, self.of_two, each("reach", 1), each("stride", 1), pads)
 
 
-def _inside(windows: Mapping[int, Windows]) -> Any:
+def _inside(windows: Sequence[Windows]) -> Any:
     """How many elements of each window are no padding: a number if it is the same for all, otherwise an array."""
-    along = [np.asarray(w.inside(), np.float32) for w in windows.values()]
+    along = [np.asarray(w.inside(), np.float32) for w in windows]
     if all((counts == counts[0]).all() for counts in along):
         return math.prod(counts[0] for counts in along)
     rank = len(along)
@@ -78,7 +113,7 @@ def _inside(windows: Mapping[int, Windows]) -> Any:
 
 def _average(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
-    total = _reduced(t.astype(wide_dtype(t)), windows, 0, lax.add)
+    total = _Combining(lax.add, 0).over(t.astype(wide_dtype(t)), windows)
     return total / jnp.maximum(_inside(windows), 1).astype(total.dtype)
 
 
@@ -87,17 +122,13 @@ _average_pool = OpKind("AveragePool", _average, shape=_pooled_shape, result="ave
 # Maximum ------------------------------------------------------------------------------------------------------------
 
 
-def _lowest(dtype: Any) -> Any:
-    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _largest(t: Any, windows: Mapping[int, Windows]) -> Any:
-    return _reduced(t, windows, _lowest(t.dtype), lax.max)
+def _largest(dtype: Any) -> _Combining:
+    return _Combining(lax.max, -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min)
 
 
 def _max(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
-    largest, inside = _largest(t, windows), _inside(windows)
+    largest, inside = _largest(t.dtype).over(t, windows), _inside(windows)
     return largest if np.ndim(inside) == 0 and inside else jnp.where(inside > 0, largest, jnp.zeros((), t.dtype))
 
 
@@ -109,17 +140,17 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
     """
     windows = _windows(t, **how)
 
-    @computed_once
-    def gradient(g: Any, t: Any) -> Any:
+    def gradient(first: int, g: Any, t: Any) -> Any:
+        axes = list(enumerate(windows, first))
         stages = [t]
-        for axis, along in windows.items():
-            stages.append(_largest(stages[-1], {axis: along}))
+        for axis, along in axes:
+            stages.append(_largest(t.dtype).along(stages[-1], axis, along))
         g = g.astype(wide_dtype(g))
-        for (axis, along), x, largest in reversed(list(zip(windows.items(), stages, stages[1:], strict=False))):
+        for (axis, along), x, largest in reversed(list(zip(axes, stages, stages[1:], strict=False))):
             g = _to_largest(g, x, largest, axis, along)
         return g
 
-    return gradient(g, t)
+    return over_images(gradient, len(windows))(g, t)
 
 
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:

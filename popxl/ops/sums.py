@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.kept import quick_on_cpus
+from popxl.kept import LANES, quick_on_cpus
 
 ROWS = range(16, 1025)
 """So many rows are worth a product, and not so many that adding them up one by one is less exact."""
@@ -37,9 +37,19 @@ _SUM, _MAX = _Reduction(jnp.sum, jnp.add), _Reduction(jnp.max, jnp.maximum)
 def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The sum of an array along some axes, ascending: `jnp.sum`.
 
-    On CPUs sums along the leading axes, as gradients of biases and scales are, become products with ones.
+    On CPUs sums along the leading axes, as gradients of biases and scales are, become products with ones. For those of
+    images, of which the sums over a few channels are taken, the batch becomes the last axis, as in their convolutions.
     """
     axes = tuple(axes)
+    are_images = t.ndim > 2 and axes == (0, *range(2, t.ndim))
+    if are_images and t.shape[1] <= FEW and len(t) >= LANES and t.dtype == jnp.float32:
+
+        def batch_last(t: Any) -> Any:
+            sums = _by_halves(_SUM, jnp.moveaxis(t, 0, -1), range(1, t.ndim), keepdims=False)
+            return sums.reshape(1, -1, *(1,) * (t.ndim - 2)) if keepdims else sums
+
+        return quick_on_cpus(batch_last, partial(jnp.sum, axis=axes, keepdims=keepdims))(t)
+
     rows = math.prod(t.shape[: len(axes)])
     is_leading = axes == tuple(range(len(axes))) and len(axes) < t.ndim
     if not is_leading or rows not in ROWS or t.dtype != jnp.float32:
@@ -79,18 +89,15 @@ def _reduced(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: boo
     is_trailing = bool(axes) and axes == tuple(range(t.ndim - len(axes), t.ndim))
     if not is_trailing or columns % 2 or columns <= FEW or t.dtype != jnp.float32:
         return reduction.whole(t, axis=axes, keepdims=keepdims)
-
-    def by_halves(t: Any) -> Any:
-        reduced = _by_halves(reduction, t.reshape(*t.shape[: -len(axes)], columns))
-        return reduced.reshape(*t.shape[: -len(axes)], *(1,) * len(axes) * keepdims)
-
+    by_halves = partial(_by_halves, reduction, axes=axes, keepdims=keepdims)
     return quick_on_cpus(by_halves, partial(reduction.whole, axis=axes, keepdims=keepdims))(t)
 
 
-def _by_halves(reduction: _Reduction, t: Any) -> Any:
-    """A reduction of the last axis: its halves are combined element by element, which takes vector instructions, as
-    often as there are halves."""
-    while t.shape[-1] > FEW and t.shape[-1] % 2 == 0:
-        middle = t.shape[-1] // 2
-        t = reduction.of_two(t[..., :middle], t[..., middle:])
-    return reduction.whole(t, axis=-1)
+def _by_halves(reduction: _Reduction, t: Any, axes: Sequence[int], keepdims: bool) -> Any:
+    """A reduction along axes whose halves are combined element by element, which takes vector instructions, as often as
+    there are halves."""
+    columns = math.prod(t.shape[axis] for axis in axes)
+    for axis in axes:
+        while columns > FEW and t.shape[axis] % 2 == 0:
+            t, columns = reduction.of_two(*jnp.split(t, 2, axis)), columns // 2
+    return reduction.whole(t, axis=axes, keepdims=keepdims)

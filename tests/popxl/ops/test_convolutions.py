@@ -19,21 +19,22 @@ from popxl.transforms import autodiff
 Array = NDArray[np.float64]
 
 # What XLA computes itself, and what is taken apart on CPUs: few products for each element; few channels, whose rows are
-# gathered; a gradient of few channels, which is put together place by place.
+# gathered, unless windows leave out many; a gradient of few channels, which is put together place by place.
 FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "xla": ((2, 9, 5, 6), (7, 9, 3, 2), {}),
     "xla, with all": ((2, 20, 9, 8), (4, 10, 3, 3),
                       {"stride": (2, 1), "padding": (1, 0, 2, 1), "dilation": (1, 2), "groups": 2}),
+    "xla, as rows are left out": ((2, 6, 9, 11), (9, 6, 3, 3), {"stride": (3, 1)}),
     "elements": ((3, 2, 5, 6), (4, 2, 3, 2), {}),
     "elements of groups": ((3, 6, 5, 7), (12, 2, 3, 3), {"groups": 3, "padding": (1, 1, 1, 1)}),
     "elements of each channel": ((2, 5, 8, 7), (5, 1, 3, 3), {"groups": 5, "stride": (2, 3), "padding": (0, 1, 2, 0)}),
     "elements, cropped": ((2, 3, 9, 8), (4, 3, 2, 2),
                           {"padding": (-1, 2, -2, -1), "dilation": (2, 3), "stride": (2, 1)}),
     "rows": ((3, 5, 6, 7), (4, 5, 3, 4), {}),
-    "rows, with all": ((2, 6, 9, 11), (9, 6, 3, 3), {"stride": (2, 3), "padding": (2, -1, 1, 2), "dilation": (2, 1)}),
+    "rows, with all": ((2, 6, 9, 11), (9, 6, 3, 3), {"stride": (1, 3), "padding": (2, -1, 1, 2), "dilation": (2, 1)}),
     "rows of signals": ((3, 6, 20), (5, 6, 9), {"stride": (3,), "padding": (4, 2), "dilation": (1,)}),
     "rows of volumes": ((2, 4, 4, 5, 3), (3, 4, 2, 3, 2),
-                        {"stride": (1, 2, 1), "padding": (1, 0, 1, 0, 1, 0), "dilation": ()}),
+                        {"stride": (1, 1, 2), "padding": (1, 0, 1, 0, 1, 0), "dilation": ()}),
 }  # fmt: skip
 
 

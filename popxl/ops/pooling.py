@@ -86,8 +86,8 @@ class _Combining(NamedTuple):
             return self._by_xla(t, {axis: windows})
         edges = [(windows.begin, windows.end, 0) if a == axis else (0, 0, 0) for a in range(t.ndim)]
         padded = lax.pad(t, np.asarray(self.neutral, t.dtype), edges)
-        ends = (windows.count - 1) * windows.stride + 1
-        places = (lax.slice_in_dim(padded, k, k + ends, windows.stride, axis) for k in range(windows.reach))
+        starts = (windows.count - 1) * windows.stride + 1
+        places = (lax.slice_in_dim(padded, k, k + starts, windows.stride, axis) for k in range(windows.reach))
         return reduce(self.of_two, places)
 
     def _by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:

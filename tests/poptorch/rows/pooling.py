@@ -53,6 +53,12 @@ ROWS = [
         (normal(2, 3, 7, 6) - 1,),
     ),
     Row("max_pool2d of many", lambda x: F.max_pool2d(x, 5, 1, 2, return_indices=True), (normal(2, 3, 7, 6),)),
+    # A batch that fills vectors.
+    Row(
+        "pools of a batch",
+        lambda x: (F.max_pool2d(x, 3, 2, 1, return_indices=True), F.avg_pool2d(x, 2), F.max_pool2d(x, 6, 1)),
+        (normal(9, 2, 7, 6),),
+    ),
     Row("max_unpool2d", _unpooled, (normal(2, 3, 7, 6),)),
     Row("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (normal(2, 3, 6),)),
     Row(

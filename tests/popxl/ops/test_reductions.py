@@ -35,6 +35,8 @@ REDUCTIONS = {
         ((20, 6), 0),  # a product, on CPUs
         ((4, 10, 6), (0, 1)),
         ((7, 64, 3), 1),
+        ((9, 3, 4, 5), (0, 2, 3)),  # of images, for each channel
+        ((8, 20, 6), (0, 2)),
     ],
     ids=str,
 )

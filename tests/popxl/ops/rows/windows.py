@@ -211,6 +211,9 @@ POOLS = [
     *over("float32", (1, 2, 5, 6), kernel_size=(2, 4), stride=(2, 3), auto_pad="same_lower", ceil_mode=True),
     *over("float32", (1, 2, 9), kernel_size=(2,), stride=(4,), auto_pad="same_lower"),
     *over("float32", (1, 2, 4), kernel_size=(2,), out_pads=(0,), dilation=(1,), in_dilations=(1, 1)),
+    # A batch that fills vectors, and windows that are long.
+    *over("float32 float16", (9, 2, 5, 4), kernel_size=(3, 2), stride=(2, 1), padding=(1, 0, 2, 1)),
+    *over("float32", (9, 2, 20, 3), kernel_size=(18, 2)),
 ]
 IMAGE = values("float32", (1, 2, 4, 5))
 

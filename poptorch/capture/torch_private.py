@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributions import Distribution
+from torch.jit._state import _try_get_jit_cached_function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,15 +83,24 @@ def unvalidated_distributions() -> Iterator[None]:
 def one_by_one() -> Iterator[None]:
     """Have functions run ops that PyTorch can take apart, and differentiate.
 
-    `torch.jit.script` functions derive by themselves else, as they learn in their first runs, and that is not heard of.
-    Recurrent layers and attention are ops of a library of the CPU's.
+    Functions of `torch.jit.script` run as the Python that they were made of, and those of `torch.jit.trace` as they are
+    at first: later they derive by themselves, and what they detach is not heard of. Recurrent layers and attention are
+    else ops of a library of the CPU's.
     """
-    before = torch._C._get_mkldnn_enabled()
+    before, run = torch._C._get_mkldnn_enabled(), torch._C.ScriptFunction.__call__
+
+    def run_python(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(function, "_torchdynamo_inline", None)
+        is_script = python is not None and _try_get_jit_cached_function(python) is not None
+        return python(*args, **kwargs) if is_script else run(function, *args, **kwargs)
+
     torch._C._set_mkldnn_enabled(False)
+    torch._C.ScriptFunction.__call__ = run_python
     try:
         with torch.jit.optimized_execution(False), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
+        torch._C.ScriptFunction.__call__ = run
         torch._C._set_mkldnn_enabled(before)
 
 

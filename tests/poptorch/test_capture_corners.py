@@ -373,10 +373,16 @@ def test_hooks_of_a_model_are_told_of(kind: str, caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("runs", [0, 1, 3])
-def test_functions_of_jit_that_have_run_before(runs: int) -> None:
-    @torch.jit.script
-    def activation(x: torch.Tensor):  # type: ignore[no-untyped-def]
-        return x * torch.sigmoid(1.702 * x)
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_functions_of_jit_that_have_run_before(runs: int, how: str) -> None:
+    if how == "script":
+
+        @torch.jit.script
+        def activation(x: torch.Tensor):  # type: ignore[no-untyped-def]
+            return x * torch.sigmoid(1.702 * x.detach())
+
+    else:
+        activation = torch.jit.trace(lambda x: x * torch.sigmoid(1.702 * x.detach()), (_input(2, 3),))
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -386,7 +392,7 @@ def test_functions_of_jit_that_have_run_before(runs: int) -> None:
 
         def forward(self, x: torch.Tensor, compiled: bool) -> torch.Tensor:
             y = self.linear(x)
-            return poptorch.identity_loss((activation(y) if compiled else y * (1.702 * y).sigmoid()).sum(), "none")
+            return poptorch.identity_loss((activation(y) if compiled else y * (1.702 * y.detach()).sigmoid()).sum(), "none")
 
     eager, wrapped, x = Model(), Model(), _input(2, 3)
     for _ in range(runs):

@@ -87,20 +87,21 @@ def one_by_one() -> Iterator[None]:
     at first: later they derive by themselves, and what they detach is not heard of. Recurrent layers and attention are
     else ops of a library of the CPU's.
     """
-    before, run = torch._C._get_mkldnn_enabled(), torch._C.ScriptFunction.__call__
+    kind: Any = torch._C.ScriptFunction
+    before, run = torch._C._get_mkldnn_enabled(), kind.__call__
 
     def run_python(function: Any, *args: Any, **kwargs: Any) -> Any:
-        python = getattr(function, "_torchdynamo_inline", None)
+        python: Any = getattr(function, "_torchdynamo_inline", None)
         is_script = python is not None and _try_get_jit_cached_function(python) is not None
         return python(*args, **kwargs) if is_script else run(function, *args, **kwargs)
 
     torch._C._set_mkldnn_enabled(False)
-    torch._C.ScriptFunction.__call__ = run_python
+    kind.__call__ = run_python
     try:
         with torch.jit.optimized_execution(False), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch._C.ScriptFunction.__call__ = run
+        kind.__call__ = run
         torch._C._set_mkldnn_enabled(before)
 
 

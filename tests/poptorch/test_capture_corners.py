@@ -392,7 +392,9 @@ def test_functions_of_jit_that_have_run_before(runs: int, how: str) -> None:
 
         def forward(self, x: torch.Tensor, compiled: bool) -> torch.Tensor:
             y = self.linear(x)
-            return poptorch.identity_loss((activation(y) if compiled else y * (1.702 * y.detach()).sigmoid()).sum(), "none")
+            return poptorch.identity_loss(
+                (activation(y) if compiled else y * (1.702 * y.detach()).sigmoid()).sum(), "none"
+            )
 
     eager, wrapped, x = Model(), Model(), _input(2, 3)
     for _ in range(runs):

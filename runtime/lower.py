@@ -39,6 +39,7 @@ from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of
+from runtime.order import after
 from runtime.replicas import Replicas
 
 Array = Any
@@ -63,6 +64,22 @@ class Environment:
 
     def __init__(self, values: Mapping[Tensor, Array]) -> None:
         self.values = dict(values)
+        self._computed: dict[Tensor, Array] = {}
+        self._made_of: dict[Tensor, Tensor] = {}
+
+    def note(self, op: Op) -> None:
+        """Note what an op has computed from what it read. If that is overwritten, it is so afterwards.
+
+        A result of the same size may be the same in another order, or dtype: then what is computed from it counts.
+        """
+        for result in [t for t in op.outputs if t in self.values][:1]:
+            for t in op.inputs:
+                storage, _ = _seen_through(t)
+                source = self._made_of.get(storage, storage)
+                if result.nelms == source.nelms:
+                    self._made_of[result] = source
+                else:
+                    self._computed[source] = self.values[result]
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
@@ -85,7 +102,7 @@ class Environment:
                 (value,) = view.put([base], value)
             joined = view_of(storage)
             if joined is None:
-                self.values[storage] = value
+                self.values[storage] = after(value, self._computed.pop(storage, None))
             else:
                 parts = joined.put([self.read(base) for base in joined.inputs], value)
                 changes += reversed(list(zip(joined.inputs, parts, strict=True)))
@@ -181,6 +198,7 @@ class Lowering:
             inside = self.carry_out(op, environment, channels)
             if inside is not None:
                 yield inside
+            environment.note(op)
         return environment
 
     def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:

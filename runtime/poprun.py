@@ -319,7 +319,8 @@ class Launch:
             host=here if _is_here(host) else host,
             token=self._token,
         )
-        devices = str(instance.num_local_replicas * instance.num_ipus_per_replica)
+        # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
+        devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
         variables = {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
         variables |= self._variables | instance.environment()
         command = self._command if _is_here(host) else _over_ssh(host, self._command, variables)

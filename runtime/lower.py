@@ -72,14 +72,16 @@ class Environment:
 
         A result of the same size may be the same in another order, or dtype: then what is computed from it counts.
         """
-        for result in [t for t in op.outputs if t in self.values][:1]:
-            for t in op.inputs:
-                storage, _ = _seen_through(t)
-                source = self._made_of.get(storage, storage)
-                if result.nelms == source.nelms:
-                    self._made_of[result] = source
-                else:
-                    self._computed[source] = self.values[result]
+        result = next((t for t in op.outputs if t in self.values), None)
+        if result is None:  # a view, say
+            return
+        for t in op.inputs:
+            storage, _ = _seen_through(t)
+            source = self._made_of.get(storage, storage)
+            if result.nelms == source.nelms:
+                self._made_of[result] = source
+            else:
+                self._computed[source] = self.values[result]
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""

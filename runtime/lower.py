@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -76,12 +76,24 @@ class Environment:
         if result is None:  # a view, say
             return
         for t in op.inputs:
-            storage, _ = _seen_through(t)
-            source = self._made_of.get(storage, storage)
+            source = self._source(t)
             if result.nelms == source.nelms:
                 self._made_of[result] = source
             else:
                 self._computed[source] = self.values[result]
+
+    def note_call(self, op: Op, results: Results) -> None:
+        """The same of the graph that an op has called."""
+        for i, computed in results.computed.items():
+            self._computed[self._source(op.inputs[i])] = computed
+
+    def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
+        """What was computed last from tensors, by position."""
+        return {i: self._computed[t] for i, t in enumerate(inputs) if t in self._computed}
+
+    def _source(self, t: Tensor) -> Tensor:
+        storage, _ = _seen_through(t)
+        return self._made_of.get(storage, storage)
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
@@ -156,10 +168,17 @@ def view_of(t: Tensor) -> Op | None:
 
 @dataclass(frozen=True)
 class Results:
-    """What running a graph gives: its outputs, and the final values of the inputs that it overwrote, by position."""
+    """What running a graph gives.
+
+    Attributes:
+        outputs: those of the graph.
+        written: the final values of the inputs that it overwrote, by position.
+        computed: what was computed last from inputs, by position; of a graph whose call is not kept.
+    """
 
     outputs: tuple[Array, ...]
     written: dict[int, Array]
+    computed: dict[int, Array] = field(default_factory=dict)
 
 
 class Lowering:
@@ -200,7 +219,8 @@ class Lowering:
             inside = self.carry_out(op, environment, channels)
             if inside is not None:
                 yield inside
-            environment.note(op)
+            if not op.called_graphs:
+                environment.note(op)
         return environment
 
     def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
@@ -260,6 +280,7 @@ class Lowering:
         return Results(
             tuple(environment.read(t) for t in graph.outputs),
             {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
+            environment.computed_from(graph.inputs),
         )
 
     def _function_of(self, graph: Graph) -> Callable[..., Any]:
@@ -348,6 +369,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
         environment.write(t, value)
     for i in sorted(op.modified & results.written.keys()):
         environment.write(op.inputs[i], results.written[i])
+    environment.note_call(op, results)
 
 
 def check_bound(op: Op, own: int = 0) -> None:

@@ -39,7 +39,7 @@ from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of
-from runtime.order import after
+from runtime.order import Order
 from runtime.replicas import Replicas
 
 Array = Any
@@ -64,36 +64,23 @@ class Environment:
 
     def __init__(self, values: Mapping[Tensor, Array]) -> None:
         self.values = dict(values)
-        self._computed: dict[Tensor, Array] = {}
-        self._made_of: dict[Tensor, Tensor] = {}
+        self._order = Order()
 
     def note(self, op: Op) -> None:
-        """Note what an op has computed from what it read. If that is overwritten, it is so afterwards.
-
-        A result of the same size may be the same in another order, or dtype: then what is computed from it counts.
-        """
+        """Note that an op has read its operands: what overwrites them comes after its result."""
         result = next((t for t in op.outputs if t in self.values), None)
-        if result is None:  # a view, say
-            return
-        for t in op.inputs:
-            source = self._source(t)
-            if result.nelms == source.nelms:
-                self._made_of[result] = source
-            else:
-                self._computed[source] = self.values[result]
+        if result is not None:  # it is no view, say
+            for t in op.inputs:
+                self._order.note(_seen_through(t)[0], result, self.values[result])
 
     def note_call(self, op: Op, results: Results) -> None:
-        """The same of the graph that an op has called."""
+        """The same of the ops of a graph that an op has called."""
         for i, computed in results.computed.items():
-            self._computed[self._source(op.inputs[i])] = computed
+            self._order.note_within(_seen_through(op.inputs[i])[0], computed)
 
     def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
-        """What was computed last from tensors, by position."""
-        return {i: self._computed[t] for i, t in enumerate(inputs) if t in self._computed}
-
-    def _source(self, t: Tensor) -> Tensor:
-        storage, _ = _seen_through(t)
-        return self._made_of.get(storage, storage)
+        """What was computed last from inputs of the graph, by position."""
+        return self._order.computed_from(inputs)
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
@@ -116,7 +103,7 @@ class Environment:
                 (value,) = view.put([base], value)
             joined = view_of(storage)
             if joined is None:
-                self.values[storage] = after(value, self._computed.pop(storage, None))
+                self.values[storage] = self._order.overwriting(storage, value)
             else:
                 parts = joined.put([self.read(base) for base in joined.inputs], value)
                 changes += reversed(list(zip(joined.inputs, parts, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.kept import quick_on_cpus
+from popxl.tensor import Tensor
 
 Array = Any
 
@@ -17,6 +19,40 @@ LARGE = 2**14
 
 _BITS = {2: jnp.int16, 4: jnp.int32}
 """Integers of as many bytes as a float has."""
+
+
+class Order:
+    """What was computed last from each storage of a running graph: what overwrites the storage comes after."""
+
+    def __init__(self) -> None:
+        self._computed: dict[Tensor, Array] = {}
+        self._made_of: dict[Tensor, Tensor] = {}
+
+    def note(self, storage: Tensor, result: Tensor, value: Array) -> None:
+        """Note that a result was computed from a storage.
+
+        If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts.
+        """
+        source = self._source(storage)
+        if result.nelms == source.nelms:
+            self._made_of[result] = source
+        else:
+            self._computed[source] = value
+
+    def note_within(self, storage: Tensor, value: Array) -> None:
+        """Note that a graph that was called has computed something from a storage."""
+        self._computed[self._source(storage)] = value
+
+    def computed_from(self, storages: Sequence[Tensor]) -> dict[int, Array]:
+        """What was computed last from storages, by position."""
+        return {i: self._computed[t] for i, t in enumerate(storages) if t in self._computed}
+
+    def overwriting(self, storage: Tensor, value: Array) -> Array:
+        """A value that a storage is overwritten with, computed after what was computed from the storage."""
+        return after(value, self._computed.pop(storage, None))
+
+    def _source(self, storage: Tensor) -> Tensor:
+        return self._made_of.get(storage, storage)
 
 
 def after(value: Array, earlier: Array | None) -> Array:

@@ -180,7 +180,8 @@ def transposed(
     if (
         groups == 1
         and not _is_little(t, weight.shape, t.shape[2:])
-        and depth * places < kernel[-1] * (channels + depth) * math.prod(strides)  # else by rows
+        and depth <= FEW_CHANNELS
+        and depth * places < kernel[-1] * (channels + depth) * math.prod(strides)  # less than by rows
         and channels * places > FEW_TERMS
         and places <= FEW_PLACES
         and put <= FEW_PUT

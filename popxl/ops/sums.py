@@ -41,6 +41,7 @@ def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     images, of which the sums over a few channels are taken, the batch becomes the last axis, as in their convolutions.
     """
     axes = tuple(axes)
+    whole = partial(jnp.sum, axis=axes, keepdims=keepdims)
     are_images = t.ndim > 2 and axes == (0, *range(2, t.ndim))
     if are_images and t.shape[1] <= FEW and len(t) >= LANES and t.dtype == jnp.float32:
 
@@ -48,7 +49,7 @@ def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
             sums = _by_halves(_SUM, jnp.moveaxis(t, 0, -1), range(1, t.ndim), keepdims=False)
             return sums.reshape(1, -1, *(1,) * (t.ndim - 2)) if keepdims else sums
 
-        return quick_on_cpus(batch_last, partial(jnp.sum, axis=axes, keepdims=keepdims))(t)
+        return quick_on_cpus(batch_last, whole)(t)
 
     rows = math.prod(t.shape[: len(axes)])
     is_leading = axes == tuple(range(len(axes))) and len(axes) < t.ndim
@@ -59,7 +60,7 @@ def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
         total = lax.dot(jnp.ones(rows, t.dtype), t.reshape(rows, -1), precision=lax.Precision.HIGHEST)
         return total.reshape((1,) * len(axes) * keepdims + t.shape[len(axes) :])
 
-    return quick_on_cpus(by_product, partial(jnp.sum, axis=axes, keepdims=keepdims))(t)
+    return quick_on_cpus(by_product, whole)(t)
 
 
 def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:

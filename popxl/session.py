@@ -104,8 +104,8 @@ class Session:
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
-        self._made_of = Snapshot(ir)
-        self._known_edits = ir.edits_known = ir.edits
+        self._made_of = Snapshot(ir.main_graph)
+        self._known_edits = ir.edits.known = ir.edits.count
         ir.frozen = True
         self._was_attached_stack: list[bool] = []
         self._has_run = False
@@ -269,9 +269,9 @@ class Session:
 
     def _look_at_edits(self) -> None:
         """Check that the Ir is unchanged, unless some session has been made of it as it is."""
-        if self._ir.edits != self._ir.edits_known:
+        if self._ir.edits.count != self._ir.edits.known:
             self._check_unchanged("run")
-        self._known_edits = self._ir.edits
+        self._known_edits = self._ir.edits.count
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Session:
         with self._lock:
             if not self.program.is_loaded:
                 self._check_loaded("run")
-            if self._known_edits != self._ir.edits:
+            if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
             if not self._has_run:

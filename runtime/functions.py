@@ -28,8 +28,9 @@ from popxl.op import REFUSED, VJP, Op
 from popxl.spec import TensorSpec, brief
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
+from popxl.transfers import transfers_of
 from popxl.transforms.rule_graph import RuleGraph, rule_graph
-from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent, transfers_of
+from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent
 from runtime.lower import Lowering, as_declared
 
 Array = Any

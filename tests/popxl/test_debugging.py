@@ -387,7 +387,9 @@ def test_a_call_that_writes_back_from_now_on() -> None:
     with popxl.Session(ir) as session:
         session.run()
         site.set_parent_input_modified(v)
-        with pytest.raises(PopxlError, match=r"Op\[Call.\d+\] \(test_debugging.py:\d+\) has other inputs that it change"):
+        with pytest.raises(
+            PopxlError, match=r"Op\[Call.\d+\] \(test_debugging.py:\d+\) has other inputs that it change"
+        ):
             session.run()
         assert session.get_tensor_data(v) == 1
     with popxl.Session(ir) as session:
@@ -430,7 +432,10 @@ def test_all_edits_are_counted_and_told() -> None:
     edits: list[tuple[Callable[[], Any], str]] = [
         (lambda: graph.add_input(x.spec, "late"), r"graph `.*` has gained input Tensor\[.*late"),
         (an_input, r"Op\[Call.\d+\] .* has other inputs(;|\.)"),
-        (lambda: graph.add_output(graph.inputs[0]), r"Op\[Call.\d+\] .* has other results; graph .* has gained output Tensor"),
+        (
+            lambda: graph.add_output(graph.inputs[0]),
+            r"Op\[Call.\d+\] .* has other results; graph .* has gained output Tensor",
+        ),
         (lambda: call.edit(modified=frozenset({0})), "has other inputs that it changes"),
         (lambda: product.edit(attributes={**product.attributes}), r"Op\[MatMul.\d+\] .* has other attributes"),
         (lambda: product.edit(ipu=1), r"Op\[MatMul.\d+\] .* has another IPU"),

@@ -371,7 +371,9 @@ def test_a_graph_that_has_changed() -> None:
     f = popxl.to_jax(graph)
     with graph:
         graph.outputs[0] + 1
-    with pytest.raises(PopxlError, match=r"gained Op\[Add.*\] \(test_interop.py:\d+\) since `popxl.to_jax` was called\. Call it"):
+    with pytest.raises(
+        PopxlError, match=r"gained Op\[Add.*\] \(test_interop.py:\d+\) since `popxl.to_jax` was called\. Call it"
+    ):
         f(X, W)
 
 

@@ -318,7 +318,7 @@ class OpKind:
     def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands and attributes that make the same op of other inputs."""
         if op.operands is None:
-            return tuple(inputs), op.attributes
+            return tuple(inputs), dict(op.attributes)
         known = op.attributes | dict(zip(op.operands, inputs, strict=True))
         operands = tuple(known[name] for name in self._operands if name in known)
         return operands, {name: value for name, value in op.attributes.items() if name not in self._operands}
@@ -506,7 +506,7 @@ class Op:
         self.inputs = inputs
         self.outputs: tuple[Tensor, ...] = ()
         self.operands = operands
-        self.attributes: Mapping[str, Any] = MappingProxyType(attributes)
+        self.attributes: MappingProxyType[str, Any] = MappingProxyType(attributes)
         self.modified = kind.modified(attributes, operands)
         self.ipu = context.ipu_id
         self.io_tiles = context.io_tile_set

@@ -105,6 +105,6 @@ class Choice:
         """Ops, written down. Calls that are pieces are alike whatever numbers they are passed: of a layer, say. So are
         ops that are passed constants that were `changed` before."""
         ops = tuple(ops)
-        passed = {t.origin for op in ops if self.is_piece(op) for t in op.inputs if isinstance(t.origin, Constant)}
-        passed.update(changed)
+        given = (t.origin for op in ops if self.is_piece(op) for t in op.inputs)
+        passed = {*changed, *(t for t in given if isinstance(t, Constant))}
         return encoded(ops, self._structures, passed)

@@ -707,6 +707,7 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
         assert_same(name, array, values[1][name], 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 @programs("0:10")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")

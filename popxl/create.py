@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from popxl.context import get_current_context
+from popxl.context import get_current_context, user_frame
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
+from popxl.fp8_utils import as_array
 from popxl.log import Logger
+from popxl.source import SourceLocation, warn_at
 from popxl.spec import TensorSpec
 from popxl.tensor import Constant, Tensor, Variable
 from popxl.tensorlocation import ON_DEVICE
-from popxl.utils import to_numpy
+from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 
 if TYPE_CHECKING:
     from popxl.replica_grouping import ReplicaGrouping
@@ -74,7 +76,7 @@ def variable(
             f"variable: you have passed np.memmap data and a non-const replica grouping, {grouping!r}; the data is "
             "copied, and the file will not be written."
         )
-    array = to_numpy(data, dtype, downcast, copy=not in_place, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
+    array = _numbers("variable", data, dtype, downcast and not in_place, log2_scale, nan_on_overflow, not in_place)
     if grouping.num_groups > 1:
         array = _one_row_each(array, grouping)
     shape = array.shape if grouping.num_groups == 1 else array.shape[1:]
@@ -86,6 +88,27 @@ def variable(
     t.piece = None
     t._in_sync = True
     return t
+
+
+def _numbers(
+    what: str,
+    data: Any,
+    dtype: dtype_ | None,
+    downcast: bool,
+    log2_scale: int | None,
+    nan_on_overflow: bool | None,
+    copy: bool = True,
+) -> np.ndarray:
+    """The numbers of a tensor, converted. Nobody has asked for 32 bits where no dtype is given: so a number that does
+    not fit is warned of. One that does not fit the dtype that is given is cast as NumPy does."""
+    if dtype is None and downcast and log2_scale is None and nan_on_overflow is None:
+        wide = as_array(data)
+        if wide.size and wide.dtype in downcast_np_dtypes:
+            try:
+                return narrowed(wide, downcast_np_dtypes[wide.dtype], what)
+            except ValueError as problem:
+                warn_at(SourceLocation.of(user_frame()), str(problem))
+    return to_numpy(data, dtype, downcast, copy=copy, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
 
 
 def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:
@@ -125,7 +148,7 @@ def constant(
         ...     two = popxl.constant(2, popxl.float32)
     """
     graph = get_current_context().graph
-    array = to_numpy(data, dtype, downcast, copy=True, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
+    array = _numbers("constant", data, dtype, downcast, log2_scale, nan_on_overflow)
     if dtype is None and array.dtype.names:
         raise TypeError("constant: float8 data needs its `dtype` said: popxl.float8_143 or popxl.float8_152.")
     t: Constant = graph.new_tensor(name, TensorSpec(array.shape, dtype or dtype_.as_dtype(array)), Constant)

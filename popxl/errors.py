@@ -42,6 +42,17 @@ class PopxlRuntimeError(PopxlError):
     """
 
 
+class PopxlWarning(UserWarning):
+    """A program that can run, and may not do what was meant. Shown once for each line, as Python's warnings are.
+
+    Example:
+        Do not show them, or take them for errors.
+
+        warnings.filterwarnings("ignore", category=popxl.errors.PopxlWarning)
+        warnings.filterwarnings("error", category=popxl.errors.PopxlWarning)
+    """
+
+
 class UndefinedValue(Exception):
     """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
 

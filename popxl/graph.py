@@ -200,6 +200,7 @@ class Graph:
             if id in self._tensors:
                 raise PopxlError(f"The tensor id {id!r} is taken: names ending in `__t<number>` are for popxl to give.")
         t = self._tensors[id] = kind._make(self, id, wish, spec)
+        self._ir.edits.note()
         return t
 
     def rename(self, t: Tensor, name: str) -> None:
@@ -210,13 +211,14 @@ class Graph:
     def add_input(self, spec: TensorSpec, name: str | None = None, by_ref: bool = False) -> Tensor:
         """A new input, after those the graph has."""
         t = self.new_tensor(name, spec)
-        t.by_ref = by_ref
+        t._by_ref = by_ref
         self._inputs.append(t)
         return t
 
     def sort_inputs(self, first: int, key: Callable[[Tensor], Any]) -> None:
         """Order the inputs from number `first` on. Only for a graph that nothing calls yet."""
         self._inputs[first:] = sorted(self._inputs[first:], key=key)
+        self._ir.edits.note()
 
     def add_output(self, t: Tensor, extend_calls: bool = True) -> None:
         """Make `t` an output, after those the graph has.
@@ -234,6 +236,7 @@ class Graph:
         if t.graph_ref is not self.ref:
             raise ValueError(f"graph_output: {t!r} is not in {self.title}.")
         self._outputs.append(t)
+        self._ir.edits.note()
         if extend_calls:
             for op in self.call_sites:
                 op.gain_output(t)
@@ -245,6 +248,7 @@ class Graph:
     def trim_outputs(self, count: int) -> None:
         """Take back the outputs after the first `count`. Nothing may use them."""
         del self._outputs[count:]
+        self._ir.edits.note()
 
     def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> None:
         """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
@@ -265,7 +269,7 @@ class Graph:
             for t in part.outputs:
                 t.made_by(op, overwritten)
         self.ops.append(op)
-        self._ir.edits += 1
+        self._ir.edits.note()
         for graph in op.called_graphs:
             graph.call_sites.append(op)
 
@@ -301,7 +305,7 @@ class Graph:
                 )
             met.add(op)
         self.ops = ops
-        self._ir.edits += 1
+        self._ir.edits.note()
 
     def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         """Have other ops make the results of some ops. The results stay the same tensors, for everybody who uses them.
@@ -385,8 +389,8 @@ class Graph:
     def _put_in_place(self, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
         """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
         for op in new:
-            op.inputs = tuple(given.get(t, t) for t in op.inputs)
-            op.outputs = tuple(given.get(t, t) for t in op.outputs)
+            inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
+            op.edit(inputs=inputs, outputs=outputs)
         for result, t in given.items():
             t._producer = result._producer
             self.forget(result)
@@ -398,7 +402,7 @@ class Graph:
         for op in new:
             op.after = before + op.after
         self.ops = [*self.ops[:start], *new, *self.ops[start + len(old) : len(self.ops) - len(new)]]
-        self._ir.edits += 1
+        self._ir.edits.note()
         for op in self.ops:
             if not gone.isdisjoint(op.after):
                 op.after = with_ids_replaced(op.after, gone, come)
@@ -451,8 +455,7 @@ class Graph:
             for t in op.outputs:
                 self.forget(t)
                 into._adopt(t, t.name)
-            op.inputs = tuple(t if t in made else given[t] for t in op.inputs)
-            op._graph = into.ref
+            op.edit(inputs=tuple(t if t in made else given[t] for t in op.inputs), _graph=into.ref)
             into.take_in(op)
 
     def _check_move(

@@ -14,6 +14,7 @@ from popxl import debug_info, saving
 from popxl.binding import build_graph, graph_name
 from popxl.distributed import launched
 from popxl.dot import write_checkpoint
+from popxl.edit_counter import EditCounter
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.memory import Memory, memory_of
@@ -45,7 +46,7 @@ class Ir:
     Attributes:
         graphs: all graphs, the main graph first.
         remote_buffers: all remote buffers, in the order of their numbers, which start at 1.
-        options: the session options; see `popxl.options.SessionOptions`.
+        edits: counts the changes of the program.
 
     Example:
         >>> ir = popxl.Ir()
@@ -58,11 +59,10 @@ class Ir:
 
     def __init__(self, replication: int | Literal["popdist"] = 1) -> None:
         self._id = next(_ids)
+        self.edits = EditCounter()
         self.options = SessionOptions()
         self._num_host_transfers = 1
         self.frozen = False
-        self.edits = 0  # counts the changes of the program, and which of them some session has been made of
-        self.edits_known = 0
         self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
         self.host_data_lock = threading.RLock()
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
@@ -90,7 +90,17 @@ class Ir:
     @num_host_transfers.setter
     def num_host_transfers(self, value: int) -> None:
         self._num_host_transfers = value
-        self.edits += 1
+        self.edits.note()
+
+    @property
+    def options(self) -> SessionOptions:
+        """The session options; see `popxl.options.SessionOptions`."""
+        return self._options
+
+    @options.setter
+    def options(self, value: SessionOptions) -> None:
+        self._options = value
+        value.count_in(self.edits)
 
     @property
     def main_graph(self) -> Graph:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from popxl.context import get_current_context, user_frame
@@ -317,7 +318,7 @@ class OpKind:
     def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands and attributes that make the same op of other inputs."""
         if op.operands is None:
-            return tuple(inputs), op.attributes
+            return tuple(inputs), dict(op.attributes)
         known = op.attributes | dict(zip(op.operands, inputs, strict=True))
         operands = tuple(known[name] for name in self._operands if name in known)
         return operands, {name: value for name, value in op.attributes.items() if name not in self._operands}
@@ -505,7 +506,7 @@ class Op:
         self.inputs = inputs
         self.outputs: tuple[Tensor, ...] = ()
         self.operands = operands
-        self.attributes = attributes
+        self.attributes: MappingProxyType[str, Any] = MappingProxyType(attributes)
         self.modified = kind.modified(attributes, operands)
         self.ipu = context.ipu_id
         self.io_tiles = context.io_tile_set
@@ -522,9 +523,25 @@ class Op:
         """An op as it was: one that was saved, or a part of one that stands for several."""
         op = object.__new__(cls)
         op.kind, op._graph, op._made_at = kind, graph.ref, source
-        for name, value in state.items():
-            setattr(op, name, value)
+        op._set(state)
         return op
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, MappingProxyType(dict(value)) if name == "attributes" else value)
+
+    def edit(self, **state: Any) -> None:
+        """Change what the op is. Attributes of an op are set by this alone: a session that was made before can tell.
+
+        Args:
+            **state: new values, by the names of attributes. What they mean together is not checked.
+
+        Example:
+            >>> site.op.edit(modified=site.op.modified | {0})
+        """
+        graph = self.graph
+        self._set(state)
+        graph.ir.edits.note()
 
     @property
     def graph(self) -> Graph:
@@ -592,7 +609,7 @@ class Op:
         name, spec = output.name, self.kind.mirrors(output.spec, self.attributes)
         t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
         t.made_by(self)
-        self.outputs += (t,)
+        self.edit(outputs=(*self.outputs, t))
 
     def gain_input(self, t: Tensor) -> None:
         """Bind a tensor to the input that the op's graph has gained last. A loop passes it to each turn as it is.
@@ -606,7 +623,7 @@ class Op:
         wanted = self.called_graphs[0].inputs[-1] if self.kind.mirrors is not None else None
         if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():
             raise PopxlError(f"{self!r} ({self.source}) cannot bind {t!r} to {wanted!r}, an input gained by its graph.")
-        self.inputs += (t,)
+        self.edit(inputs=(*self.inputs, t))
         t.used_by(self)
         wanted.bound_to(t)
 
@@ -614,7 +631,7 @@ class Op:
         """Take back the results after the first `count`. Nothing may use them."""
         for t in self.outputs[count:]:
             self.graph.forget(t)
-        self.outputs = self.outputs[:count]
+        self.edit(outputs=self.outputs[:count])
 
     def operand_names(self) -> tuple[str, ...]:
         """Names of the inputs, as the kind's function calls them."""

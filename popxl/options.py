@@ -6,8 +6,9 @@ import difflib
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from popxl.edit_counter import EditCounter
 from popxl.log import Logger
 
 __all__ = ["SessionOptions"]
@@ -83,10 +84,17 @@ class SessionOptions(BaseModel):
     enableVariablesCaching: bool = True
     decomposeGradSum: bool = False
 
+    _edits: EditCounter = PrivateAttr(default_factory=EditCounter)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in type(self).model_fields:
+        if name not in type(self).model_fields and name != "_edits":
             raise _unknown(name)
         super().__setattr__(name, value)
+        self._edits.note()
+
+    def count_in(self, edits: EditCounter) -> None:
+        """Count in this counter from now on, when settings change."""
+        self._edits = edits
 
     if not TYPE_CHECKING:  # or any name would do
 

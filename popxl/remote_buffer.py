@@ -51,7 +51,7 @@ class RemoteBuffer:
         shard_over: into how many pieces `replica_sharded_buffer` has cut; `None` if nobody has said.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_entries", "_id", "_ir_id", "_shape", "meta_shape", "shard_over")
+    __slots__ = ("__weakref__", "_dtype", "_edits", "_entries", "_id", "_ir_id", "_shape", "meta_shape", "shard_over")
 
     meta_shape: tuple[int, ...]
     shard_over: int | None
@@ -74,6 +74,7 @@ class RemoteBuffer:
             )
         self._shape = integers(tensor_shape, "remote_buffer: `tensor_shape`")
         self._dtype = tensor_dtype
+        self._edits = ir.edits
         self.entries = entries
         self.meta_shape = ()
         self.shard_over = None
@@ -115,6 +116,7 @@ class RemoteBuffer:
         if entries < 1:
             raise ValueError(f"Entries must be a non-zero, positive integer; got {entries}.")
         self._entries = entries
+        self._edits.note()
 
     @property
     def spec(self) -> TensorSpec:
@@ -129,6 +131,7 @@ class RemoteBuffer:
     def set_remote_buffer_info(self, tensor_dtype: dtype_, tensor_shape: tuple[int, ...], entries: int) -> None:
         """Define the slots anew. Nothing is checked; ops that use the buffer already are not changed with it."""
         self._dtype, self._shape, self._entries = tensor_dtype, tuple(tensor_shape), entries
+        self._edits.note()
 
     def validate_tensor_matches_buffer(self, t: Tensor, num_shards: int = 1) -> None:
         """`ValueError` unless `t` has the shape and dtype of a slot.

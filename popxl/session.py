@@ -18,8 +18,11 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.log import Logger
 from popxl.memory import Memory
+from popxl.source import warn_at
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
+from popxl.transfers import unused_transfers
+from popxl.utils import narrowed
 from runtime.devices import Device
 from runtime.functions import GraphFunction, to_jax
 from runtime.host_arrays import HostArrays, Outputs
@@ -98,14 +101,16 @@ class Session:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)
+        for message, source in unused_transfers(ir) if ready is None else ():
+            warn_at(source, message)
         self._ir = ir
         self._variables = ir.main_graph.variables
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
-        self._made_of = Snapshot(ir)
-        self._known_edits = ir.edits_known = ir.edits
+        self._made_of = Snapshot(ir.main_graph)
+        self._known_edits = ir.edits.known = ir.edits.count
         ir.frozen = True
         self._was_attached_stack: list[bool] = []
         self._has_run = False
@@ -269,9 +274,9 @@ class Session:
 
     def _look_at_edits(self) -> None:
         """Check that the Ir is unchanged, unless some session has been made of it as it is."""
-        if self._ir.edits != self._ir.edits_known:
+        if self._ir.edits.count != self._ir.edits.known:
             self._check_unchanged("run")
-        self._known_edits = self._ir.edits
+        self._known_edits = self._ir.edits.count
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
@@ -338,7 +343,7 @@ class Session:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
                 shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
                 replicas that this process drives, each if it is above 1.
-            downcast_inputs: narrow 64-bit numbers to 32 bits.
+            downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
             The arrays of the output streams, by stream. Each is fetched from the device when you look at it, so a loop
@@ -346,8 +351,8 @@ class Session:
             clock is read, or call `weights_to_host`.
 
         Raises:
-            ValueError: if the session is not attached; for a missing or unexpected stream, or an array of the wrong
-                shape.
+            ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
+                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite.
             PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
                 room for.
             PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
@@ -356,7 +361,7 @@ class Session:
         with self._lock:
             if not self.program.is_loaded:
                 self._check_loaded("run")
-            if self._known_edits != self._ir.edits:
+            if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
             if not self._has_run:
@@ -525,7 +530,8 @@ class Session:
 
         Raises:
             TypeError: if `tensor` is no variable, or for another dtype.
-            ValueError: for another shape, a variable of another Ir, or one that is a read-only memory map.
+            ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
+                is a read-only memory map.
         """
         self.write_variables_data({tensor: data})
 
@@ -567,7 +573,7 @@ class Session:
         if isinstance(data, numbers.Number):
             if wanted.names:
                 raise TypeError(f"Session.write_variable_data: {t!r} is a float8; expected an array of dtype {wanted}.")
-            data = np.asarray(data, wanted)
+            data = narrowed(np.asarray(data), wanted, f"Session.write_variable_data: the data for {t!r}")
         if not hasattr(data, "dtype"):
             raise AttributeError(
                 f"Session.write_variable_data: the data for {t!r} is {data!r} ({type(data).__name__}); expected an "

@@ -9,10 +9,14 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
-__all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line"]
+from popxl.errors import PopxlWarning
+
+__all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line", "warn_at"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class DebugRecord:
     layer: str = "popxl"
     category: str = "op"
 
+
+def warn_at(source: SourceLocation, message: str) -> None:
+    """Warn of a line of the user's: a `PopxlWarning`, which Python shows once for each line and message."""
+    registry = _warned.setdefault(source.file, {})
+    warnings.warn_explicit(message, PopxlWarning, source.file, source.line, registry=registry)
+
+
+_warned: dict[str, dict[Any, Any]] = {}  # what Python has shown of each file
 
 _OURS = ("popxl", "popxl_addons", "contextlib")
 _is_ours: dict[str, bool] = {}

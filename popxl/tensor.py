@@ -40,14 +40,12 @@ class Tensor:
         ...     y = x * 2 + 1
         >>> y.shape, y.dtype
         ((2,), popxl.dtypes.float32)
-
-    Attributes:
-        by_ref: for a graph input: changes made to it in place are seen by the caller.
     """
 
     __slots__ = (
         "__weakref__",
         "_bound",
+        "_by_ref",
         "_dtype",
         "_id",
         "_meta_shape",
@@ -56,7 +54,6 @@ class Tensor:
         "_producer",
         "_shape",
         "_used_at",
-        "by_ref",
         "graph_ref",
     )
 
@@ -65,7 +62,7 @@ class Tensor:
     _shape: tuple[int, ...]
     _dtype: dtype_
     _meta_shape: tuple[int, ...]
-    by_ref: bool
+    _by_ref: bool
     graph_ref: weakref.ref[Graph]
     _producer: weakref.ref[Op] | None
     _bound: weakref.ref[Tensor] | None
@@ -100,7 +97,7 @@ class Tensor:
         t._shape = spec.shape
         t._dtype = spec.dtype
         t._meta_shape = spec.meta_shape
-        t.by_ref = False
+        t._by_ref = False
         t._producer = None
         t._bound = None
         t._origin = None
@@ -131,6 +128,16 @@ class Tensor:
     def meta_shape(self) -> tuple[int, ...]:
         """For a replica-sharded piece, the shape before sharding; else `()`."""
         return self._meta_shape
+
+    @property
+    def by_ref(self) -> bool:
+        """For a graph input: whether changes made to it in place are seen by the caller."""
+        return self._by_ref
+
+    @by_ref.setter
+    def by_ref(self, value: bool) -> None:
+        self._by_ref = value
+        self.ir.edits.note()
 
     # Where it is ----------------------------------------------------------------------------------------------------
 

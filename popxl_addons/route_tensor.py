@@ -75,7 +75,7 @@ def route_tensor_into_graph(
             if position == len(op.inputs):
                 op.gain_input(local[op.graph])
             if changes:
-                op.modified |= {position}
+                op.edit(modified=op.modified | {position})
     return local[graph]
 
 

@@ -8,7 +8,6 @@ call comes between; then loads and stores are plain slices.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from popxl.aliasing import callees_first, reachable
+from popxl.aliasing import reachable
 from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.ops.host import print_tensor_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.replicas import AXIS
@@ -186,28 +185,9 @@ def _order(channel: Channel) -> tuple[bool, Any]:
     return (False, channel.tensor_id)
 
 
-def transfers_of(main: Graph) -> dict[Stream, int]:
-    """How many transfers of each stream one run of a graph makes, at most."""
-    of: dict[Graph, Counter[Stream]] = {}
-    for graph in callees_first(main):
-        counts = of[graph] = Counter()
-        for op in (part for each in graph.ops for part in each.parts):
-            if op.kind in _TRANSFERS:
-                counts[op.attributes["stream"]] += 1
-            one_turn: Counter[Stream] = Counter()
-            for callee in op.called_graphs:  # of several, one is run
-                one_turn |= of[callee]
-            for stream, count in one_turn.items():
-                counts[stream] += count * op.attributes.get("repeat_count", 1)
-    return of[main]
-
-
 def prints(graph: Graph) -> bool:
     """Whether running a graph prints, calls included."""
     return any(op.kind is print_tensor_kind for g in reachable(graph) for op in g.ops)
-
-
-_TRANSFERS = (host_load_kind, host_store_kind)
 
 
 def host_load(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from popxl.aliasing import reachable, storages, written_inputs, written_tensors
+from popxl.aliasing import storages, written_inputs, written_tensors
+from popxl.edits import Snapshot
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
@@ -27,8 +28,9 @@ from popxl.op import REFUSED, VJP, Op
 from popxl.spec import TensorSpec, brief
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
+from popxl.transfers import transfers_of
 from popxl.transforms.rule_graph import RuleGraph, rule_graph
-from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent, transfers_of
+from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent
 from runtime.lower import Lowering, as_declared
 
 Array = Any
@@ -123,9 +125,8 @@ class GraphFunction:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.__name__ = self.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "main_graph"
-        self._sizes = {g: len(g.ops) for g in reachable(graph)}
         self._lower()
-        computed = (t for g in self._sizes for op in g.ops for t in (*op.inputs, *op.outputs))
+        computed = (t for g in self._made_of.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
         self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}
         self._outputs = graph.outputs
         self._parameters = self._describe()
@@ -136,7 +137,7 @@ class GraphFunction:
 
     def _lower(self) -> None:
         self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options)
-        self._returned = [len(g.outputs) for g in self._sizes]
+        self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
 
     def _describe(self) -> dict[str, _Parameter]:
         """The parameters by name. Sets `written`."""
@@ -221,13 +222,12 @@ class GraphFunction:
         return array
 
     def _prepare(self) -> None:
-        """Get ready to run. `PopxlError` if the graph has other ops now, or JAX would not keep its numbers."""
-        for g, size in self._sizes.items():
-            if len(g.ops) != size:
+        """Get ready to run. `PopxlError` if the graph has changed, or JAX would not keep its numbers."""
+        if self._known_edits != self.graph.ir.edits.count:
+            if changes := self._made_of.changes(outputs=False):  # autodiff adds some of these
                 raise PopxlError(
-                    f"{self.__name__}: {g.title} has gained ops since `popxl.to_jax` was called. Call it again."
+                    f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
                 )
-        if [len(g.outputs) for g in self._sizes] != self._returned:  # autodiff adds some
             self._lower()
         for dtype in self._dtypes:
             if jax.dtypes.canonicalize_dtype(dtype.as_jax()) != dtype.as_jax():
@@ -242,7 +242,7 @@ class GraphFunction:
         if FAILURE not in channels_of(self.graph):
             return
         id, number = channels.transfers(FAILURE)
-        for op in (part for g in self._sizes for each in g.ops for part in each.parts):
+        for op in (part for g in self._made_of.graphs for each in g.ops for part in each.parts):
             for k, (name, required) in enumerate(op.kind.requires.items()):
                 message = f"in {op!r} of {op.graph.title} ({op.source}), `{name}` {required.message}, and it is not."
                 as_format = message.replace("{", "{{").replace("}", "}}")

@@ -12,7 +12,7 @@ import numpy as np
 from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.utils import to_numpy
+from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.effects import sent
 from runtime.program import Program
 
@@ -90,7 +90,7 @@ class HostArrays:
         if array.dtype == dtype:
             return array
         if array.dtype == np.int64 and dtype == np.int32:
-            return array.astype(np.int32)
+            return _narrowed(stream, np.asarray(array), dtype)
         if stream.dtype.is_float8 and array.dtype == stream.dtype.as_jax() and isinstance(array, jax.Array):
             return sent(array, stream.dtype)
         if array.dtype in (host_dtype, stream.dtype.as_jax()):
@@ -156,17 +156,28 @@ class HostArrays:
 
 
 def _array(stream: Stream, value: Any, downcast: bool) -> Any:
-    """A feed as an array of JAX, if it is one, or of NumPy. `ValueError` for what cannot be one."""
+    """A feed as an array of JAX, if it is one, or of NumPy; narrowed to 32 bits, if it may be. `ValueError` for what
+    cannot be an array, or cannot be narrowed."""
     try:
-        if not isinstance(value, jax.Array):
-            return to_numpy(value, downcast=downcast)
-        if value.is_deleted():
-            raise ValueError("it has been deleted, or given to something that overwrote it.")
-        return value
+        if isinstance(value, jax.Array):
+            if value.is_deleted():
+                raise ValueError("it has been deleted, or given to something that overwrote it.")
+            return value
+        is_wide = type(value) is np.ndarray and value.dtype in downcast_np_dtypes
+        array = value if downcast and is_wide else to_numpy(value, downcast=False)
     except (TypeError, ValueError, RuntimeError) as problem:  # ragged lists, say, or tensors that NumPy does not know
         raise ValueError(
             f"Session.run: what was given for {stream}, a {type(value).__name__}, is no array: {problem}"
         ) from problem
+    target = downcast_np_dtypes.get(array.dtype) if downcast else None
+    if target is None:
+        return array
+    return _narrowed(stream, array, target) if target == stream.dtype.as_numpy() else to_numpy(array)
+
+
+def _narrowed(stream: Stream, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """A feed in the dtype of its stream. `ValueError` if it has a number that does not fit."""
+    return narrowed(array, dtype, f"Session.run: the array for {stream}")
 
 
 def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:

@@ -29,12 +29,13 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.sharding import parts_of
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
+from popxl.transfers import transfers_of
 from runtime import remote
 from runtime.cache import compiling, compiling_afresh
 from runtime.choice import REPEATED, SMALLEST, Choice
 from runtime.debugging import Debugged, tell_given_nans, together
 from runtime.devices import Device
-from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
+from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints
 from runtime.executables import prepared
 from runtime.interrupts import uninterrupted
 from runtime.lower import Lowering, room_to_recurse

@@ -131,7 +131,7 @@ class CallSiteInfo:
             )
         (i,) = positions
         if not infer_modified_regions or i + self._first_input in written_inputs(self.called_graph):
-            self.op.modified |= {i}
+            self.op.edit(modified=self.op.modified | {i})
 
     def __repr__(self) -> str:
         called = " and ".join(graph.title for graph in self.op.called_graphs)

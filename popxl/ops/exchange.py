@@ -43,7 +43,7 @@ class Part:
     def of(op: Op) -> Part:
         """An op, as a part of an exchange."""
         outputs = tuple(t.spec for t in op.outputs)
-        return Part(op.kind, op.id, op.name, op.operands, op.attributes, len(op.inputs), outputs, op.source)
+        return Part(op.kind, op.id, op.name, op.operands, dict(op.attributes), len(op.inputs), outputs, op.source)
 
     def __repr__(self) -> str:
         return f"Op[{self.name}.{self.id}]"

@@ -291,7 +291,7 @@ def repeat_with_info(
     except BaseException:
         ir.remove_graph(wrapper)
         raise
-    op.name = context.scope_prefix + op.name  # the results take no name scope, the op does
+    op.edit(name=context.scope_prefix + op.name)  # the results take no name scope, the op does
     return RepeatSiteInfo(op)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, PopxlWarning
 
 makers = pytest.mark.parametrize("make", [popxl.variable, popxl.constant], ids=["variable", "constant"])
 
@@ -39,6 +39,20 @@ def test_data(ir, make, data, options, dtype, shape, values):
     assert (t.dtype, t.shape, t.meta_shape) == (dtype, shape, ())
     assert t.data.tolist() == values and t.data.dtype == dtype.as_numpy() and t.data.flags.c_contiguous
     assert ir.main_graph.ops == []
+
+
+@makers
+def test_numbers_that_32_bits_do_not_hold_are_told(ir, make):
+    told = r"%s: %s does not fit %s, where it is %s\. Use numbers that fit, or a wider dtype\."
+    name = make.__name__
+    with ir.main_graph:
+        with pytest.warns(PopxlWarning, match=told % (name, r"-1e\+300, at \[0, 1\],", "float32", "-inf")) as warned:
+            assert make([[1.0, -1e300, 1e300]]).data.tolist() == [[1, -np.inf, np.inf]]
+        assert [warning.filename for warning in warned] == [__file__]
+        with pytest.warns(PopxlWarning, match=told % (name, "1099511627781", "int32", "5")):
+            assert make(2**40 + 5).data == 5
+        asked = [make(1e300, popxl.float32), make(2**40 + 5, popxl.int32), make(np.inf), make(1e300, downcast=False)]
+    assert [t.data for t in asked] == [np.inf, 5, np.inf, 1e300]
 
 
 @makers

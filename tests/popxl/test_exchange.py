@@ -18,6 +18,8 @@ from popxl.transforms import io_tile_exchange, merge_exchange
 
 F32 = popxl.float32
 
+some_slots_are_left = pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")
+
 # Exchanges with something that is no stream: `buffer` is only a name here.
 fetch = OpKind(
     "Fetch",
@@ -418,6 +420,7 @@ def test_an_in_place_change_is_ordered_by_an_exchange(ir, main, w, v, run):
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
+@some_slots_are_left
 def test_values_are_the_same(ir, main, w, v):
     """Streams of several elements, one of them stored to twice, inside and outside of the exchange."""
     ir.num_host_transfers = 3
@@ -519,6 +522,7 @@ def test_saved_and_loaded(ir, main, w, v, tmp_path):
     assert results[0] == results[1]
 
 
+@some_slots_are_left
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=12))
 def test_random_blocks_compute_what_they_did(steps):

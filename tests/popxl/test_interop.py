@@ -371,8 +371,27 @@ def test_a_graph_that_has_changed() -> None:
     f = popxl.to_jax(graph)
     with graph:
         graph.outputs[0] + 1
-    with pytest.raises(PopxlError, match=r"gained ops since `popxl.to_jax` was called\. Call it again"):
+    with pytest.raises(
+        PopxlError, match=r"gained Op\[Add.*\] \(test_interop.py:\d+\) since `popxl.to_jax` was called\. Call it"
+    ):
         f(X, W)
+
+
+def test_a_call_that_has_changed() -> None:
+    ir = popxl.Ir()
+    inner = ir.create_graph(lambda t: ops.add_(t, popxl.constant(1.0)), popxl.TensorSpec((), popxl.float32))
+    graph = ir.create_empty_graph()
+    with graph:
+        t = popxl.graph_input((), popxl.float32, "t", by_ref=True)
+        site = ops.call_with_info(inner, t)
+        popxl.graph_output(t + 0.0)
+    f = popxl.to_jax(graph)
+    assert f(1.0) == 1
+    site.set_parent_input_modified(t)
+    with pytest.raises(PopxlError, match="has other inputs that it changes since `popxl.to_jax` was called"):
+        f(1.0)
+    result, written = popxl.to_jax(graph)(1.0)
+    assert (result, written["t"]) == (2, 2)
 
 
 def test_a_lowering_that_fails_names_the_op() -> None:

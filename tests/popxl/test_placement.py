@@ -678,8 +678,8 @@ def scatter(ir: popxl.Ir, seed: int, count: int = 3) -> None:
     random = np.random.default_rng(seed)
     for graph in ir.graphs:
         for op in graph.ops:
-            op.ipu, ipu = random.integers(0, count, 2).tolist()
-            op.location = (ipu, False)
+            ipu, destination = random.integers(0, count, 2).tolist()
+            op.edit(ipu=ipu, location=(destination, False))
 
 
 def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
@@ -707,6 +707,7 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
         assert_same(name, array, values[1][name], 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 @programs("0:10")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")

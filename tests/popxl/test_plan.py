@@ -249,6 +249,7 @@ def test_by_reference_through_several_graphs() -> None:
     all_ways(build, 3, x=X)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 def test_streams_in_pieces() -> None:
     """Loads and stores in the main graph, in called graphs and in loops go on where they were."""
 

@@ -31,6 +31,8 @@ from tests.popxl.random_programs.meanings import Machine, as_jax, transfers
 Arrays = dict[str, np.ndarray]
 Show = Callable[[popxl.Graph], None]
 
+pytestmark = pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
+
 AT_ONCE = 10
 RUNS = 3
 

@@ -113,6 +113,7 @@ def test_loads_and_stores_take_the_next_element(ir):
             np.testing.assert_array_equal(session.run({source: data + offset})[sink], (data[[2, 0, 1]] + offset) * 10)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")  # it stores at one
 def test_a_loop_that_loads_at_two_speeds(ir):
     """The example of the specification: four turns, one load of `p`, two of `q` and one store to `o` in each."""
     ir.num_host_transfers = 8

@@ -364,6 +364,7 @@ def test_a_loop_that_loads_and_stores_eight_times(ir, program):
             np.testing.assert_array_equal(session.run({source: data})[sink], data * 2)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 def test_two_loads_in_a_turn_take_entries_2k_and_2k_plus_1(ir, program):
     def body(x):
         first = ops.host_load(source)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
-__all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line"]
+__all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line", "warn_at"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ class DebugRecord:
     outputs: tuple[str, ...] | None = None
     layer: str = "popxl"
     category: str = "op"
+
+
+_warned: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
+
+
+def warn_at(source: SourceLocation, message: str, category: type[Warning]) -> None:
+    """Warn of a line of the user's, whoever finds out. Python's filters decide; by default it is told once a line."""
+    registry = _warned.setdefault(source.file, {})
+    warnings.warn_explicit(message, category, source.file, source.line, registry=registry)
 
 
 _OURS = ("popxl", "popxl_addons", "contextlib")

@@ -13,6 +13,7 @@ import numpy as np
 
 from popxl.ambiguity import check_in_place_order
 from popxl.dot import write_checkpoint
+from popxl.doubts import warn_of_doubts
 from popxl.edits import Snapshot
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -98,6 +99,8 @@ class Session:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)
+        if ready is None:
+            warn_of_doubts(ir.main_graph)
         self._ir = ir
         self._variables = ir.main_graph.variables
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from popxl.context import get_current_context
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.log import Logger
@@ -68,6 +69,8 @@ def variable(
             f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
         )
     grouping = graph.ir.replica_grouping() if replica_grouping is None else replica_grouping
+    if dtype is not None:
+        check_dtype(dtype, "variable: `dtype`")
     in_place = isinstance(data, np.memmap) and grouping.is_const
     if isinstance(data, np.memmap) and not in_place:
         _log.warn(
@@ -125,6 +128,8 @@ def constant(
         ...     two = popxl.constant(2, popxl.float32)
     """
     graph = get_current_context().graph
+    if dtype is not None:
+        check_dtype(dtype, "constant: `dtype`")
     array = to_numpy(data, dtype, downcast, copy=True, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
     if dtype is None and array.dtype.names:
         raise TypeError("constant: float8 data needs its `dtype` said: popxl.float8_143 or popxl.float8_152.")

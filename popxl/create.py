@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from popxl.context import get_current_context, user_frame
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
-from popxl.errors import PopxlError
+from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
 from popxl.log import Logger
 from popxl.source import SourceLocation, warn_at
@@ -70,6 +71,8 @@ def variable(
             f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
         )
     grouping = graph.ir.replica_grouping() if replica_grouping is None else replica_grouping
+    if dtype is not None:
+        check_dtype(dtype, "variable: `dtype`")
     in_place = isinstance(data, np.memmap) and grouping.is_const
     if isinstance(data, np.memmap) and not in_place:
         _log.warn(
@@ -107,7 +110,7 @@ def _numbers(
             try:
                 return narrowed(wide, downcast_np_dtypes[wide.dtype], what)
             except ValueError as problem:
-                warn_at(SourceLocation.of(user_frame()), str(problem))
+                warn_at(SourceLocation.of(user_frame()), str(problem), NarrowedNumberWarning)
     return to_numpy(data, dtype, downcast, copy=copy, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
 
 
@@ -148,6 +151,8 @@ def constant(
         ...     two = popxl.constant(2, popxl.float32)
     """
     graph = get_current_context().graph
+    if dtype is not None:
+        check_dtype(dtype, "constant: `dtype`")
     array = _numbers("constant", data, dtype, downcast, log2_scale, nan_on_overflow)
     if dtype is None and array.dtype.names:
         raise TypeError("constant: float8 data needs its `dtype` said: popxl.float8_143 or popxl.float8_152.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from popxl.context import get_current_context
 from popxl.dependencies import dependencies
-from popxl.dtypes import dtype as dtype_
+from popxl.dtypes import check_dtype
 from popxl.errors import PopxlError
 from popxl.printing import algebra, schedule
 from popxl.sequence import Sequencer, with_ids_replaced
@@ -69,6 +69,7 @@ class Graph:
         graph._inputs = []
         graph._outputs = []
         graph._tensors = {}
+        graph._streams = {}
         graph._prefix = f"{id}/" if id else ""
         return graph
 
@@ -82,6 +83,7 @@ class Graph:
     _inputs: list[Tensor]
     _outputs: list[Tensor]
     _tensors: dict[str, Tensor]
+    _streams: dict[str, Tensor]  # they have names of their own: a stream and what comes from it may share one
     _prefix: str
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -128,8 +130,8 @@ class Graph:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of the graph, sorted by id."""
-        return tuple(self._tensors[id] for id in sorted(self._tensors))
+        """Every tensor of the graph, sorted by id; in the main graph, one for each stream among them."""
+        return tuple(sorted([*self._tensors.values(), *self._streams.values()], key=lambda t: t.id))
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -147,16 +149,17 @@ class Graph:
         return tuple(dict.fromkeys(graph for op in self.ops for graph in op.called_graphs))
 
     def get_tensor(self, tensor_id: str) -> Tensor:
-        """The tensor with this id. `PopxlError` if the graph has none."""
-        if tensor_id not in self._tensors:
+        """The tensor with this id; if there is none, that of the stream. `PopxlError` if the graph has neither."""
+        t = self._tensors.get(tensor_id, self._streams.get(tensor_id))
+        if t is None:
             raise PopxlError(f"There is no tensor with the id {tensor_id!r} in {self.title}.")
-        return self._tensors[tensor_id]
+        return t
 
     def __contains__(self, t: object) -> bool:
         """Whether the graph has a tensor with the id of `t`. `TypeError` for anything but a tensor."""
         if not isinstance(t, Tensor):
             raise TypeError(f"Only a Tensor can be in a graph; got {t!r} ({type(t).__name__}).")
-        return t.id in self._tensors
+        return t.id in self._tensors or t.id in self._streams
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Graph):
@@ -187,19 +190,23 @@ class Graph:
 
     def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[Tensor] = Tensor, scoped: bool = True) -> Any:
         """A tensor of this graph that nothing makes yet. Its id is the wished name, made unique."""
-        if not isinstance(spec.dtype, dtype_):
-            raise TypeError(
-                f"The dtype of {name or 'a tensor'!r} must be a popxl dtype such as popxl.float32; got {spec.dtype!r} "
-                f"({type(spec.dtype).__name__}). `popxl.dtype.as_dtype(...)` makes one of it."
-            )
         wish = f"{get_current_context().scope_prefix}{name or 't'}" if scoped else name or "t"
+        return self._named(wish, spec, kind, self._tensors)
+
+    def new_stream_tensor(self, name: str, spec: TensorSpec) -> Tensor:
+        """The tensor that stands for a stream. Its id is the wished name, made unique among those of streams."""
+        return self._named(f"{get_current_context().scope_prefix}{name}", spec, Tensor, self._streams)
+
+    def _named(self, wish: str, spec: TensorSpec, kind: type[Tensor], known: dict[str, Any]) -> Any:
+        """A tensor among those known. Its name is the wish, made unique among theirs."""
+        check_dtype(spec.dtype, f"The dtype of {wish!r}")
         id = self._prefix + wish
-        if id in self._tensors:
+        if id in known:
             suffix = f"__t{self.ir.next_suffix()}"
             wish, id = wish + suffix, id + suffix
-            if id in self._tensors:
+            if id in known:
                 raise PopxlError(f"The tensor id {id!r} is taken: names ending in `__t<number>` are for popxl to give.")
-        t = self._tensors[id] = kind._make(self, id, wish, spec)
+        t = known[id] = kind._make(self, id, wish, spec)
         self._ir.edits.note()
         return t
 

@@ -106,6 +106,8 @@ class OpKind:
             true that is also the result of the op, which shares the operand's storage, otherwise the new contents
             follow the results. An op that runs graphs gives a function of its attributes instead, which returns the
             positions of the overwritten operands.
+        forgets: whether an op with these attributes overwrites its operand without having read it.
+        drops: name of the operand, a random seed, by which an op with these attributes chooses what it leaves out.
         requires: by operand name, what its numbers have to be when the op runs.
         effect: the op does more than compute its results (it talks to the host, say) and is never dropped.
         exchange: the op moves data between the device and the outside: name of the attribute that says with what (a
@@ -146,6 +148,8 @@ class OpKind:
         put: Callable[..., Any] | None = None,
         modifies: Sequence[str] | Callable[[Mapping[str, Any]], frozenset[int]] = (),
         aliased: bool = True,
+        forgets: Callable[[Mapping[str, Any]], bool] = lambda attributes: False,
+        drops: Callable[[Mapping[str, Any]], str] = lambda attributes: "",
         requires: Mapping[str, Requirement] | None = None,
         effect: bool = False,
         exchange: str = "",
@@ -173,6 +177,8 @@ class OpKind:
         self.put = put
         self.modifies = modifies
         self.aliased = bool(modifies) and aliased
+        self.forgets = forgets
+        self.drops = drops
         self.requires = requires or {}
         self.effect = effect
         self.exchange = exchange
@@ -291,17 +297,20 @@ class OpKind:
         self, operands: tuple[Any, ...], attributes: dict[str, Any], graph: Graph
     ) -> tuple[tuple[Tensor, ...], tuple[str, ...] | None, dict[str, Any], Specs]:
         """Inputs, their names if some operand is a plain value, attributes, and specs of the results."""
-        if attributes:
-            operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
-        inputs = self._tensors(operands, graph)
         names = None
         plain: dict[str, Any] = {}
-        if len(inputs) < len(operands):
-            named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
-            names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
-            plain = {name: operand for name, operand in named.items() if name not in names}
-        if len(inputs) > 1 and self.colocated:
-            check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
+        try:
+            if attributes:
+                operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
+            inputs = self._tensors(operands, graph)
+            if len(inputs) < len(operands):
+                named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
+                names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
+                plain = {name: operand for name, operand in named.items() if name not in names}
+            if len(inputs) > 1 and self.colocated:
+                check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
+        except (ValueError, TypeError) as problem:
+            raise type(problem)(f"{problem} {_at_this_line(graph)}") from None
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
         return inputs, names, attributes | plain, specs
 
@@ -364,9 +373,8 @@ class OpKind:
             named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
             # An op that runs a graph names the input in question itself.
             shown = "" if self.calls else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
-            source = SourceLocation.of(user_frame())
-            where = f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
-            raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from None
+            here = f"Here {shown}. " if shown else ""
+            raise type(problem)(f"{self.name}: {problem} {here}{_at_this_line(graph)}") from None
 
 
 _declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()
@@ -675,12 +683,23 @@ class Op:
 # What every op checks -----------------------------------------------------------------------------------------------
 
 
+def _at_this_line(graph: Graph) -> str:
+    """Where a mistake is: the graph, and the user's line that is calling us."""
+    source = SourceLocation.of(user_frame())
+    return f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
+
+
 def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
     """The error for an operand that is no tensor."""
-    return TypeError(
-        f"{name}: `{operand}` must be a Tensor; got {value!r} ({type(value).__name__}). "
-        "Make a tensor of it with `popxl.constant(value, dtype)`."
-    )
+    if isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value):
+        remedy = (
+            "These are several tensors, such as a call returns: take one of them, as in `(y,) = ops.call(graph, x)`."
+        )
+    elif callable(getattr(value, "call", None)) or isinstance(value, Graph):
+        remedy = "A graph is no value: call it first, and take what the call returns."
+    else:
+        remedy = "Make a tensor of it with `popxl.constant(value, dtype)`."
+    return TypeError(f"{name}: `{operand}` must be a Tensor; got {value!r} ({type(value).__name__}). {remedy}")
 
 
 def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueError:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from popxl.context import get_current_context
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.shapes import integer, integers
 from popxl.spec import TensorSpec, brief
@@ -67,13 +68,8 @@ class RemoteBuffer:
         return buffer
 
     def _register(self, ir: Ir, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> None:
-        if not isinstance(tensor_dtype, dtype_):
-            raise TypeError(
-                f"remote_buffer: `tensor_dtype` must be a popxl dtype such as popxl.float32; got {tensor_dtype!r}. "
-                "`popxl.dtype.as_dtype(...)` makes one of it."
-            )
         self._shape = integers(tensor_shape, "remote_buffer: `tensor_shape`")
-        self._dtype = tensor_dtype
+        self._dtype = check_dtype(tensor_dtype, "remote_buffer: `tensor_dtype`")
         self._edits = ir.edits
         self.entries = entries
         self.meta_shape = ()

@@ -108,6 +108,7 @@ class SavedGraph(_Saved):
     differentiable: bool
     gradient_of: str | None
     tensors: list[SavedTensor]
+    streams: list[SavedTensor] = []
     ops: list[SavedOp]
 
 
@@ -216,7 +217,8 @@ class _Writer:
             outputs=[t.id for t in graph.outputs],
             differentiable=graph.differentiable,
             gradient_of=None if graph.gradient_of is None else graph.gradient_of.id,
-            tensors=[self.tensor(t) for t in graph.tensors],
+            tensors=[self.tensor(t) for _, t in sorted(graph._tensors.items())],
+            streams=[self.tensor(t) for _, t in sorted(graph._streams.items())],
             ops=[self.op(op) for op in graph.ops],
         )
 
@@ -390,7 +392,9 @@ class _Reader:
         self._graphs = {graph.id: graph for graph in ir.graphs}
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
             for tensor in saved.tensors:
-                self._add_tensor(graph, tensor)
+                graph._tensors[tensor.id] = self._tensors[tensor.id] = self._tensor(graph, tensor)
+            for stream in saved.streams:
+                graph._streams[stream.id] = self._tensor(graph, stream)
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
             graph._inputs = [self._tensors[id] for id in saved.inputs]
             graph._outputs = [self._tensors[id] for id in saved.outputs]
@@ -408,8 +412,8 @@ class _Reader:
         for graph in ir.graphs:
             graph.call_sites.sort(key=lambda op: op.id)
 
-    def _add_tensor(self, graph: Graph, saved: SavedTensor) -> None:
-        t = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self.value(saved.spec))
+    def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
+        t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self.value(saved.spec))
         t.by_ref = saved.by_ref
         t._used_at = saved.used_at
         if isinstance(t, Variable | Constant):
@@ -426,7 +430,7 @@ class _Reader:
                 number, entry, sharded = saved.remote
                 t.location_info = LocationInfo(self._buffer(number), entry, sharded)
             t._in_sync = True
-        graph._tensors[t.id] = self._tensors[t.id] = t
+        return t
 
     def _add_op(self, graph: Graph, saved: SavedOp) -> None:
         inputs, outputs = (tuple(self._tensors[id] for id in ids) for ids in (saved.inputs, saved.outputs))
@@ -496,7 +500,7 @@ class _Reader:
         if id not in self._streams:
             types = {kind.__name__: kind for kind in (HostToDeviceStream, DeviceToHostStream)}
             self._streams[id] = object.__new__(types[type_])
-            self._streams[id].tensor = self._tensors[id]
+            self._streams[id].tensor = self._ir.main_graph._streams[id]
         return self._streams[id]
 
     def _buffer(self, number: int) -> RemoteBuffer:

@@ -13,15 +13,15 @@ import numpy as np
 
 from popxl.ambiguity import check_in_place_order
 from popxl.dot import write_checkpoint
+from popxl.doubts import warn_of_doubts
 from popxl.edits import Snapshot
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.log import Logger
 from popxl.memory import Memory
-from popxl.source import warn_at
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
-from popxl.transfers import unused_transfers
+from popxl.transfers import warn_of_unused_transfers
 from popxl.utils import narrowed
 from runtime.devices import Device
 from runtime.functions import GraphFunction, to_jax
@@ -101,8 +101,9 @@ class Session:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)
-        for message, source in unused_transfers(ir) if ready is None else ():
-            warn_at(source, message)
+        if ready is None:
+            warn_of_unused_transfers(ir)
+            warn_of_doubts(ir.main_graph)
         self._ir = ir
         self._variables = ir.main_graph.variables
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()

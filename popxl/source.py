@@ -12,9 +12,6 @@ import sys
 import warnings
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
-
-from popxl.errors import PopxlWarning
 
 __all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line", "warn_at"]
 
@@ -70,13 +67,14 @@ class DebugRecord:
     category: str = "op"
 
 
-def warn_at(source: SourceLocation, message: str) -> None:
-    """Warn of a line of the user's: a `PopxlWarning`, which Python shows once for each line and message."""
+_warned: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
+
+
+def warn_at(source: SourceLocation, message: str, category: type[Warning]) -> None:
+    """Warn of a line of the user's, whoever finds out. Python's filters decide; by default it is told once a line."""
     registry = _warned.setdefault(source.file, {})
-    warnings.warn_explicit(message, PopxlWarning, source.file, source.line, registry=registry)
+    warnings.warn_explicit(message, category, source.file, source.line, registry=registry)
 
-
-_warned: dict[str, dict[Any, Any]] = {}  # what Python has shown of each file
 
 _OURS = ("popxl", "popxl_addons", "contextlib")
 _is_ours: dict[str, bool] = {}

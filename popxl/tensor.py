@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
+from popxl import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.spec import TensorSpec
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
@@ -69,8 +70,7 @@ class Tensor:
     _origin: Tensor | None
     _used_at: Location
 
-    # NumPy arrays leave `array <op> tensor` to the reflected operators; tensors cannot be iterated over or unpacked.
-    __array_ufunc__ = None
+    # Tensors cannot be iterated over or unpacked.
     __iter__ = None
     __contains__ = None
 
@@ -252,11 +252,34 @@ class Tensor:
         """Whether the host copy of the numbers is known to be that of the device."""
         raise PopxlError(f"{self!r} has no numbers on the host; only variables and constants have.")
 
+    # What has no numbers ---------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return no_numbers.truth(self)
+
+    def __int__(self) -> NoReturn:
+        raise no_numbers.number_refused(self, "an int")
+
+    def __float__(self) -> NoReturn:
+        raise no_numbers.number_refused(self, "a float")
+
+    def __complex__(self) -> NoReturn:
+        raise no_numbers.number_refused(self, "a complex number")
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"{self!r} is no array: a tensor has numbers only when a session runs. Store it to a stream with "
-            "`ops.host_store`; the array of a variable is `session.get_tensor_data(variable)`."
-        )
+        raise TypeError(f"{self!r} is no array. {no_numbers.HOW_TO_READ}")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return no_numbers.of_ufunc(self, ufunc, method, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is np.shape:
+            return self.shape
+        raise no_numbers.refusal(self, function.__name__)
+
+    @property
+    def __jax_array__(self) -> None:
+        return no_numbers.asked_by_jax(self)
 
     def __len__(self) -> int:
         if not self.shape:

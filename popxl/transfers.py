@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from popxl.aliasing import callees_first, reachable
+from popxl.errors import UnusedTransferWarning
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.host import host_load_kind, host_store_kind
-from popxl.source import SourceLocation
+from popxl.source import warn_at
 from popxl.streams import DeviceToHostStream, Stream
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
     return of[main]
 
 
-def unused_transfers(ir: Ir) -> Iterator[tuple[str, SourceLocation]]:
-    """What is never written of the arrays that a run returns, and never read of those that it is fed with: for each
-    such stream what to say, and the line that uses it first.
+def warn_of_unused_transfers(ir: Ir) -> None:
+    """Warn of what is never written of the arrays that a run returns, and never read of those that it is fed with.
+
+    It is told at the line that uses the stream first.
 
     Host arrays have room for the transfers of the stream that has most. So a stream that is loaded from less often than
     others is fed with more than it needs, and nothing is wrong; but where nothing is stored, zeros look like results.
@@ -57,12 +59,12 @@ def unused_transfers(ir: Ir) -> Iterator[tuple[str, SourceLocation]]:
         remedy = f" Those from number {count} on are no results." if is_output else ""
         if 0 < needed < room:
             remedy = f" Set `ir.num_host_transfers` to {needed}."
-        yield (
+        message = (
             f"Session: a run {'stores to' if is_output else 'loads from'} {stream} {_times(count)}, and "
             f"`ir.num_host_transfers` is {room}: {left} {what}{'s' * (left > 1)} of its host array "
-            f"{'are' if left > 1 else 'is'} never {verb}.{remedy}",
-            users[stream].source,
+            f"{'are' if left > 1 else 'is'} never {verb}.{remedy}"
         )
+        warn_at(users[stream].source, message, UnusedTransferWarning)
 
 
 def _parts(graph: Graph) -> Iterator[Op]:

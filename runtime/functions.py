@@ -268,9 +268,15 @@ class _MainFunction(GraphFunction):
                     f"to_jax: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
                     f"is {self._transfers}. Set it to at least {count}."
                 )
-        parameters = [_Parameter(v.name, v.spec, v) for v in self._variables]
-        parameters += [_Parameter(s.tensor.name, TensorSpec(self._host_shape(s), s.dtype)) for s in self._loads]
-        return {p.name: p for p in parameters}
+        found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
+        self._feeds: dict[HostToDeviceStream, str] = {}
+        for s in self._loads:
+            name = s.tensor.name
+            while name in found:  # a stream may have the name of a variable
+                name += "_stream"
+            self._feeds[s] = name
+            found[name] = _Parameter(name, TensorSpec(self._host_shape(s), s.dtype))
+        return found
 
     def _host_shape(self, stream: Stream) -> tuple[int, ...]:
         return (self._transfers, *stream.shape) if self._transfers > 1 else stream.shape
@@ -283,7 +289,8 @@ class _MainFunction(GraphFunction):
             {
                 FAILURE: (jnp.asarray(FAILURE.start), 0),
                 **{
-                    s: (sent(values[s.tensor.name], s.dtype).reshape(self._transfers, *s.shape), 0) for s in self._loads
+                    s: (sent(values[name], s.dtype).reshape(self._transfers, *s.shape), 0)
+                    for s, name in self._feeds.items()
                 },
                 **{s: (jnp.zeros((self._transfers, *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
             }

@@ -10,6 +10,7 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
@@ -33,8 +34,7 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
 
 
 def _converted(t: Any, *, data_type: dtype_) -> TensorSpec:
-    if not isinstance(data_type, dtype_):
-        raise TypeError(f"`data_type` must be a popxl dtype such as popxl.float16; got {data_type!r}.")
+    check_dtype(data_type, "`data_type`")
     for what, asked in (("`data_type`", data_type), ("`t`", t.dtype)):
         if asked.is_float8:
             raise TypeError(

@@ -162,7 +162,11 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
 
 def _check_stream(name: str, stream: Any, kind: type[Stream]) -> None:
     if not isinstance(stream, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {stream!r} ({type(stream).__name__}).")
+        maker = "h2d_stream" if kind is HostToDeviceStream else "d2h_stream"
+        raise TypeError(
+            f"{name}: the first argument must be a {kind.__name__}, which `popxl.{maker}` makes; got {stream!r} "
+            f"({type(stream).__name__})."
+        )
     main = get_current_context().graph.main_graph
     if stream.tensor.graph_ref is not main.ref:
         raise ValueError(f"{name}: the stream {stream} is of another Ir than the current graph.")

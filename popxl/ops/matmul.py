@@ -10,6 +10,7 @@ from jax import lax
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
@@ -38,8 +39,8 @@ def _matmul(
 def _shape(
     lhs: Any, rhs: Any, *, output_type: dtype_ | None, partials_type: dtype_ | None = None, **hints: Any
 ) -> TensorSpec:
-    if not isinstance(output_type, dtype_ | None):
-        raise TypeError(f"`output_type` must be a popxl dtype such as popxl.float16; got {output_type!r}.")
+    if output_type is not None:
+        check_dtype(output_type, "`output_type`")
     if partials_type not in (None, dtypes.float16, dtypes.float32):
         raise ValueError(f"`partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
     result = _product(lhs, rhs)

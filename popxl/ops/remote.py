@@ -33,7 +33,9 @@ def _exchange(name: str, **settings: Any) -> OpKind:
 
 
 remote_load_kind = _exchange("RemoteLoad", shape=like_first)
-remote_load_inplace_kind = _exchange("RemoteLoadInplace", shape=like_first, modifies=("t",))
+remote_load_inplace_kind = _exchange(
+    "RemoteLoadInplace", shape=like_first, modifies=("t",), forgets=lambda attributes: True
+)
 remote_store_kind = _exchange("RemoteStore", shape=lambda t, offset, *, buffer: ())
 
 

@@ -80,6 +80,21 @@ def test_kinds(ir, make):
     assert t in (ir.main_graph.variables if make is popxl.variable else ir.main_graph.constants)
 
 
+@makers
+def test_a_dtype_of_others_is_told_with_ours(ir, make):
+    for dtype, remedy in (
+        (np.float32, r"Write `popxl\.float32`"),
+        ("int8", r"Write `popxl\.int8`"),
+        ("f4x", "There are bool"),
+    ):
+        with (
+            ir.main_graph,
+            pytest.raises(TypeError, match=rf"^{make.__name__}: `dtype` must be a popxl dtype.*{remedy}"),
+        ):
+            make(1, dtype)
+    assert ir.main_graph.tensors == ()
+
+
 def test_constants_do_not_change(ir):
     with ir.main_graph:
         t = popxl.constant([1, 2])

@@ -277,6 +277,7 @@ def results(seed: int, is_debugged: bool) -> dict[str, np.ndarray]:
         return stored | {v.id: data for v, data in session.get_tensors_data(ir.main_graph.variables).items()}
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs(seed: int) -> None:
     debugged, compiled = results(seed, True), results(seed, False)

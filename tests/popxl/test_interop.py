@@ -497,6 +497,18 @@ def test_the_main_graph_in_a_loop_of_jax_and_with_defaults() -> None:
     assert_close(gradient, jax.grad(lambda w: jnp.tanh(X @ w).sum())(W))
 
 
+def test_a_stream_with_the_name_of_a_variable() -> None:
+    """Its argument gets another name."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        w = popxl.variable([1.0, 2.0], name="w")
+        ops.host_store(popxl.d2h_stream((2,), w.dtype, "out"), w * ops.host_load(popxl.h2d_stream((), w.dtype, "w")))
+    step = popxl.to_jax(ir.main_graph)
+    assert step.inputs == ("w", "w_stream")
+    fetched, _ = step(w_stream=np.float32(3))
+    assert_close(fetched["out"], [3, 6])
+
+
 def test_errors_of_the_main_graph() -> None:
     ir, x_in, _ = training()
     step = popxl.to_jax(ir.main_graph)

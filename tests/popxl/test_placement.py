@@ -317,6 +317,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.DriftingVariableWarning")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_numbers(program: Callable[[], Any], replicas: int) -> None:
@@ -707,12 +708,13 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
         assert_same(name, array, values[1][name], 1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
+@pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
 @programs("0:10")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
 @programs("0:10")
 def test_random_gradients(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of JAX, wherever the ops are."""

@@ -37,6 +37,9 @@ AT_ONCE = 10
 RUNS = 3
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
+
+
 def programs(usual: str) -> Any:
     """Run a test on these programs, some at a time."""
     start, stop = map(int, os.environ.get("RANDOM_PROGRAMS", usual).split(":"))

@@ -87,6 +87,19 @@ def test_the_host_values_of_now_are_saved(tmp_path: Path) -> None:
     assert_same(runs(loaded, *streams(loaded)), runs(ir, x_in, y_out))
 
 
+def test_a_stream_may_have_the_name_of_a_tensor(tmp_path: Path) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph as main, popxl.in_sequence():
+        x = popxl.variable([1.0, 2.0], name="x")
+        ops.host_store(popxl.d2h_stream((2,), popxl.float32, "x"), ops.host_load(popxl.h2d_stream((2,), x.dtype, "w")))
+    ir.save(tmp_path / "program")
+    loaded = popxl.Ir.load(tmp_path / "program")
+    assert str(loaded) == str(ir)
+    assert [s.tensor_id for s in streams(loaded)] == ["w", "x"]
+    assert [t.id for t in loaded.main_graph.tensors] == [t.id for t in main.tensors]
+    assert loaded.main_graph.get_tensor("x") is loaded.main_graph.variables[0]
+
+
 def test_a_loaded_program_can_be_built_on(tmp_path: Path) -> None:
     """Names and numbers go on where they were; the gradient graph, which JAX made in part, can be differentiated."""
     ir, *_ = trained()

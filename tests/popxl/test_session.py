@@ -901,7 +901,9 @@ def test_too_many_transfers_are_told_before_shapes():
     ir = popxl.Ir()
     with ir.main_graph:
         x = popxl.h2d_stream((2,), F32, "x")
-        graph = ir.create_graph(lambda: ops.host_load(x) and None)
+        graph = ir.create_empty_graph()
+        with graph:
+            ops.host_load(x)
         ops.repeat(graph, 4)
     with popxl.Session(ir) as session, pytest.raises(PopxlError, match="makes 4 transfers of .* Set it to at least 4"):
         session.run({x: np.zeros((4, 2), np.float32)})

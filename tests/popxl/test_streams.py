@@ -72,10 +72,10 @@ def test_load_and_store_check_their_stream(ir):
         loaded, stored = popxl.h2d_stream((2,), F32), popxl.d2h_stream((2,), F32)
         x = ops.host_load(loaded)
         for bad in (stored, "h2d_stream", None):
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match="the first argument must be a .*which `popxl.h2d_stream` makes"):
                 ops.host_load(bad)
         for bad in (loaded, "d2h_stream", None):
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match="the first argument must be a .*which `popxl.d2h_stream` makes"):
                 ops.host_store(bad, x)
         with pytest.raises(ValueError, match="shape"):
             ops.host_store(stored, popxl.constant([1.0]))

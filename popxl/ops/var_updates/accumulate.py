@@ -63,7 +63,13 @@ def _scaled(t: Any, f: Any = 1.0) -> Any:
 
 
 _scale = OpKind(
-    "AccumulatorScale", _scaled, shape=_scalable, result="accumulator_scale__{t}", modifies=("t",), gradient=None
+    "AccumulatorScale",
+    _scaled,
+    shape=_scalable,
+    result="accumulator_scale__{t}",
+    modifies=("t",),
+    forgets=lambda attributes: attributes.get("f") == 0,
+    gradient=None,
 )
 
 

@@ -19,7 +19,15 @@ def _same_spec(t: Any, X: Any) -> TensorSpec:
     return like_first(t)
 
 
-_copy = OpKind("CopyVarUpdate", lambda t, X: X, shape=_same_spec, result="updated__{t}", modifies=("t",), gradient=None)
+_copy = OpKind(
+    "CopyVarUpdate",
+    lambda t, X: X,
+    shape=_same_spec,
+    result="updated__{t}",
+    modifies=("t",),
+    forgets=lambda attributes: True,
+    gradient=None,
+)
 
 
 def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -282,14 +283,21 @@ def test_arguments_that_do_not_fit() -> None:
     with ir.main_graph as main:
         t = popxl.variable(X)
         for call, error, message in [
-            (lambda: kind(2.0, exponent=1), TypeError, r"Power: `t` must be a Tensor; got 2.0 \(float\)"),
+            (
+                lambda: kind(2.0, exponent=1),
+                TypeError,
+                r"Power: `t` must be a Tensor; got 2.0 \(float\).*`popxl.constant",
+            ),
+            (lambda: kind((t, t), exponent=1), TypeError, r"Power: `t` must be .*take one of them"),
+            (lambda: kind(main, exponent=1), TypeError, "Power: `t` must be .*call it first"),
             (lambda: kind(other, exponent=1), ValueError, "Power: `t` is .* which is not in the main graph"),
             (lambda: kind(t, t, exponent=1), TypeError, "Power: takes the operands"),
             (lambda: kind(t), (TypeError, PopxlError), "exponent"),
             (lambda: kind(t, exponent=1, base=2), (TypeError, PopxlError), "base"),
         ]:
-            with pytest.raises(error, match=message):
+            with pytest.raises(error, match=message) as told:
                 call()
+            assert re.search(r"In the main graph, at `.*kind\(.* \(test_custom_op\.py:\d+\)\.$", str(told.value))
         assert main.ops == []
     with pytest.raises(RuntimeError, match="There is no current graph"):
         kind(t, exponent=1)

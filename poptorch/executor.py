@@ -181,7 +181,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
         """
-        with _compiling:
+        with _compiling, torch.inference_mode(False):  # within it no gradients flow, whatever one says
             self._compile(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ The device has a generator of its own, so the numbers are others than on the CPU
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,12 +72,22 @@ class _Generator:
         return self._recorder.node(f"poptorch.{name}", "", arguments, has_effect=True)
 
 
+class _OfThisThread:
+    """One generator for the thread in which this is made, and another one for all others."""
+
+    def __init__(self, own: _Generator, others: torch.Generator) -> None:
+        self._thread, self._own, self._others = threading.get_ident(), own, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own if threading.get_ident() == self._thread else self._others, name)
+
+
 @contextmanager
 def seeding(recorder: Recorder) -> Iterator[None]:
     """Have a recorder hear of what is done to the generator in a block."""
     functions: Any = torch.random
     before = functions.default_generator
-    functions.default_generator = _Generator(before, recorder)
+    functions.default_generator = _OfThisThread(_Generator(before, recorder), before)
     try:
         yield
     finally:

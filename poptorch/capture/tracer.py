@@ -84,7 +84,7 @@ class Tracer:
     def listening(self) -> Iterator[None]:
         """Hear of all ops."""
         with ExitStack() as stack:
-            for mode in (torch.inference_mode(False), torch.enable_grad(), self._fake, self._ops, self._functions):
+            for mode in (torch.enable_grad(), self._fake, self._ops, self._functions):
                 stack.enter_context(mode)
             yield
 

@@ -519,9 +519,10 @@ def test_training_within_inference_mode_and_without_gradients(caplog: pytest.Log
         torch.testing.assert_close(optimizer.state[module.w]["momentum_buffer"], X[0])
     model(X)
     torch.testing.assert_close(optimizer.state[module.w]["momentum_buffer"], 1.5 * X[0])
-    module, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5))
-    module.forward = torch.no_grad()(module.forward)
     assert not caplog.text
+    module = Model()
+    module.forward = torch.no_grad()(module.forward)
+    _, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), module)
     model(X)
     assert "Nothing is trained" in caplog.text
     assert not optimizer.state

@@ -25,7 +25,7 @@ from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import Captured, capture
 from poptorch.devices import chosen_device
-from poptorch.dtypes import device_dtype
+from poptorch.dtypes import device_dtype, to_numpy
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering import has_lowering
@@ -35,6 +35,7 @@ from poptorch.options import Options
 from poptorch.program import Program, Returned
 from poptorch.times import Times
 from poptorch.updates import Update
+from poptorch.weights import hook_problem
 from popxl.errors import DeviceError
 from popxl.tensor import Variable
 
@@ -110,9 +111,10 @@ class Compiled:
         seed: what random numbers begin with.
         checks: run op by op, and raise where a number is not finite.
         host_functions: those that the program calls.
+        read: the buffers whose numbers are a part of the program, with these numbers.
 
     Attributes:
-        signature, ends, session, seed: as given.
+        signature, ends, session, seed, read: as given.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
     """
 
@@ -129,10 +131,12 @@ class Compiled:
         seed: int,
         checks: bool = False,
         host_functions: Iterable[HostFunction] = (),
+        read: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
         self.ends, self.session, self.seed = ends, session, seed
+        self.read = dict(read or {})
         self.anchored: dict[str, torch.Tensor] = {}
         self._checks = checks
         self._problems: list[Exception] = []
@@ -152,6 +156,7 @@ class Compiled:
             (stream, self._is_in_turns(stream, result), self._shape_of_result(result))
             for stream, result in zip(ends.outputs, results, strict=True)
         ]
+        self._narrow = [i for i, leaf in enumerate(structure.leaves()) if leaf.dtype is torch.bfloat16]
         self._anchors = [result.anchor for result in results if result.anchor]
         self._count = len(results) - len(self._anchors) - len(rewritten)
         replicas = batching.groups.replicas
@@ -227,6 +232,7 @@ class Compiled:
             seed,
             options.Precision.floating_point_exceptions,
             _host_functions(captured.trace),
+            captured.read,
         )
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -316,12 +322,14 @@ class Compiled:
             with torch.no_grad():
                 for i, rows in zip(self.rewritten, others[len(self._anchors) :], strict=True):
                     tensors[i].copy_(rows.reshape(tensors[i].shape))
-        for t in of_model:
-            t.__dict__.update(_OF_A_RESULT)
-        if self.constants:
+        if self.constants or self._narrow:
             left = iter(of_model)
             count = self._count + len(self.constants)
             of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
+            for i in self._narrow:
+                of_model[i] = of_model[i].bfloat16()
+        for t in of_model:
+            t.__dict__.update(_OF_A_RESULT)
         return self.structure.rebuild(of_model)
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
@@ -363,7 +371,17 @@ class Compiled:
         return {name: array[0] if name in self.ends.written else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        """Overwrite the device's values of parameters and buffers; of those that are given.
+
+        Raises:
+            poptorch.Error: if one is a part of the program, and has other numbers there.
+        """
+        for name, t in self.read.items():
+            if name in host and not np.array_equal(host[name], to_numpy(t), equal_nan=t.is_floating_point()):
+                raise createPoptorchError(
+                    f"The buffer {name} is not what it was when the model was compiled. `forward` has read its numbers "
+                    "then (as `item()` does), so they are a part of the program. Call `destroy()` to compile it anew."
+                )
         variables = self.ends.variables
         self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items() if name in host})
 
@@ -450,6 +468,8 @@ def _captured(
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
         )
+    if training and captured.hooks:
+        raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
     if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")

@@ -149,17 +149,28 @@ class PoplarExecutor:
                 if self._trainer is None:
                     if self._trainings.have_news():
                         self.copyWeightsToDevice()
-                elif self._trainer.device.pending:
-                    self.copyWeightsToHostIfNeeded()
-                    self._trainer.write_pending()
+                else:
+                    self._check_untouched()
+                    self._trainer.notice()
+                    if self._trainer.device.pending:
+                        self.copyWeightsToHostIfNeeded()
+                        self._trainer.write_pending()
             if self._trainer is None:
                 return compiled.run(tensors)
             try:
                 return compiled.run(tensors)
             finally:  # even a run that fails has changed something
-                self._trainer.device.mark_stale()
+                self._trainer.has_run()
                 assert self._instrumented is not None
-                self._instrumented.is_stale = True
+                self._instrumented.has_run()
+
+    def _check_untouched(self) -> None:
+        """Check that nothing has been changed that is a part of the program."""
+        assert self._instrumented is not None and self._trainer is not None
+        self._instrumented.check_hooks()
+        if self._instrumented.is_thawed:
+            self._trainer.check_trained()
+            self._instrumented.is_thawed = False
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +181,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
         """
-        with _compiling:
+        with _compiling, torch.inference_mode(False):  # within it no gradients flow, whatever one says
             self._compile(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,8 +243,8 @@ class PoplarExecutor:
     def _use(self, compiled: Compiled) -> None:
         """Run this from now on."""
         self._compiled = compiled
-        if self._instrumented is not None:
-            home = (compiled, self._instrumented, self._module, self._grouped)
+        if self._instrumented is not None and self._trainer is not None:
+            home = (compiled, self._instrumented, self._module, self._grouped, self._trainer)
             self._forgotten = weakref.finalize(self, _bring_home, *home)
             self._forgotten.atexit = False
         offline = self._options.connection_type is ConnectionType.Never
@@ -422,7 +433,8 @@ class PoplarExecutor:
         state that this one has goes to the device before the next run.
 
         Args:
-            optimizer: the optimiser. Changes of it have an effect when it is set again.
+            optimizer: the optimiser. Later changes of its numbers, by a schedule for example, and of its state have an
+                effect at the next call; it need not be set again.
 
         Raises:
             poptorch.Error: if the model is not for training, or the optimiser differs from the one that it was compiled
@@ -491,6 +503,10 @@ class PoplarExecutor:
         compiled = self._executable
         if self._instrumented is not None:
             self._instrumented.to_host_if_stale()
+        if self._trainer is not None:
+            self._trainer.notice()
+            if self._trainer.device.pending:
+                self._trainer.write_pending()
         saving.save(
             filename,
             compiled,
@@ -532,7 +548,8 @@ class PoplarExecutor:
             saved.prepare(self._trainer, self._module, self._options)
             if anew:
                 assert self._trainer.update is not None
-                compiled.write_state({kept.name: kept.value for kept in self._trainer.update.state})
+                first = {kept.name: kept.value for kept in self._trainer.update.state}
+                compiled.write_state({name: first[name] for name in compiled.ends.state})
         self._use(compiled)
 
     # Looks ----------------------------------------------------------------------------------------------------------
@@ -656,12 +673,14 @@ def _bring_home(
     instrumented: weights.Instrumented,
     module: torch.nn.Module | None,
     grouped: Mapping[str, GroupedParameter],
+    trainer: Trainer,
 ) -> None:
     """What was trained by a wrapper that nobody has any more comes home now, if it has not been read."""
-    if instrumented.is_stale:
-        instrumented.is_stale = False
-        with without_modes():  # a capture may be going on
+    with without_modes():  # a capture may be going on
+        if instrumented.is_stale:
+            instrumented.is_stale = False
             weights.write(module, compiled.weights(), grouped)
+        trainer.disconnect()
 
 
 def _own_options(options: Options, training: bool) -> Options:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 import popxl
 from poptorch.arguments import Batching
@@ -25,9 +26,10 @@ from poptorch.capture.trace import Value
 from poptorch.capture.tracer import Captured
 from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.errors import createPoptorchError
+from poptorch.logging_ import logger
 from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.operands import together
+from poptorch.lowering.operands import narrowed, together
 from poptorch.options import Options
 from poptorch.updates import Update
 from popxl import ops
@@ -234,6 +236,11 @@ class Program:
         reached = leading_to(self._model.graph, [loss])
         trained = [self._model.inputs.get(name) for name in self._update.names]
         required = [t for t in trained if t in reached]
+        if self._update.names and not required:
+            logger.warning(
+                "Nothing is trained: the loss does not depend on any parameter that the optimizer has, or no gradient "
+                "flows to them (`torch.no_grad`, `detach`)."
+            )
         return popxl.transforms.autodiff(self._model.graph, [loss], required) if required else None
 
     def _name_trained(self) -> None:
@@ -273,7 +280,7 @@ class Program:
                 v = popxl.variable(data, name=name, replica_grouping=grouping)
                 self.variables[name] = tensors[name] = v
         if self._update is not None:
-            self.state = self._update.create_state()
+            self.state = self._update.create_state(self._trained() if self._gradient is not None else ())
             tensors |= {f"/{name}": v for name, v in self.state.items()}
             if count:
                 self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
@@ -383,7 +390,8 @@ class Program:
             by_parameter = dict(zip(self._gradient.outputs, outputs, strict=True))
             gradients = {name: by_parameter[t] for name, t in self._trained().items()}
         for name, value in self.written.items():
-            ops.var_updates.copy_var_update_(tensors[name], found[id(value)])
+            new = found[id(value)]
+            ops.var_updates.copy_var_update_(tensors[name], narrowed(new) if value.dtype is torch.bfloat16 else new)
         found |= {name: site.graph_to_parent(t) for name, t in self._model.anchored.items()}
         found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
         results = [found.get(_key(result.value)) for result in self._returned]

@@ -73,6 +73,7 @@ class _Call(_Part):
         constants: numbers of the results that are constants.
         results: shape, count and anchor of what the program returns.
         rewritten: numbers of the inputs that are overwritten.
+        read: names of the buffers whose numbers are a part of the program.
     """
 
     parameters: list[tuple[str, int, list[Any]]]
@@ -82,6 +83,7 @@ class _Call(_Part):
     constants: list[int]
     results: list[tuple[tuple[int, ...], int, str]]
     rewritten: list[int]
+    read: list[str]
 
 
 class _Ends(_Part):
@@ -211,8 +213,9 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
     signature = compiled.signature
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in signature.leaves]
     args, kwargs = signature.arguments(meta)
-    places = [torch.empty(0, device="meta") for _ in compiled.structure.leaves()]
+    places = [torch.empty(0, dtype=leaf.dtype, device="meta") for leaf in compiled.structure.leaves()]
     tensors = {f"constants/{i}": t.contiguous() for i, t in compiled.constants.items()}
+    tensors |= {f"read/{name}": t.contiguous() for name, t in compiled.read.items()}
     parameters: list[tuple[str, int, list[Any]]] = []
     for name, parameter in signature.parameters.items():
         default = parameter.default
@@ -228,6 +231,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
         constants=list(compiled.constants),
         results=[(each.shape, each.count, each.anchor) for each in compiled.results],
         rewritten=list(compiled.rewritten),
+        read=list(compiled.read),
     )
     return call, tensors
 
@@ -422,6 +426,7 @@ class Saved:
             session,
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,
+            read={name: self._tensors[f"read/{name}"] for name in call.read},
         )
         if self._about.seed is None:
             compiled.reseed()

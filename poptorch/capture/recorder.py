@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Ambient
-from poptorch.capture.constants import is_constant, numbers_of
+from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
@@ -121,10 +121,12 @@ class Recorder:
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
+        read: the buffers whose numbers were asked for, by name, and where that was first.
     """
 
     def __init__(self, ambient: Ambient, excludes: Sequence[str] = ()) -> None:
         self.scopes: list[str] = []
+        self.read: dict[str, SourceLocation] = {}
         self._ambient = ambient
         self._excludes = tuple(excludes)
         self._frames = [_Frame()]
@@ -141,9 +143,16 @@ class Recorder:
         """The function that is being recorded: the innermost one."""
         return self._frames[-1].trace
 
-    def new_input(self, t: torch.Tensor, name: str = "") -> Value:
-        """A new argument of the function: what a tensor holds at the beginning."""
-        value = self._new(Value(tuple(t.shape), t.dtype, name))
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is a function within another one that is being recorded."""
+        return len(self._frames) > 1
+
+    def new_input(self, t: torch.Tensor, name: str = "", numbers: torch.Tensor | None = None) -> Value:
+        """A new argument of the function: what a tensor holds at the beginning; of a buffer, the host's numbers."""
+        value = self._new(Value(tuple(t.shape), t.dtype, name, of_buffer=numbers is not None))
+        if numbers is not None:
+            self._numbers[value] = numbers
         self._introduce(t, value)
         self.trace.inputs.append(value)
         return value
@@ -160,9 +169,16 @@ class Recorder:
             seen.value, seen.version = value, seen.cell.version
         return value
 
+    def is_constant(self, t: torch.Tensor) -> bool:
+        """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
+        return self.value_of(t).is_constant
+
     def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
         """The numbers that a tensor has now, not to be overwritten; `None` if a run decides on them."""
-        return numbers_of(self.value_of(t), self._numbers)
+        value = self.value_of(t)
+        for name in value.made_of or ():
+            self.read.setdefault(name, self.source())
+        return numbers_of(value, self._numbers)
 
     def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Note that a tensor has these numbers, which nobody else writes to."""
@@ -285,8 +301,8 @@ class Recorder:
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution":
             self._ambient.count_convolution()
-        known = is_constant(op, overload, values)
-        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect, is_constant=known)
+        names = made_of(op, overload, values)
+        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect, made_of=names)
         self.trace.nodes.append(node)
         return node
 

@@ -22,6 +22,7 @@ from poptorch.ambient import Ambient
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
+from poptorch.capture.seeding import seeding
 from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
@@ -43,7 +44,6 @@ from poptorch.capture.torch_private import (
 from poptorch.capture.trace import Trace, Value
 from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.weights import Attributes, not_rebound
 
 __all__ = ["Captured", "Tracer", "capture", "current"]
@@ -60,12 +60,14 @@ class Tracer:
 
     Attributes:
         recorder: where ops are written down.
+        hooks: what has hooks on gradients, in words.
     """
 
     def __init__(
         self, ambient: Ambient, lowered: Callable[[str, str], bool], excludes: Sequence[str], keeps_whole: bool = True
     ) -> None:
         self.recorder = Recorder(ambient, excludes)
+        self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
         self._has_whole = False
         self._derives = not keeps_whole
@@ -194,8 +196,8 @@ class Tracer:
             raise _Again
 
     def is_known(self, t: torch.Tensor) -> bool:
-        """Whether the numbers of a tensor can be read."""
-        return not in_transform() and self.recorder.numbers_of(t) is not None
+        """Whether the numbers of a tensor are the same in every run."""
+        return not in_transform() and self.recorder.is_constant(t)
 
     def loss(self, x: torch.Tensor) -> Any:
         """A tensor, marked as a loss."""
@@ -206,6 +208,7 @@ class Tracer:
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
         given = _by_name(op, args, kwargs)
+        self._check_generator(op, given.pop("generator", None))
         written = {name: given[name] for name in written_arguments(op) if name in given}
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
@@ -244,6 +247,16 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results)
         return results
+
+    def _check_generator(self, op: torch._ops.OpOverload, generator: torch.Generator | None) -> None:
+        """Check that an op draws from the generator that the device has."""
+        if generator is not None and generator is not torch.default_generator:
+            raise createPoptorchError(
+                f"{op._opname} ({self.recorder.source()}) has a `generator` of its own, which would have no effect: "
+                "the device has one generator. Leave it out, and seed that one with `options.randomSeed(0)`, or in "
+                "`forward` with `torch.manual_seed(0)`. Numbers that are to be those of the generator are made "
+                "before: in `__init__`, as a buffer, or as an argument of the model."
+            )
 
     def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """What an op gives that reads numbers; `None` if these are not known before the model runs."""
@@ -292,7 +305,7 @@ class Tracer:
         return pytree.tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), op(*args, **kwargs))
 
 
-_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 """Arguments of ops that do not change a number here."""
 
 
@@ -336,7 +349,7 @@ class _Functions(TorchFunctionMode):
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
-                _tell_of_hooks()
+                tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
         args, kwargs = as_activation(func, args, kwargs or {})
@@ -348,15 +361,6 @@ class _Functions(TorchFunctionMode):
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
 """Functions in which numbers leave PyTorch without an op of its."""
-
-
-@cache
-def _tell_of_hooks() -> None:
-    """Tell, once, that hooks on gradients do nothing."""
-    logger.warning(
-        "Hooks on gradients (`register_hook`, `register_full_backward_hook`) have no effect in a wrapped model: what "
-        "`forward` computes is differentiated. Where one should count, write it into `forward`."
-    )
 
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -392,6 +396,8 @@ class Captured:
         written: the values that they have at the end, of those that are overwritten.
         written_inputs: the same, of the tensors given, by position.
         result: what `forward` returned, of tensors without numbers; the outputs of `trace` are the values of these.
+        hooks: what has hooks on gradients, in words: they have no effect.
+        read: the buffers whose numbers have become a part of the program, with these numbers.
     """
 
     trace: Trace
@@ -400,6 +406,8 @@ class Captured:
     written: dict[str, Value]
     written_inputs: dict[int, Value]
     result: Any
+    hooks: list[str]
+    read: dict[str, torch.Tensor]
 
 
 _tracers: list[Tracer] = []
@@ -470,9 +478,15 @@ def _capture(
     state_values: dict[str, Value] = {}
     by_tensor: dict[int, Value] = {}
     for key, t in fakes.items():  # tied tensors are one value
-        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key)
-    if any(t._backward_hooks for t in state.values()) or any(map(_has_hooks, module.modules() if module else ())):
-        _tell_of_hooks()
+        numbers = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
+        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, numbers)
+    tracer.hooks += _module_hooks()
+    tracer.hooks += [f"The parameter {name}" for name, t in state.items() if _is_hooked(t)]
+    tracer.hooks += [
+        f"The module {path or type(each).__name__}"
+        for path, each in (torch.nn.Module.named_modules(module) if module is not None else ())
+        if each._backward_hooks or each._backward_pre_hooks
+    ]
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
         if module is not None:
@@ -485,6 +499,7 @@ def _capture(
                 stack.enter_context(_scopes(module, recorder.scopes))
         _tracers.append(tracer)
         stack.callback(_tracers.pop)
+        stack.enter_context(seeding(recorder))
         stack.enter_context(unvalidated_distributions())
         stack.enter_context(unlogged_errors())
         stack.enter_context(one_by_one())
@@ -504,6 +519,12 @@ def _capture(
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
+        for key, where in recorder.read.items():
+            if state_ends[key] is not state_values[key]:
+                raise createPoptorchError(
+                    f"{_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it is "
+                    "another one in each run."
+                )
         recorder.trace.outputs = leaves
         trace = recorder.finish()
         with tracer.suspended():
@@ -516,11 +537,19 @@ def _capture(
         written={key: end for key, end in state_ends.items() if end is not state_values[key]},
         written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
         result=result,
+        hooks=tracer.hooks,
+        read={key: state[key].detach().clone() for key in recorder.read},
     )
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def _module_hooks() -> list[str]:
+    """Hooks on gradients of all modules there are."""
+    private = torch.nn.modules.module
+    return ["Every module"] if private._global_backward_hooks or private._global_backward_pre_hooks else []
+
+
+def _is_hooked(t: torch.Tensor) -> bool:
+    return bool(t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks)
 
 
 def _last_frame(problem: BaseException) -> FrameType | None:

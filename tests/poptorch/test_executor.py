@@ -275,7 +275,7 @@ def test_inputs_that_need_a_change(caplog: pytest.LogCaptureFixture) -> None:
         y, i, b = model(x, torch.tensor([2**31 - 2]), torch.ones(2, dtype=torch.bfloat16))
     torch.testing.assert_close(y, x.detach() + 1)
     assert i.dtype is torch.int32 and i.item() == 2**31 - 1
-    assert b.dtype is torch.float32
+    assert b.dtype is torch.bfloat16
     assert caplog.text.count("is not contiguous") == 1
     assert caplog.text.count("requires a gradient") == 1
 

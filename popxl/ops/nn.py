@@ -316,6 +316,12 @@ def _surprise(rows: Any, totals: Any, labels: Any, ignore_index: int | None, red
     return loss.reshape(labels.shape if reduction == "none" else ())
 
 
+def _learned(g: Any, probs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
+    """The gradient of the logits, as rows."""
+    flat = _flat(labels)
+    return _towards_labels(probs, flat, _scale(g, flat, ignore_index, reduction, probs.dtype))
+
+
 def _cross_entropy_lowering(x: Any, labels: Any, *, ignore_index: int | None, reduction: str) -> Any:
     rows, _, totals = _powers(x)
     return _surprise(rows, totals, labels, ignore_index, reduction)
@@ -323,17 +329,15 @@ def _cross_entropy_lowering(x: Any, labels: Any, *, ignore_index: int | None, re
 
 def _cross_entropy_backward(g: Any, x: Any, labels: Any, *, ignore_index: int | None, reduction: str) -> Any:
     _, powers, totals = _powers(x)
-    flat = _flat(labels)
-    return _towards_labels(powers / totals, flat, _scale(g, flat, ignore_index, reduction, powers.dtype)).reshape(
-        x.shape
-    )
+    return _learned(g, powers / totals, labels, ignore_index, reduction).reshape(x.shape)
 
 
 def _cross_entropy_with_grad_lowering(
     x: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
 ) -> tuple[Any, Any]:
-    how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
-    return _cross_entropy_lowering(x, labels, **how), _cross_entropy_backward(loss_grad, x, labels, **how)
+    rows, powers, totals = _powers(x)
+    dx = _learned(loss_grad, powers / totals, labels, ignore_index, reduction)
+    return _surprise(rows, totals, labels, ignore_index, reduction), dx.reshape(x.shape)
 
 
 _cross_entropy_grad = OpKind(

@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from popxl.errors import PopxlError
 
-__all__ = ["Instance", "launched"]
+__all__ = ["LOOPBACK", "Instance", "launched"]
+
+LOOPBACK = "127.0.0.1"
+"""Where processes of one machine reach each other, and no other machine reaches them."""
 
 PREFIX = "POPDIST_"
 """What the names of the environment variables begin with; the rest is the name of the field, in capitals."""
@@ -49,6 +52,11 @@ class Instance(BaseModel):
                 f"{self.num_total_replicas} replicas cannot be shared out evenly among {self.num_instances} instances"
             )
         return self
+
+    @property
+    def all_are_here(self) -> bool:
+        """Whether all instances are on this machine: then none need listen where other machines reach it."""
+        return self.host in (LOOPBACK, "localhost")
 
     @property
     def num_local_replicas(self) -> int:

@@ -42,6 +42,14 @@ class PopxlRuntimeError(PopxlError):
     """
 
 
+class PopxlWarning(UserWarning):
+    """What a program does is allowed, and may well be a mistake; the base class of our warnings.
+
+    Example:
+        warnings.simplefilter("ignore", popxl.errors.PopxlWarning)  # or "error"
+    """
+
+
 class UndefinedValue(Exception):
     """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
 

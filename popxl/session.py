@@ -58,7 +58,7 @@ class Session:
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
     copies of the variables. What interrupts a call, as Ctrl-C does, leaves the variables as they were before it or as
-    they are after it, on the device and on the host; so it leaves files.
+    they are after it, on the device and on the host; so it leaves files. An interrupted compilation is left at once.
 
     Args:
         ir: the program. It is taken as it is now. If it changes, sessions may be made of it again; one that was made

@@ -18,12 +18,21 @@ if TYPE_CHECKING:
     from popxl.replica_grouping import ReplicaGrouping
     from popxl.tensor import Variable
 
-__all__ = ["Parts", "parts_of", "piece_length"]
+__all__ = ["Parts", "parts_of", "piece_count", "piece_length"]
 
 
 def piece_length(shape: Sequence[int], count: int) -> int:
     """How many elements the pieces of a value have, if there are `count` of them."""
     return -(-math.prod(shape) // count)
+
+
+def piece_count(nelms: int, length: int, members: int) -> int:
+    """How many pieces of a length there are of a value: as many as it fills, and a divisor of the group's size.
+
+    Gathering takes no others.
+    """
+    needed = max(1, -(-nelms // max(1, length)))
+    return next((n for n in range(needed, members) if members % n == 0), members)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,4 @@ def parts_of(v: Variable) -> Parts:
     if not v.location_info.sharded:
         return Parts(grouping, v.nelms, length)
     count, members = buffer.shard_over, grouping.const_rg.group_size
-    if count is None:  # as many as fill the slots; gathering takes a divisor of the group size, at least
-        needed = max(1, -(-v.nelms // max(1, length)))
-        count = next((n for n in range(needed, members) if members % n == 0), members)
-    return Parts(grouping, v.nelms, length, count)
+    return Parts(grouping, v.nelms, length, piece_count(v.nelms, length, members) if count is None else count)

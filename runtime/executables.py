@@ -1,5 +1,5 @@
-"""One compiled JAX function as JSON and bytes, and back; how it is called; and arrays from device to device: this is
-the file that knows JAX's private side.
+"""One compiled JAX function as JSON and bytes, and back; how it is called; arrays from device to device; and settings
+from thread to thread: this is the file that knows JAX's private side.
 
 What JAX offers for this (`jax.experimental.serialize_executable`) is a pickle, from which reading runs whatever the
 writer chose. Here XLA's own serialization is kept, and beside it in plain words what JAX has to know of it: the trees
@@ -8,12 +8,13 @@ of arguments and results, their shapes and dtypes, and how they lie on the devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import config
 from jax._src.compiler import get_compile_options
 from jax._src.interpreters.pxla import UnloadedMeshExecutable, _get_layouts_from_executable, get_dispatch_layouts
 from jax._src.lib import xla_client
@@ -80,6 +81,26 @@ def prepared(function: Any) -> tuple[Any, int] | None:
     C alone that calls it. `None`, if it is always Python that does."""
     call: Any = getattr(function, "_call", None)
     return (call, call._cache_size()) if hasattr(call, "_cache_size") else None
+
+
+# Between threads ------------------------------------------------------------------------------------------------------
+
+
+def settings_of_this_thread() -> Callable[[], None]:
+    """What makes the settings of another thread those that this one has now: of `jax.enable_x64(True)`, say, or
+    `jax.default_matmul_precision("float32")`, whose blocks are a thread's."""
+    known = {id(each): each for each in (*config.config_states.values(), *vars(config).values())}
+    settings = [each for each in known.values() if isinstance(each, config.config_ext.Config)]
+    values = [(each, value) for each in settings if (value := each.get_local()) is not config.config_ext.unset]
+
+    def take_over() -> None:
+        for setting, value in values:
+            setting.set_local(value)
+            hook = getattr(setting, "_update_thread_local_hook", None)
+            if hook is not None:
+                hook(value)
+
+    return take_over
 
 
 # Between devices -----------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of
+from runtime.interrupts import handle_waiting
 from runtime.order import Order
 from runtime.replicas import Replicas
 
@@ -203,6 +204,7 @@ class Lowering:
         """The same, as work that is nested."""
         environment = Environment(values)
         for op in (part for each in ops for part in each.parts):
+            handle_waiting()
             inside = self.carry_out(op, environment, channels)
             if inside is not None:
                 yield inside

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor
 from runtime import remote
+from runtime.aside import lower
 from runtime.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.executables import copied
 from runtime.lower import Lowering
@@ -148,6 +149,14 @@ class Step:
             values[t, place] = run.put(values[t], place)
 
 
+class Compiled(NamedTuple):
+    """What XLA made of a piece, what it was told, and how many seconds that took."""
+
+    executable: Any
+    text: Callable[[], str]
+    seconds: float
+
+
 @dataclass
 class Piece(Step):
     """Ops that are compiled together, and run at once.
@@ -202,8 +211,8 @@ class Piece(Step):
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
         self.structure = self.found(target)
 
-    def lowered(self, target: Target) -> Callable[[], None]:
-        """Trace the ops. What is returned has XLA compile them, for everything of the same structure: in any thread."""
+    def lowered(self, target: Target) -> Callable[[], Compiled]:
+        """Trace the ops. What is returned has XLA compile them, in any thread."""
         start = perf_counter()
         lowering = Lowering(self.ops, target.options, not target.inlines, target.replicas)
 
@@ -215,16 +224,20 @@ class Piece(Step):
             return [environment.values[t] for t in self.makes], channels.positions(self.channels)
 
         spread = target.replicas.spread(piece)
-        lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
+        lowered = lower(jax.jit(spread, donate_argnums=(0, 3)), *self._arguments(target))
         traced = perf_counter() - start
 
-        def compile() -> None:
+        def compile() -> Compiled:
             start = perf_counter()
-            self.structure.text = lowered.as_text
-            self.structure.executable = target.replicas.compile(lowered)
-            self.seconds = traced + perf_counter() - start
+            executable = target.replicas.compile(lowered)
+            return Compiled(executable, lowered.as_text, traced + perf_counter() - start)
 
         return compile
+
+    def take(self, compiled: Compiled) -> None:
+        """Have what was compiled, for everything of the same structure."""
+        self.structure.executable, self.structure.text = compiled.executable, compiled.text
+        self.seconds = compiled.seconds
 
     def _arguments(self, target: Target) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:

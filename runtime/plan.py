@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from popxl.nesting import done
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from popxl.tensor import Tensor
+from runtime.aside import Aside
 from runtime.effects import FAILURE, Channel, Channels, Failure
 from runtime.lower import no_value
 from runtime.pieces import Array, Piece, Run, Target
@@ -44,17 +44,16 @@ def compile_all(pieces: Sequence[Piece], targets: Mapping[int, Target], watch: W
         return
     pieces = sorted(pieces, key=lambda piece: piece.size, reverse=True)
     is_divided = any(target.replicas.local_count < target.replicas.count for target in targets.values())
-    with ThreadPoolExecutor(1 if is_divided else os.cpu_count(), "compilation") as threads:
-        try:
-            watch.begins(pieces[0].name, 0, len(pieces))
-            compilations = [threads.submit(piece.lowered(targets[piece.place])) for piece in pieces]
-            for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
-                if number:
-                    watch.begins(piece.name, number, len(pieces))
-                compilation.result()
-        except BaseException:  # interrupts too: what has not begun need not be done
-            threads.shutdown(cancel_futures=True)
-            raise
+    with Aside(1 if is_divided else os.cpu_count() or 1) as aside:
+        watch.begins(pieces[0].name, 0, len(pieces))
+        compilations = [aside.begin(piece.lowered(targets[piece.place])) for piece in pieces]
+        compiled = []
+        for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
+            if number:
+                watch.begins(piece.name, number, len(pieces))
+            compiled.append(compilation.result())
+    for piece, executable in zip(pieces, compiled, strict=True):
+        piece.take(executable)
 
 
 class Plan:

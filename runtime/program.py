@@ -31,6 +31,7 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Tensor, Variable
 from popxl.transfers import transfers_of
 from runtime import remote
+from runtime.aside import Aside, lower
 from runtime.cache import compiling, compiling_afresh
 from runtime.choice import REPEATED, SMALLEST, Choice
 from runtime.debugging import Debugged, tell_given_nans, together
@@ -304,9 +305,10 @@ class Program:
         slots = self._target(None).slots
         changing += tuple(remote.spec(buffer, self.replicas, slots) for buffer in self._buffers)
         feeds = self._feeds(self.replicas, self._channels)
-        lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, feeds)
+        lowered = lower(jax.jit(step, donate_argnums=0), changing, constant, feeds)
         self.text = lowered.as_text
-        return self.replicas.compile(lowered)
+        with Aside(1) as aside:
+            return aside.begin(lambda: self.replicas.compile(lowered)).result()
 
     def _of_one(
         self, lowering: Lowering, changing: Sequence[Array], read: Mapping[Tensor, Array], feeds: Sequence[Array]
@@ -378,14 +380,15 @@ class Program:
             fetched = replicas.spread(lambda results: self._end(results, channels))(results)
             return self._transfers_first(fetched, channels)
 
-        started = jax.jit(begin, out_shardings=replicas.sharding()).lower(self._feeds(replicas, channels))
+        started = lower(jax.jit(begin, out_shardings=replicas.sharding()), self._feeds(replicas, channels))
         results = [
             jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
             for c, (transfers, _) in zip(channels, started.out_info, strict=True)
             if c not in self.inputs
         ]
-        ended = jax.jit(end, donate_argnums=0 if alike else ()).lower(results)
-        return replicas.compile(started), replicas.compile(ended)
+        ended = lower(jax.jit(end, donate_argnums=0 if alike else ()), results)
+        with Aside(1) as aside:
+            return aside.begin(lambda: (replicas.compile(started), replicas.compile(ended))).result()
 
     def _begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
         """The first state of channels: the array of the transfers of each, and the number of the next one."""

@@ -20,7 +20,7 @@ from popxl.op import Op, OpKind, foreign_tensor
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
+from popxl.tensor import Tensor, TensorLike, Variable
 from popxl.utils import table_to_string, to_numpy
 
 __all__ = ["CallSiteInfo", "call", "call_with_info"]
@@ -285,7 +285,8 @@ def call(
     Args:
         graph: what to run.
         *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is no
-            tensor becomes a constant of the input's dtype.
+            tensor becomes a constant of the input's dtype. A replica-sharded variable stands for its piece where the
+            input is one.
         inputs_dict: values for inputs of the graph, by the input's tensor.
 
     Returns:
@@ -391,7 +392,14 @@ def bind_inputs(
             f"Not enough inputs have been provided for the {which} graph {graph.name}; nothing is bound to "
             f"{', '.join(t.name for t in missing)}.\n{table}"
         )
-    return tuple(constant(arrays[t], t.dtype) if t in arrays else bound[t] for t in graph.inputs)
+    return tuple(constant(arrays[t], t.dtype) if t in arrays else _in_place_of(bound[t], t) for t in graph.inputs)
+
+
+def _in_place_of(given: Tensor, wanted: Tensor) -> Tensor:
+    """The tensor to bind: where a graph takes a piece, that of a variable which is in pieces."""
+    if wanted.meta_shape and isinstance(given, Variable) and given.piece is not None:
+        return given.piece
+    return given
 
 
 def check_callable(graph: Any, here: Graph) -> None:

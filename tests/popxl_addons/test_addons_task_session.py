@@ -438,20 +438,33 @@ def test_objects_that_are_no_loaders():
 # From session to session --------------------------------------------------------------------------------------------
 
 
-def test_load_from_session(caplog):
+def test_load_from_session():
     source, target = make(), make(pick=lambda state: addons.NamedTensors(fwd=state.fwd, extra=state.fwd.fc.b))
     with source:
         run(source, 1, 2)
-        target.load_from_session(source)
+        with pytest.warns(popxl.errors.PopxlWarning, match="state keys not in source: extra") as said:
+            target.load_from_session(source)
+        assert said[0].filename == __file__
         with target:
-            target.load_from_session(source, report_missing="warn")
+            target.load_from_session(source, report_missing="none")
             run(target, 4)
             np.testing.assert_array_equal(weights(target), np.full((2, 3), 7.0))
-    assert "state keys not in source: extra" in caplog.text
     with pytest.raises(ValueError, match="Source keys not in state: extra"):
         source.load_from_session(target, "error")
     with pytest.raises(ValueError, match=r"float32\[2, 3\] there and float32\[2, 4\]"):
         make(features=4).load_from_session(source)
+
+
+@pytest.mark.parametrize("report_missing", ["none", "warn"])
+def test_other_names_are_no_state_to_load(tmp_path, report_missing):
+    """From a session or a checkpoint: there would be nothing to copy."""
+    source, target = make(), make(pick=lambda state: state.fwd)
+    source.save_checkpoint(tmp_path)
+    text = r"nothing has been loaded. .*: fc\.b, fc\.w. No name is on both sides"
+    with pytest.raises(ValueError, match=text):
+        target.load_from_session(source, report_missing)
+    with pytest.raises(ValueError, match=text):
+        target.load_checkpoint(tmp_path, report_missing)
 
 
 def test_sessions_of_one_program():

@@ -42,14 +42,6 @@ class PopxlRuntimeError(PopxlError):
     """
 
 
-class PopxlWarning(UserWarning):
-    """What a program does is allowed, and may well be a mistake; the base class of our warnings.
-
-    Example:
-        warnings.simplefilter("ignore", popxl.errors.PopxlWarning)  # or "error"
-    """
-
-
 class UndefinedValue(Exception):
     """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
 
@@ -98,6 +90,10 @@ class NarrowedNumberWarning(PopxlWarning):
 
 class UnusedTransferWarning(PopxlWarning):
     """A run stores to a stream, or loads from it, less often than its host array has room for."""
+
+
+class MissingStateWarning(PopxlWarning):
+    """State that was to be copied or loaded has no counterpart for some variables."""
 
 
 class TensorTruthWarning(PopxlWarning):

@@ -18,7 +18,7 @@ import numpy as np
 
 import popxl
 from popxl.distributed import Instance, launched
-from popxl.errors import PopxlWarning
+from popxl.errors import MissingStateWarning
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
@@ -158,7 +158,7 @@ class TaskSession(popxl.Session):
         Args:
             src: another session.
             report_missing: what to do about names that only one of them has: ``"none"`` leaves them alone, ``"warn"``
-                gives a `popxl.errors.PopxlWarning`, ``"error"`` raises.
+                gives a `popxl.errors.MissingStateWarning`, ``"error"`` raises.
 
         Raises:
             ValueError: if no name is in both states, or shapes or dtypes differ; for missing names, if these are
@@ -170,7 +170,7 @@ class TaskSession(popxl.Session):
         values, missing = self._matched(what, "Source", arrays, report_missing)
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
-            warnings.warn(text, PopxlWarning, stacklevel=2)
+            warnings.warn(text, MissingStateWarning, stacklevel=2)
         self._write(values)
 
     # Checkpoints

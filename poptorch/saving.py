@@ -422,6 +422,7 @@ class Saved:
             session,
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,
+            is_synthetic=options.synthetic_data,
         )
         if self._about.seed is None:
             compiled.reseed()

@@ -7,6 +7,7 @@ is transferred. What is compiled is in `poptorch.compiled`; how host modules not
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import threading
@@ -25,7 +26,7 @@ import torch
 import popxl
 from poptorch import hooks, optim, profiling, saving, weights
 from poptorch.blocks import module_repr
-from poptorch.capture.torch_private import without_modes
+from poptorch.capture.torch_private import uncompiled, without_modes
 from poptorch.compiled import Compiled
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import createPoptorchError
@@ -71,7 +72,8 @@ class PoplarExecutor:
     Attributes that it does not have are those of the model. Several threads may call it: their runs take turns.
 
     Args:
-        model: the module, a function, or another executor, whose model is meant.
+        model: the module, a function, or another executor, whose model is meant. Of what `torch.compile` has made it is
+            what that was made of.
         options: the options; they cannot be changed any more.
         training: whether it trains the model.
         poptorch_version: the version that the program was written for; without effect.
@@ -96,6 +98,7 @@ class PoplarExecutor:
     ) -> None:
         if isinstance(model, PoplarExecutor):
             model = model._user_model
+        model = uncompiled(model)
         if options is not None and not isinstance(options, Options):
             raise createPoptorchError(
                 f"`options` must be a poptorch.Options; got {options!r} ({type(options).__name__})."
@@ -139,7 +142,7 @@ class PoplarExecutor:
             with _compiling:
                 if self._compiled is None:  # another thread may have compiled it
                     self.compile(*args, **kwargs)
-        compiled = self._executable
+        compiled = self._required
         tensors = compiled.signature.check(args, kwargs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
@@ -258,7 +261,11 @@ class PoplarExecutor:
             self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
 
     @property
-    def _executable(self) -> Compiled:
+    def _executable(self) -> Compiled | None:
+        return self._compiled  # the name that packages on top ask for
+
+    @property
+    def _required(self) -> Compiled:
         if self._compiled is None:
             raise createPoptorchError("Model has not been compiled or has been destroyed.")
         return self._compiled
@@ -273,7 +280,11 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if it is not compiled, or `options.showCompilationProgressBar(False)` was set.
         """
-        self._executable  # noqa: B018
+        if self._compiled is None:
+            raise createPoptorchError(
+                "Model has not been compiled or has been destroyed. Please compile the model before obtaining "
+                "compilation time."
+            )
         if not self._options.show_compilation_progress_bar or self._compilation_time is None:
             raise createPoptorchError(
                 "The time of compilation is not known: it is taken where the model is compiled rather than loaded, and "
@@ -316,7 +327,7 @@ class PoplarExecutor:
             poptorch.Error: if the model is attached already, or is not compiled.
             AssertionError: if it was compiled for no device of this machine.
         """
-        compiled = self._executable
+        compiled = self._required
         if compiled.is_attached:
             raise createPoptorchError("The model is already attached to a device.")
         self._check_online("attach a model")
@@ -331,7 +342,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not attached, or not compiled.
         """
-        compiled = self._executable
+        compiled = self._required
         if not compiled.is_attached:
             raise createPoptorchError("Device is not attached: the model has been detached before.")
         self.copyWeightsToHostIfNeeded()
@@ -358,12 +369,12 @@ class PoplarExecutor:
         return weights.read(self._module, self._grouped)
 
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
-        return self._executable.weights()
+        return self._required.weights()
 
     @_traced("copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         """Bring parameters and buffers from the device to the module."""
-        compiled = self._executable
+        compiled = self._required
         if self._instrumented is not None:
             self._instrumented.to_host()
         else:
@@ -376,7 +387,7 @@ class PoplarExecutor:
     @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
         """Bring parameters and buffers from the module to the device. What has been trained and not read is lost."""
-        self._executable.write_weights(self._host_weights())
+        self._required.write_weights(self._host_weights())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
 
@@ -393,7 +404,7 @@ class PoplarExecutor:
                 "copyNamedBuffersToDevice: no buffers are named. Name them before the model is wrapped: "
                 "`options.updatableNamedBuffers([...])`."
             )
-        compiled = self._executable
+        compiled = self._required
         if self._instrumented is not None:
             compiled.write_weights(self._instrumented.read(names))
         else:
@@ -461,11 +472,11 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not compiled; when set, if it is not a state of this program.
         """
-        return self._executable.random_state
+        return self._required.random_state
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        self._executable.random_state = list(state)
+        self._required.random_state = list(state)
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -500,7 +511,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not compiled, or something cannot be saved as data.
         """
-        compiled = self._executable
+        compiled = self._required
         if self._instrumented is not None:
             self._instrumented.to_host_if_stale()
         if self._trainer is not None:
@@ -578,7 +589,7 @@ class PoplarExecutor:
         assert short_name in anchors, (
             f"getAnchoredTensor: {short_name!r} is not anchored; anchored are {', '.join(anchors) or 'none'}."
         )
-        compiled = self._executable
+        compiled = self._required
         name = anchors[short_name].long_name
         if self._trainer is not None and name in self._trainer.names():
             return self._trainer.value(name)
@@ -593,8 +604,10 @@ class PoplarExecutor:
             poptorch.Error: if the model is not compiled, or `options.logCycleCount(True)` was not set.
         """
         if not self._options.log_cycle_count:
-            raise createPoptorchError("Cycle count logging is disabled; set `options.logCycleCount(True)`.")
-        return estimate_of(self._executable.session.ir).cycles
+            raise createPoptorchError(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
+        return estimate_of(self._required.session.ir).cycles
 
     def getPerfCounters(self) -> dict[str, list[list[float]]]:
         """The times of the last call, in seconds since some moment.
@@ -650,7 +663,32 @@ class PoplarExecutor:
             module_repr(self._user_model) if isinstance(self._user_model, torch.nn.Module) else repr(self._user_model)
         )
 
+    def __reduce__(self) -> Any:
+        """A copy wraps a copy of the model, with the weights as they are now; it is not compiled."""
+        self.copyWeightsToHostIfNeeded()
+        optimizer = None if self._trainer is None else self._trainer.optimizer
+        made_of = (self._call, self._options, self._training, popxl.__version__, optimizer)
+        return PoplarExecutor, made_of, {"grouped": self._grouped}
+
+    def __copy__(self) -> PoplarExecutor:
+        make, (model, *others), state = self.__reduce__()
+        return self._like(make(copy.copy(model), *others), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoplarExecutor:
+        make, made_of, state = self.__reduce__()
+        return self._like(make(*copy.deepcopy(made_of, memo)), state)
+
+    @staticmethod
+    def _like(made: PoplarExecutor, state: Mapping[str, Any]) -> PoplarExecutor:
+        made.__setstate__(state)
+        return made
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._grouped.update(state["grouped"])
+
     def __getattr__(self, attr: str) -> Any:
+        if "_user_model" not in self.__dict__:  # it is being made
+            raise AttributeError(attr)
         value = getattr(self.__dict__["_user_model"], attr)
         if isinstance(value, torch.nn.Parameter):
 
@@ -693,9 +731,10 @@ def _own_options(options: Options, training: bool) -> Options:
         strategy = own.execution_strategy
         is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
         raise createPoptorchError(
-            f"Inference does not accumulate gradients: Training.gradientAccumulation is "
-            f"{own.Training.gradient_accumulation}; expected 1."
-            + (" For a pipelined model use `deviceIterations`." if is_pipelined else "")
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+            "when running a poptorch.inferenceModel()."
+            + " Use poptorch.Options().deviceIterations() to process a sufficient number of batches each run for "
+            "pipelined execution instead." * is_pipelined + f" It is {own.Training.gradient_accumulation}."
         )
     own.freeze()
     return own
@@ -773,7 +812,7 @@ def sessionOf(model: PoplarExecutor) -> popxl.Session:
         >>> print(session.report)
         Report...
     """
-    return model._executable.session
+    return model._required.session
 
 
 def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:

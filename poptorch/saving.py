@@ -427,6 +427,7 @@ class Saved:
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,
             read={name: self._tensors[f"read/{name}"] for name in call.read},
+            is_synthetic=options.synthetic_data,
         )
         if self._about.seed is None:
             compiled.reseed()

@@ -33,6 +33,7 @@ class Setting:
         error: what is raised for others.
         make: gives the first value instead of `default`, for what the environment says.
         shown: the default in words, for the page of all options.
+        words: a sentence that programs look for in the error; it comes first.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Setting:
         error: type[Exception] = AssertionError,
         make: Callable[[], Any] | None = None,
         shown: str = "",
+        words: str = "",
     ) -> None:
         self.here = here
         self.by = by
@@ -55,6 +57,7 @@ class Setting:
         self.valid = valid
         self.expects = expects or f"a value of {_in_words(self.kind)}"
         self.error = error
+        self.words = f"{words} " if words else ""
         self.make = make or (lambda: copy.deepcopy(default))
         self.shown = shown or (repr(default) if make is None else "")
 
@@ -65,7 +68,7 @@ class Setting:
         """Raise if the setting of the group `owner` does not accept this value."""
         if isinstance(value, self.kind) and (self.valid is None or self.valid(value)):
             return
-        raise self.error(f"{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
+        raise self.error(f"{self.words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
 
 
 setting: Any = Setting  # of any type, so that a class can say which type its values have
@@ -140,6 +143,9 @@ class OptionsDict:
             known.check(value, type(self).__name__)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # a subclass, with methods of its own
+            object.__setattr__(self, name, value)
+            return
         self._set(**{name: value})
 
     def __delattr__(self, name: str) -> None:

@@ -308,8 +308,8 @@ _LAMB = _Rule("LAMB", lamb, *_MOMENTS)
 _RMSPROP = _Rule(
     "RMSprop",
     rmsprop,
-    _Kept("a", "Accl1", "grad_avg", _FIRST, needs="centered"),
-    _Kept("s", "Accl2", "square_avg", _SECOND, ones="use_tf_variant"),
+    _Kept("s", "Accl1", "square_avg", _SECOND, ones="use_tf_variant"),
+    _Kept("a", "Accl2", "grad_avg", _FIRST, needs="centered"),
     _Kept("b", "Accl3", "momentum_buffer", _FIRST, needs="momentum"),
 )
 _RULES: dict[type, _Rule] = {  # torch's AdamW is an Adam, so it comes first
@@ -345,7 +345,11 @@ def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[
 
 
 _sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
-_largest = _summary("LargestMagnitude", lambda t: jnp.max(jnp.abs(t), initial=0), lambda ms: jnp.max(jnp.stack(ms)))
+_largest = _summary(
+    "LargestMagnitude",
+    lambda t: jnp.max(jnp.where(jnp.isnan(t), jnp.inf, jnp.abs(t)), initial=0),  # NaN is what infinities become
+    lambda ms: jnp.max(jnp.stack(ms)),
+)
 _number = _op("Number", lambda values, *, index: values[index])
 
 
@@ -363,7 +367,7 @@ _LOSS_SCALES = 2.0**-15, 2.0**15
 
 
 def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tuple[Array]:
-    """Double the loss scale while gradients are well within float16's range, halve it where they are not, or NaN."""
+    """Double the loss scale while gradients are well within float16's range; halve it where one is not, or is NaN."""
     scale = factor * loss_scaling
     scale = jnp.clip(jnp.where(largest <= _TOO_LARGE, scale * 2, scale / 2), *_LOSS_SCALES)
     return (scale / loss_scaling,)
@@ -401,8 +405,8 @@ class Update:
         replica_groupings: those of parameters that are not the same on all replicas, by name. Their rows are parts of
             one parameter for clipping, and parameters of their own for LAMB.
         automatic_loss_scaling: the loss scale is state. It is doubled after each step, up to 2¹⁵, but halved if a
-            gradient of a float16 parameter was greater than an eighth of float16's range, or no number (the step is
-            made all the same).
+            gradient that is computed in float16 was greater than an eighth of float16's range, in any micro-batch of
+            any replica, or no number (the step is made all the same). Gradients in float32 do not count.
         relaxed_checks: tell of unknown attributes in debug messages, not warnings.
 
     Attributes:
@@ -614,7 +618,23 @@ class Update:
         scale = self._number((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
-    def __call__(self, parameters: Tensors, gradients: Tensors, values: popxl.Tensor | None, state: Tensors) -> None:
+    def largest(self, gradients: Tensors) -> popxl.Tensor:
+        """The largest magnitude in gradients, a float32 tensor of one element; infinite where there is NaN."""
+        return self._combined(_largest, gradients, "max")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the loss scale is adjusted to gradients in float16."""
+        return self._automatic
+
+    def __call__(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        values: popxl.Tensor | None,
+        state: Tensors,
+        largest: popxl.Tensor | None = None,
+    ) -> None:
         """Add the ops of one step to the current graph. They overwrite the parameters and the state.
 
         Args:
@@ -624,6 +644,8 @@ class Update:
                 does its state.
             values: the vector of numbers, in the current graph.
             state: what the optimiser keeps, by name; in a subgraph, inputs by reference.
+            largest: for automatic loss scaling, the largest magnitude of what the gradients in float16 were reduced
+                from; by default that of the gradients of float16 parameters as they are.
         """
         gradients = {name: gradients[name] for name in self.names if name in gradients}
         if not gradients:
@@ -637,8 +659,8 @@ class Update:
                 with _beside(parameters[name]):
                     self._step(name, parameters[name], gradient, scale, read, state)
             half = {name: g for name, g in gradients.items() if parameters[name].dtype == popxl.float16}
-            if self._automatic and half:
-                largest = self._combined(_largest, half, "max")
+            if self._automatic and (half or largest is not None):
+                largest = self.largest(half) if largest is None else largest
                 _adjust(state[LOSS_SCALE_FACTOR], largest, read((None, "loss_scaling")))
 
     def _step(

@@ -27,7 +27,18 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.logging_ import logger
 from poptorch.replica_groups import GroupedParameter
 
-__all__ = ["Attributes", "Instrumented", "Trainings", "hook_problem", "not_rebound", "read", "tensors_of", "write"]
+__all__ = [
+    "Attributes",
+    "Instrumented",
+    "Trainings",
+    "hook_problem",
+    "not_rebound",
+    "put_on",
+    "read",
+    "take_off",
+    "tensors_of",
+    "write",
+]
 
 Groupings = Mapping[str, GroupedParameter]
 
@@ -411,6 +422,20 @@ def _watch(each: Any, owner: weakref.ref[Instrumented], kind: Any) -> None:
     _become(each, original, (*refs, owner), kind)
 
 
+def take_off(module: Any) -> None:
+    """Give a module that is watched the class that it had. Its parameters and buffers still are watched."""
+    if isinstance(module, _Watched):
+        _refresh(type(module))
+        _become(module, type(module)._original, (), _WatchedModule)
+
+
+def put_on(module: Any) -> None:
+    """Undo `take_off`; a module that is not being trained is left as it is."""
+    refs = tuple(weakref.ref(training) for training in _trainings if training._module is module)
+    if refs and not isinstance(module, _Watched):
+        _become(module, type(module), refs, _WatchedModule)
+
+
 def _unwatch(everything: list[Any], owner: weakref.ref[Instrumented]) -> None:
     for each in everything:
         if isinstance(each, _Watched):
@@ -560,10 +585,11 @@ def _rebound(kind: str, name: str, is_there: bool, was_none: bool) -> Exception:
         )
     if is_there:
         return createPoptorchError(
-            f"{kind} {name} is reassigned within the model when running forward. On the device that has no meaning: "
-            f"change its numbers in place, with `self.{name}.copy_(...)`."
+            f"{kind} {name} is reassigned within the model when calling the forward method. This is not supported. "
+            f"Consider using self.{name}.copy_(src) to copy data from a source tensor, where src is the name of the "
+            "source tensor."
         )
     return createPoptorchError(
-        f"{kind} {name} is removed from the model when running forward. A model keeps its parameters and buffers; to "
-        f"change the numbers, use `self.{name}.copy_(...)`."
+        f"{kind} {name} is removed from the model when calling the forward method. This is not supported. A model "
+        f"keeps its parameters and buffers; to change the numbers, use self.{name}.copy_(src)."
     )

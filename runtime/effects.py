@@ -250,4 +250,29 @@ def _formatted(
         edgeitems=edge_items,
         formatter={"float_kind": number} if number else None,
     )
-    return text.replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
+    text = _row_by_row(text).replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def _row_by_row(text: str) -> str:
+    """The text of an array, of brackets in brackets, with each row, and each bracket around rows, on a line of its own.
+
+    A line is indented by one space for each bracket around it.
+    """
+    if not text.startswith("[["):
+        return text
+    lines: list[str] = []
+    depth = 0
+    for line in filter(None, (each.strip() for each in text.split("\n"))):
+        while line.startswith("[["):
+            lines.append(" " * depth + "[")
+            line, depth = line[1:], depth + 1
+        separator = "\0" * line.endswith("\0")
+        line = line.removesuffix("\0")
+        ends = max(len(line) - len(line.rstrip("]")) - 1, 0)  # brackets that end more than this row
+        rows = [line[: len(line) - ends], *("]" * ends)]
+        for i, row in enumerate(rows):
+            depth -= i > 0
+            is_continued = i == 0 and not row.startswith(("[", "..."))
+            lines.append(" " * (depth + is_continued) + row + (separator if i == ends else ""))
+    return "\n".join(lines)

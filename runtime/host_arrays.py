@@ -30,6 +30,10 @@ class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream,
     def __repr__(self) -> str:
         return repr(dict(self.items()))
 
+    def wait(self) -> None:
+        """Return once the run has ended. Nothing is fetched."""
+        jax.block_until_ready(list(self.data.values()))
+
     def __reversed__(self) -> Iterator[DeviceToHostStream]:
         return reversed(self.data)
 

@@ -38,11 +38,12 @@ from poptorch.capture.torch_private import (
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
+    without_compile,
     without_modes,
     written_arguments,
 )
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation
+from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, with_masks_of_bools
 from poptorch.errors import createPoptorchError
 from poptorch.weights import Attributes, not_rebound
 
@@ -64,9 +65,14 @@ class Tracer:
     """
 
     def __init__(
-        self, ambient: Ambient, lowered: Callable[[str, str], bool], excludes: Sequence[str], keeps_whole: bool = True
+        self,
+        ambient: Ambient,
+        lowered: Callable[[str, str], bool],
+        excludes: Sequence[str],
+        keeps_whole: bool = True,
+        module: torch.nn.Module | None = None,
     ) -> None:
-        self.recorder = Recorder(ambient, excludes)
+        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module))
         self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
         self._has_whole = False
@@ -198,6 +204,22 @@ class Tracer:
     def is_known(self, t: torch.Tensor) -> bool:
         """Whether the numbers of a tensor are the same in every run."""
         return not in_transform() and self.recorder.is_constant(t)
+
+    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
+        """How much greater one number is than another, if that is the same in every run."""
+        return self.recorder.distance(start, stop)
+
+    def check_classes(self, input: torch.Tensor, num_classes: int = -1) -> None:
+        """Check that the number of classes of a `one_hot` is given, or known.
+
+        Raises:
+            poptorch.Error: if it is not: the shape of the result is made from it.
+        """
+        if num_classes == -1 and not self.is_known(input):
+            raise createPoptorchError(
+                "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
+                f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self.recorder.source()})."
+            )
 
     def loss(self, x: torch.Tensor) -> Any:
         """A tensor, marked as a loss."""
@@ -339,9 +361,11 @@ class _Functions(TorchFunctionMode):
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 return tracer.set_data(*args)
             if func is torch.Tensor.__getitem__:
-                return getitem(args[0], args[1], tracer.is_known)
+                return getitem(args[0], args[1], tracer)
             if func is torch.Tensor.__setitem__:
-                return setitem(args[0], args[1], args[2], tracer.is_known)
+                return setitem(args[0], args[1], args[2], tracer)
+            if func is torch.nn.functional.one_hot:
+                tracer.check_classes(*args, **(kwargs or {}))
             if func in _DIFFERENTIATING:
                 tracer.differentiate()
             if func in _READING:
@@ -352,7 +376,7 @@ class _Functions(TorchFunctionMode):
                 tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
-        args, kwargs = as_activation(func, args, kwargs or {})
+        args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs or {}))
         if whole is None:
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
@@ -451,7 +475,7 @@ def capture(
     """
 
     def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole)
+        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module)
         return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes)
 
     try:
@@ -503,6 +527,7 @@ def _capture(
         stack.enter_context(unvalidated_distributions())
         stack.enter_context(unlogged_errors())
         stack.enter_context(one_by_one())
+        stack.enter_context(without_compile())
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
@@ -515,6 +540,9 @@ def _capture(
                 f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
                 "rows and columns. Pad nested tensors before the model."
             ) from problem
+        except (RuntimeError, TypeError, ValueError) as problem:
+            problem.args = tuple(map(_as_eager_says, problem.args))
+            raise
         returned = flatten(result)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
@@ -550,6 +578,20 @@ def _module_hooks() -> list[str]:
 
 def _is_hooked(t: torch.Tensor) -> bool:
     return bool(t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks)
+
+
+def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:
+    """Whether a tensor is an attribute of a module, of one within, of its class; or in a list or dictionary there."""
+    for each in module.modules() if module is not None else ():
+        namespaces = [vars(each), *map(vars, type(each).__mro__)]
+        if any(t is leaf for leaf in pytree.tree_leaves([list(names.values()) for names in namespaces])):
+            return True
+    return False
+
+
+def _as_eager_says(text: Any) -> Any:
+    """A part of an error of PyTorch, which names the types of what it was given."""
+    return text.replace("FakeTensor", "Tensor") if isinstance(text, str) else text
 
 
 def _last_frame(problem: BaseException) -> FrameType | None:

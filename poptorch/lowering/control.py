@@ -99,6 +99,24 @@ def custom_op(inputs: Tensors, name: str, attributes: tuple[tuple[str, Any], ...
     return _custom[name](*inputs, **dict(attributes))
 
 
+def _gathered(data: popxl.Tensor, indices: popxl.Tensor) -> popxl.Tensor:
+    """`torch.gather` along the last axis."""
+    if data.rank == 0 or data.shape[:-1] != indices.shape[:-1]:
+        raise createPoptorchError(
+            f"FastGatherLastDim: the data has the shape {list(data.shape)} and the indices {list(indices.shape)}; "
+            "expected the same in all axes but the last."
+        )
+    return _gather_last(data, indices)
+
+
+_gather_last = OpKind(
+    "FastGatherLastDim",
+    lambda data, indices: jnp.take_along_axis(data, indices, axis=-1),
+    key="poptorch.FastGatherLastDim",
+)
+_custom["poptorch.custom_ops.FastGatherLastDim"] = _gathered
+
+
 # For runs op by op ----------------------------------------------------------------------------------------------------
 
 WATCH = "poptorch.Watch"

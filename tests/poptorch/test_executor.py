@@ -56,7 +56,9 @@ def test_what_can_be_wrapped(module: Model) -> None:
         poptorch.inferenceModel(module, 3)
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
-    with pytest.raises(poptorch.Error, match="Inference does not accumulate gradients.*use `deviceIterations`"):
+    with pytest.raises(
+        poptorch.Error, match=r"Training.gradientAccumulation to 1 .*Use poptorch.Options\(\).deviceIterations\(\)"
+    ):
         poptorch.inferenceModel(module, options)
 
 
@@ -237,7 +239,7 @@ def test_results(module: Model) -> None:
     assert result["number"] == 3
     assert result["constant"].tolist() == [1, 2]
     torch.testing.assert_close(result["x"], X)
-    with pytest.raises(poptorch.Error, match="`backward` has no meaning"):
+    with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly"):
         result["y"].backward()
 
 

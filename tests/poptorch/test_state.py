@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -280,6 +281,69 @@ def test_a_running_mean_does_not_overflow() -> None:
     module, _, model = wrapped(lambda p: optim.SGD(p, lr=1e-3, accum_type=torch.half), Large(), options)
     model(torch.full((4,), 30000.0, dtype=torch.half))
     assert module.w.item() == -30
+
+
+class Scaled(torch.nn.Module):
+    """Weights in one dtype, used in another: the loss is a sum of products."""
+
+    def __init__(self, dtype: torch.dtype, used_in: torch.dtype) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([1.0, 2.0, -1.0], dtype=dtype))
+        self.used_in = used_in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss((self.w.to(self.used_in) * x.to(self.used_in)).sum(), "none")
+
+
+def emulated(
+    dtype: torch.dtype, used_in: torch.dtype, rows: torch.Tensor, scaling: float, lr: float
+) -> tuple[list[float], list[list[float]]]:
+    """Factors and weights after each step, by PyTorch: rows are `[steps, micro-batches, elements]`."""
+    module = Scaled(dtype, used_in)
+    factor, factors, weights = 1.0, [], []
+    for step in rows:
+        total, largest = torch.zeros(3), 0.0
+        for x in step:
+            module.w.grad = None
+            loss = (module.w.to(used_in) * x.to(used_in)).sum()
+            loss.backward(torch.tensor(scaling * factor, dtype=used_in))
+            total += module.w.grad.float()
+            largest = max(largest, module.w.grad.float().abs().nan_to_num(torch.inf).max().item())
+        with torch.no_grad():
+            module.w.copy_(module.w.float() - lr * total / len(step) / (scaling * factor))
+        if used_in is torch.half:
+            scale = factor * scaling * (2.0 if largest <= 65504 / 8 else 0.5)
+            factor = min(max(scale, 2.0**-15), 2.0**15) / scaling
+        factors.append(factor)
+        weights.append(module.w.tolist())
+    return factors, weights
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used_in", "replicas"),
+    [(torch.half, torch.half, 1), (torch.half, torch.half, 2), (torch.float, torch.half, 1), (torch.float,) * 2 + (1,)],
+)
+def test_automatic_loss_scaling(dtype: torch.dtype, used_in: torch.dtype, replicas: int) -> None:
+    """Beside PyTorch in float16. In the third step gradients are large, in the fifth too, with a mean of 0; the last
+    overflows."""
+    options = poptorch.Options().replicationFactor(replicas)
+    options.Training.setAutomaticLossScaling(True).gradientAccumulation(2 // replicas)
+    options.anchorTensor("scale", "finalLossScale")
+    module = Scaled(dtype, used_in)
+    optimizer = optim.SGD(module.parameters(), lr=0.125, loss_scaling=64.0)
+    model = poptorch.trainingModel(module, options, optimizer)
+    rows = torch.tensor([[[0.5, -0.25, 1.0], [1.0, 0.5, 2.0]]]).repeat(6, 1, 1)
+    rows[2] *= 20.0
+    rows[4, 1] = -rows[4, 0]
+    rows[4] *= 40.0
+    rows[5] *= 1000.0
+    factors, weights = emulated(dtype, used_in, rows, 64.0, 0.125)
+    assert used_in is torch.float or factors == [2, 4, 2, 4, 2, 1]
+    for step, factor, weight in zip(rows, factors, weights, strict=True):
+        model(step)
+        assert optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"].item() == factor
+        assert model.getAnchoredTensor("scale").item() == 64 * factor
+        np.testing.assert_array_equal(module.w.detach().float().numpy(), np.float32(weight))
 
 
 def test_automatic_loss_scaling_is_state() -> None:

@@ -33,6 +33,8 @@ class Setting:
         error: what is raised for others.
         make: gives the first value instead of `default`, for what the environment says.
         shown: the default in words, for the page of all options.
+        of_the_run: it touches the machine, by a folder that is named, say, and is for who runs a model: saved models do
+            not have it.
     """
 
     name: str
@@ -48,11 +50,13 @@ class Setting:
         error: type[Exception] = AssertionError,
         make: Callable[[], Any] | None = None,
         shown: str = "",
+        of_the_run: bool = False,
     ) -> None:
         self.here = here
         self.by = by
         self.kind = kind or type(default)
         self.valid = valid
+        self.of_the_run = of_the_run
         self.expects = expects or f"a value of {_in_words(self.kind)}"
         self.error = error
         self.make = make or (lambda: copy.deepcopy(default))

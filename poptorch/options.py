@@ -650,6 +650,7 @@ class Options(OptionsDict):
         kind=str | None,
         make=lambda: os.environ.get("POPTORCH_CACHE_DIR") or None,
         shown="the environment variable POPTORCH_CACHE_DIR, or none",
+        of_the_run=True,
     )
     profile_dir: str | None = setting(
         None,
@@ -658,8 +659,9 @@ class Options(OptionsDict):
         kind=str | None,
         make=_profile_dir_asked_for,
         shown="none, unless POPLAR_ENGINE_OPTIONS or PVTI_OPTIONS asks for reports",
+        of_the_run=True,
     )
-    log_dir: str = setting(".", f"{NO_EFFECT}: messages go to Python's logging", "logDir")
+    log_dir: str = setting(".", f"{NO_EFFECT}: messages go to Python's logging", "logDir", of_the_run=True)
     max_repeat_logs: int | None = setting(4, NO_EFFECT, "maxRepeatLogs", kind=int | None)
     show_compilation_progress_bar: bool = setting(
         True,

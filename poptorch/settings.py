@@ -34,6 +34,8 @@ class Setting:
         make: gives the first value instead of `default`, for what the environment says.
         shown: the default in words, for the page of all options.
         words: a sentence that programs look for in the error; it comes first.
+        of_the_run: it touches the machine, by a folder that is named, say, and is for who runs a model: saved models do
+            not have it.
     """
 
     name: str
@@ -50,11 +52,13 @@ class Setting:
         make: Callable[[], Any] | None = None,
         shown: str = "",
         words: str = "",
+        of_the_run: bool = False,
     ) -> None:
         self.here = here
         self.by = by
         self.kind = kind or type(default)
         self.valid = valid
+        self.of_the_run = of_the_run
         self.expects = expects or f"a value of {_in_words(self.kind)}"
         self.error = error
         self.words = f"{words} " if words else ""

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from popxl.saving import replace_file
+from popxl.files import replace_file
 from popxl.spec import brief
 
 if TYPE_CHECKING:

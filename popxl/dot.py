@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from popxl.files import replace_file
 from popxl.spec import brief
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def write_checkpoint(ir: Ir, check: str, save_dir: Path | str | None = None, exp
     folder = Path(ir.options.logDir)
     folder.mkdir(parents=True, exist_ok=True)
     for k, graph in enumerate(ir.graphs):
-        (folder / f"{check}_{k or 'r'}.dot").write_text("\n".join(_dot(graph)) + "\n")
+        replace_file(folder / f"{check}_{k or 'r'}.dot", ("\n".join(_dot(graph)) + "\n").encode())
 
 
 def _dot(graph: Graph) -> Iterator[str]:

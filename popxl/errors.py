@@ -42,6 +42,17 @@ class PopxlRuntimeError(PopxlError):
     """
 
 
+class UnreadableFileError(PopxlError, ValueError):
+    """A file that is damaged, of another kind, or holds what nobody can have written: a program that calls itself, say.
+
+    Example:
+        try:
+            ir = popxl.Ir.load(path)
+        except popxl.errors.UnreadableFileError as error:
+            print(error)
+    """
+
+
 class UndefinedValue(Exception):
     """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
 

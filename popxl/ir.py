@@ -89,7 +89,10 @@ class Ir:
 
     @num_host_transfers.setter
     def num_host_transfers(self, value: int) -> None:
-        self._num_host_transfers = value
+        count = integer(value, "Ir.num_host_transfers")
+        if count < 1:
+            raise ValueError(f"Ir.num_host_transfers is {count}; expected 1 or more.")
+        self._num_host_transfers = count
         self.edits.note()
 
     @property
@@ -122,6 +125,8 @@ class Ir:
                 "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
             )
         count = integer(value, "Ir: the number of replicas")
+        if count < 1:
+            raise ValueError(f"Ir: the number of replicas is {count}; expected 1 or more.")
         self.options.enableReplicatedGraphs = count > 1
         self.options.replicatedGraphCount = count
 
@@ -277,7 +282,9 @@ class Ir:
         """Write the program to a file: its graphs, and the numbers that its variables and constants have on the host.
 
         Ops are written by name, so an op of your own has to be declared where the program is loaded. A file that is
-        there already is replaced once the new one is complete.
+        there already is replaced once the new one is complete. Beside it, a second file has the numbers. Both have
+        checksums. Options that say what happens on this machine (`cachePath`, `enableEngineCaching`, `logDir`,
+        `dotChecks`) are not written: who loads the program has them.
 
         Raises:
             PopxlError: if an op has an attribute that cannot be written, or shares its key with another op.
@@ -292,8 +299,13 @@ class Ir:
     def load(cls, path: str | os.PathLike[str]) -> Ir:
         """A program from a file that `save` has written. It prints, differentiates and runs as the one that was saved.
 
+        Files of others may be loaded: nothing in them is run as Python, or names folders, and a program that cannot be
+        is refused. Once it runs, it takes the time and the memory that it asks for.
+
         Raises:
-            ValueError: if the file is damaged, or of another kind.
+            UnreadableFileError: if the file is damaged, or of another kind, or holds no program that can be: one that
+                calls itself, say, or one with an array of more than 4 TiB. It is a `PopxlError` and a `ValueError`.
+            FileNotFoundError: if there is no such file.
             PopxlError: if the program uses an op that nobody has declared.
         """
         ir = cls()

@@ -29,7 +29,7 @@ from popxl.shapes import like_first
 from popxl.source import DebugRecord, SourceLocation
 from popxl.spec import TensorSpec, brief
 from popxl.tensor import Location, Tensor
-from popxl.tracing import abstract_evaluation
+from popxl.tracing import abstract_evaluation, trace
 
 if TYPE_CHECKING:
     from popxl.context import Context
@@ -315,14 +315,29 @@ class OpKind:
         return inputs, names, attributes | plain, specs
 
     def verify(self, op: Op) -> None:
-        """`PopxlError` if an op of this kind does not have the results that its inputs and attributes give it."""
+        """Raise if an op of this kind does not have the results that its inputs and attributes give it."""
         operands, attributes = self.arguments(op, op.inputs)
         plain = {name: value for name, value in op.attributes.items() if name not in attributes}
+        self._tensors(operands, op.graph)
+        self._parameters.check_attributes(self.name, attributes)
         specs = self._infer(operands, op.inputs, op.operands, attributes, plain, op.graph)
         expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
+        if self.mirrors is not None:  # it need not have gained what its graph has
+            expected = expected[: len(op.outputs)]
         if expected != [t.spec.to_tuple() for t in op.outputs]:
             shown = ", ".join(map(brief, op.outputs))
             raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
+
+    def try_out(self, op: Op) -> None:
+        """Raise if the function of an op cannot be traced: a rule for shapes does not look at all attributes.
+
+        An op that others carry out is left to these.
+        """
+        by_others = self.calls or self.parts or self.exchange or self.between_replicas or self.effect
+        if self.shape is not None and not by_others:
+            given, made = (tuple(t.spec for t in tensors) for tensors in (op.inputs, op.outputs))
+            key = ("traced", op.operands, tuple(op.attributes.items()), given, made)
+            self.remembered(key, lambda: trace(op.on_arrays(), given, made) is not None)
 
     def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands and attributes that make the same op of other inputs."""
@@ -426,6 +441,15 @@ class _Parameters:
             defaults=defaults,
             attributes=None if by_kind[_ANY_KEYWORD] else attributes,
         )
+
+    def check_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """`TypeError` if an attribute is missing, or one too many."""
+        known = self.attributes
+        if known is None:
+            return
+        odd = [n for n, required in known.items() if required and n not in attributes] + [*attributes.keys() - known]
+        if odd:
+            raise TypeError(f"{name}: the attributes {sorted(odd)} are missing, or too many; there are {[*known]}.")
 
     def with_groups(self) -> _Parameters:
         """Where the function takes a group: an op has what makes one."""

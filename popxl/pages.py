@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from popxl.files import replace_file
+
 __all__ = ["Facts", "Listing", "OnPage", "Page", "Picture", "Table", "bytes_text", "count_text", "seconds_text"]
 
 LONGEST = 12
@@ -29,7 +31,7 @@ class Picture(str):
         Example:
             >>> ir.memory().picture().save("memory.svg")
         """
-        Path(path).write_text(self, encoding="utf-8")
+        replace_file(Path(path), self.encode())
 
     def _repr_svg_(self) -> str:
         return str(self)
@@ -219,7 +221,7 @@ class OnPage(ABC):
         Example:
             >>> ir.memory().save("memory.html")
         """
-        Path(path).write_text(self.page().document(), encoding="utf-8")
+        replace_file(Path(path), self.page().document().encode())
 
 
 def bytes_text(count: float) -> str:

@@ -2,8 +2,13 @@
 
 Ops are saved by the keys of their declarations and found again by them, so a program that uses an op of your own is
 loaded where that op is declared. No code is in the files and none is run from them. The file of the numbers is named
-after its content: whoever reads while somebody writes, or after a crash, finds the old program or the new one.
+after its content: whoever reads while somebody writes, or after a crash, finds the old program or the new one. The JSON
+has a digest of itself and, in that name, of the numbers. Format 1, of earlier versions, has none of itself.
 Reached as `Ir.save` and `Ir.load`.
+
+Who has written a file is not known, so nothing in it is believed. A program that no sequence of calls of popxl can have
+made is refused before anything is compiled. Session options that touch the machine are not in the file, and are not
+taken from it: they are for who runs the program.
 """
 
 from __future__ import annotations
@@ -12,27 +17,29 @@ import glob
 import hashlib
 import math
 import os
-import uuid
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 import popxl
 from popxl.dtypes import dtype as dtype_
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, UnreadableFileError
+from popxl.files import digest, parsed, remove_abandoned, replace_file, replaced_file, sealed, unsealed
 from popxl.graph import Graph
 from popxl.jax_functions import kind_with_key
 from popxl.op import Op, OpKind
 from popxl.ops.exchange import Part
-from popxl.options import SessionOptions
+from popxl.options import OF_THE_RUN, SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.source import SourceLocation
-from popxl.spec import TensorSpec
+from popxl.spec import TensorSpec, brief
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor, Variable
 from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
@@ -41,17 +48,18 @@ from popxl.transforms.op_gradient import Derivation, vjp_kind
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["fingerprint", "load", "replace_file", "save"]
+__all__ = ["fingerprint", "load", "save"]
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Stamp(BaseModel):
-    """What every version of the file says of itself."""
+    """What every version of the file says of itself. The digest is that of the file without it; format 1 has none."""
 
     format: int
     popxl: str
+    digest: str = ""
 
 
 class _Saved(BaseModel):
@@ -141,14 +149,13 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     with ir.host_data_lock:
         program = writer.program(ir)
     arrays = _safetensors().numpy.save(writer.arrays)
-    program.arrays = f"{path.stem}-{hashlib.sha256(arrays).hexdigest()[:16]}.safetensors"
+    program.arrays = f"{path.stem}-{digest(arrays)[:16]}.safetensors"
+    likewise = f"{glob.escape(path.stem)}-{'[0-9a-f]' * 16}.safetensors"
     beside = path.with_name(program.arrays)
-    if not beside.exists():
-        replace_file(beside, arrays)
-    replace_file(path, program.model_dump_json(indent=1).encode())
-    for older in path.parent.glob(f"{glob.escape(path.stem)}-{'[0-9a-f]' * 16}.safetensors"):
-        if older != beside:
-            older.unlink()
+    # Locked until the program says that they are its own: else who saves another one there would delete them.
+    with replaced_file(beside, lambda draft: draft.write_bytes(arrays), likewise):
+        replace_file(path, sealed(program.model_dump_json(indent=1, exclude={"options": OF_THE_RUN}).encode()))
+    remove_abandoned(older for older in path.parent.glob(likewise) if older != beside)
 
 
 def fingerprint(ir: Ir) -> str:
@@ -159,29 +166,13 @@ def fingerprint(ir: Ir) -> str:
     """
     writer = _Writer(variables=False)
     program = writer.program(ir).model_dump(
-        exclude={"options": _OF_NO_EFFECT, "counters": True, "graphs": {"__all__": {"ops": {"__all__": {"source"}}}}}
+        exclude={"options": OF_THE_RUN, "counters": True, "graphs": {"__all__": {"ops": {"__all__": {"source"}}}}}
     )
     digest = hashlib.sha256(repr(program).encode())
     for name, array in writer.arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-_OF_NO_EFFECT = {"enableEngineCaching", "cachePath", "dotChecks", "logDir"}
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, all of it or nothing."""
-    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # or, after a power cut, the name might be there and the content not
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class _Writer:
@@ -337,8 +328,15 @@ def _safetensors() -> Any:
 # Reading ------------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], ir: Ir) -> None:
-    """Fill an empty Ir with the program in a file. See `Ir.load`."""
+def load(path: str | os.PathLike[str], ir: Ir, traces: bool = True) -> None:
+    """Fill an empty Ir with the program in a file. See `Ir.load`.
+
+    Args:
+        path: the file.
+        ir: an Ir that is new.
+        traces: have JAX trace the functions of ops, where there is doubt. A program that comes with its executables,
+            which are trusted, need not wait for that.
+    """
     path = Path(path)
     text = path.read_bytes()
     library = _safetensors()
@@ -352,129 +350,258 @@ def load(path: str | os.PathLike[str], ir: Ir) -> None:
                 before, text = text, path.read_bytes()
                 if text == before:
                     raise  # nobody has just put another program in its place
-        digest = hashlib.sha256(arrays).hexdigest()[:16]
-        if not program.arrays.endswith(f"-{digest}.safetensors"):
-            raise ValueError(f"{program.arrays!r} is not what was written; its digest is {digest}.")
-        _Reader(ir, program, library.numpy.load(arrays)).read()
+        found = digest(arrays)[:16]
+        if not program.arrays.endswith(f"-{found}.safetensors"):
+            raise ValueError(f"{program.arrays!r} is not what was written; its digest is {found}")
+        numbers = library.numpy.load(arrays)
     except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
-        told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
-        raise ValueError(f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}") from problem
+        raise _unreadable(path, problem) from problem
+    try:
+        _Reader(ir, program, numbers, traces).read()
+    except _Unknown:
+        raise
+    except Exception as problem:  # whatever the functions of ops raise for attributes that nobody can have given them
+        raise _unreadable(path, problem) from problem
+
+
+def _unreadable(path: Path, problem: Exception) -> UnreadableFileError:
+    told = str(problem)
+    if isinstance(problem, KeyError):
+        told = f"{problem} is missing"
+    elif not isinstance(problem, OSError | ValueError | PopxlError):
+        told = f"{type(problem).__name__}: {problem}"
+    told = told.rstrip(".") if len(told) < 1000 else f"{told[:1000]} ..."
+    return UnreadableFileError(
+        f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}. Take another copy, "
+        "or build the program and save it again."
+    )
+
+
+class _Unknown(PopxlError):
+    """The file is as it should be, and this process does not know what is in it."""
 
 
 def _read_program(text: bytes) -> SavedProgram:
-    stamp = Stamp.model_validate_json(text)
-    if stamp.format != FORMAT:
+    content = parsed(text)
+    stamp = Stamp.model_validate(content)
+    if not 0 < stamp.format <= FORMAT:
         raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
-    return SavedProgram.model_validate_json(text)
+    if stamp.format > 1 and not unsealed(text, stamp.digest):
+        raise ValueError("it is damaged: its digest differs")
+    options = content["options"]
+    if isinstance(options, dict) and (named := sorted(OF_THE_RUN & options.keys())):
+        if stamp.format > 1:
+            raise ValueError(f"it sets {', '.join(named)}, which are for who runs it")
+        content["options"] = {name: value for name, value in options.items() if name not in named}
+    return SavedProgram.model_validate(content)
 
 
 class _Reader:
     """Makes a saved program again: tensors and graphs first, then the ops, in the order they run."""
 
-    def __init__(self, ir: Ir, program: SavedProgram, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, ir: Ir, program: SavedProgram, arrays: Mapping[str, np.ndarray], traces: bool) -> None:
         self._ir = ir
+        self._traces = traces
         self._program = program
         self._arrays = arrays
         self._graphs: dict[str, Graph] = {}
         self._tensors: dict[str, Tensor] = {}
         self._streams: dict[str, Stream] = {}
+        self._pieces: list[Tensor] = []
 
     def read(self) -> None:
         ir, program = self._ir, self._program
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
-        ir.counters = {name: program.counters[name] for name in ir.counters}
         for buffer in program.buffers:
-            spec = self.value(buffer.slot)
-            made = RemoteBuffer._make(ir, spec.shape, spec.dtype, buffer.entries)
-            made.meta_shape, made.shard_over = spec.meta_shape, buffer.shard_over
+            self._add_buffer(buffer)
+        _once("graph", (saved.id for saved in program.graphs))
+        _check(bool(program.graphs) and program.graphs[0].id == "", "the first graph is not the main graph")
         ir.graphs = [Graph._make(ir, saved.id) for saved in program.graphs]
         self._graphs = {graph.id: graph for graph in ir.graphs}
+        _once("tensor", (t.id for saved in program.graphs for t in saved.tensors))
+        _once("stream", (t.id for saved in program.graphs for t in saved.streams))
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
             for tensor in saved.tensors:
                 graph._tensors[tensor.id] = self._tensors[tensor.id] = self._tensor(graph, tensor)
+            _check(not graph.id or not saved.streams, f"{graph.title} has streams, and is not the main graph")
             for stream in saved.streams:
-                graph._streams[stream.id] = self._tensor(graph, stream)
+                t = graph._streams[stream.id] = self._tensor(graph, stream)
+                _check(type(t) is Tensor, f"{t!r} stands for no stream")
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
-            graph._inputs = [self._tensors[id] for id in saved.inputs]
-            graph._outputs = [self._tensors[id] for id in saved.outputs]
+            graph._inputs = self._tensors_in(graph, saved.inputs, f"input of {graph.title}")
+            graph._outputs = self._tensors_in(graph, saved.outputs, f"output of {graph.title}")
             graph.differentiable = saved.differentiable
             graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
+            _once(f"input of {graph.title}", saved.inputs)
+            _check(bool(graph.id) or not saved.inputs, "the main graph has inputs")
             for tensor in saved.tensors:
-                t = self._tensors[tensor.id]
-                if tensor.bound is not None:
-                    t.bound_to(self._tensors[tensor.bound])
-                if tensor.piece is not None and isinstance(t, Variable):
-                    t.piece = self._tensors[tensor.piece]
+                self._add_ties(self._tensors[tensor.id], tensor)
+        for t in self._tensors.values():
+            _check_places(t)
+        _once("op", (op.id for saved in program.graphs for op in saved.ops))
         for graph, saved in zip(ir.graphs, program.graphs, strict=True):
-            for op in saved.ops:
-                self._add_op(graph, op)
+            self._add_ops(graph, saved)
         for graph in ir.graphs:
             graph.call_sites.sort(key=lambda op: op.id)
+        _check_calls(ir)
+        for graph in ir.graphs:
+            for op in graph.ops:
+                _check_overwritten(op)
+                for checked in dict.fromkeys((op, *op.parts)):
+                    checked.kind.verify(checked)
+                    if self._traces:
+                        checked.kind.try_out(checked)
+        self._check_sizes()
+        self._set_counters()
+
+    def _add_buffer(self, saved: SavedBuffer) -> None:
+        spec = self._spec_of(saved.slot)
+        made = RemoteBuffer._make(self._ir, spec.shape, spec.dtype, saved.entries)
+        _check(saved.shard_over is None or saved.shard_over > 0, f"{made!r} is cut into {saved.shard_over} pieces")
+        made.meta_shape, made.shard_over = spec.meta_shape, saved.shard_over
+
+    def _spec_of(self, saved: Any) -> TensorSpec:
+        spec = self.value(saved)
+        _check(isinstance(spec, TensorSpec), f"{saved!r} is no spec")
+        return cast(TensorSpec, spec)
+
+    def _tensors_in(self, graph: Graph, ids: Iterable[str], what: str) -> list[Tensor]:
+        found = [self._tensors[id] for id in ids]
+        for t in found:
+            _check(t.graph_ref is graph.ref, f"an {what} is {t.id!r}, of another graph")
+        return found
 
     def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
-        t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self.value(saved.spec))
+        _check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
+        t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self._spec_of(saved.spec))
         t.by_ref = saved.by_ref
-        t._used_at = saved.used_at
-        if isinstance(t, Variable | Constant):
-            t.data = self._arrays[t.id].view(t.dtype.as_numpy())
-            if t.data.shape[t.data.ndim - t.rank :] != t.shape:
-                raise ValueError(f"{t!r} has numbers of the shape {t.data.shape}")
-        if isinstance(t, Constant):
-            t.data.flags.writeable = False
+        t._used_at = _ipu_checked(saved.used_at)
         if isinstance(t, Variable):
+            _check(not graph.id, f"{t!r} is not in the main graph")
             t.replica_grouping = self.value(saved.grouping)
+            _check(isinstance(t.replica_grouping, ReplicaGrouping), f"{t!r} has no replica grouping")
             t.retrieval_mode = saved.retrieval_mode or "one_per_group"
             t.location_info, t.piece = ON_DEVICE, None
             if saved.remote is not None:
                 number, entry, sharded = saved.remote
-                t.location_info = LocationInfo(self._buffer(number), entry, sharded)
+                buffer = self._buffer(number)
+                _check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
+                t.location_info = LocationInfo(buffer, entry, sharded)
             t._in_sync = True
+        if isinstance(t, Variable | Constant):
+            wanted, array = t.dtype.as_numpy(), self._arrays[t.id]
+            _check(array.dtype == (np.uint8 if wanted.names else wanted), f"{t!r} has numbers of {array.dtype}")
+            t.data = array.view(wanted)
+            expected = t.shape_on_host if isinstance(t, Variable) else t.shape
+            _check(t.data.shape == expected, f"{t!r} has numbers of the shape {t.data.shape}")
+        if isinstance(t, Constant):
+            t.data.flags.writeable = False
         return t
 
-    def _add_op(self, graph: Graph, saved: SavedOp) -> None:
-        inputs, outputs = (tuple(self._tensors[id] for id in ids) for ids in (saved.inputs, saved.outputs))
+    def _add_ties(self, t: Tensor, saved: SavedTensor) -> None:
+        """What a tensor has to do with others, which are there by now."""
+        if saved.bound is not None:
+            t.bound_to(self._tensors[saved.bound])
+        _check(not saved.by_ref or t in t.graph.inputs, f"{t!r} is by reference, and no input")
+        if saved.piece is None:
+            return
+        _check(isinstance(t, Variable), f"{t!r} is no variable and is in pieces")
+        piece, buffer = self._tensors[saved.piece], t.location_info.buffer
+        _check(type(piece) is Tensor and piece.graph_ref is t.graph_ref, f"the piece of {t!r} is {piece!r}")
+        fits = buffer is not None and piece.spec.to_tuple() == buffer.spec.to_tuple()
+        _check(fits, f"the piece of {t!r} is {piece!r}, which is not what a slot of {buffer!r} holds")
+        t.piece = piece  # type: ignore[attr-defined]
+        self._pieces.append(piece)
+
+    def _add_ops(self, graph: Graph, saved: SavedGraph) -> None:
+        """The ops of a graph. Each finds what it reads made before, and makes what nobody else does."""
+        there = {t for t in graph.tensors if isinstance(t, Variable | Constant)} | {*graph.inputs}
+        _check(not any(isinstance(t, Variable | Constant) for t in graph.inputs), f"{graph.title} has odd inputs")
+        there |= {t for t in self._pieces if t.graph_ref is graph.ref}
+        earlier: set[int] = set()
+        for each in saved.ops:
+            op = self._op(graph, each)
+            for t in op.inputs:
+                _check(t in there, f"{op!r} reads {t.id!r}, which nothing has made before it")
+            for t in op.outputs:
+                _check(type(t) is Tensor and t not in there, f"{op!r} makes {t.id!r}, which is there already")
+                there.add(t)
+            _check({*op.after} <= earlier, f"{op!r} comes after ops that do not come before it")
+            graph.take_in(op)
+            earlier.add(op.id)
+        for t in graph.outputs:
+            _check(t in there, f"{graph.title} returns {t.id!r}, which nothing makes")
+
+    def _op(self, graph: Graph, saved: SavedOp) -> Op:
+        kind = self.kind(saved.kind, len(saved.inputs))
+        attributes = {n: self._graph(v) if n in kind.calls else self.value(v) for n, v in saved.attributes.items()}
+        what = f"Op[{saved.name}.{saved.id}]"
         op = Op.restore(
-            self.kind(saved.kind, len(inputs)),
+            kind,
             graph,
             SourceLocation(*saved.source),
             id=saved.id,
             name=saved.name,
-            inputs=inputs,
-            outputs=outputs,
+            inputs=tuple(self._tensors_in(graph, saved.inputs, f"input of {what}")),
+            outputs=tuple(self._tensors_in(graph, saved.outputs, f"output of {what}")),
             operands=saved.operands,
-            attributes={name: self.value(value) for name, value in saved.attributes.items()},
+            attributes=attributes,
             modified=frozenset(saved.modified),
-            ipu=saved.ipu,
+            ipu=_ipu_checked((saved.ipu, None))[0],
             io_tiles=saved.io_tiles,
-            location=saved.location,
+            location=_ipu_checked(saved.location),
             execution_context=ExecutionContext[saved.execution_context],
             after=saved.after,
         )
-        graph.take_in(op)
-        if not op.called_graphs:
-            try:
-                for checked in dict.fromkeys((op, *op.parts)):
-                    checked.kind.verify(checked)
-            except PopxlError as problem:
-                raise ValueError(str(problem)) from problem
+        _check(saved.id >= 0, f"{what} has a negative number")
+        _check(saved.operands is None or len(saved.operands) == len(op.inputs), f"{what} names {saved.operands}")
+        _check({*kind.calls} <= attributes.keys(), f"{what} does not have the graphs {kind.calls} to run")
+        if kind.ipus:
+            ipus: Any = attributes[kind.ipus]
+            _check(len(ipus) == len(op.outputs), f"{what} has {len(op.outputs)} results, on the IPUs {ipus}")
+        return op
+
+    def _check_sizes(self) -> None:
+        """Of all that is asked for when a session is made: on each replica, and for each transfer."""
+        ir = self._ir
+        replicas = ir.options.instance_replication_factor
+        for t in self._tensors.values():
+            _check_size(repr(t), t.spec, replicas)
+        for stream in self._streams.values():
+            _check_size(str(stream), stream.spec, replicas * ir.num_host_transfers)
+        entries = sum(b.slot_nelms * b.tensor_dtype.itemsize * b.entries for b in ir.remote_buffers) * replicas
+        _check(entries <= LARGEST, f"the remote buffers would have {entries} bytes; the most is {LARGEST}")
+
+    def _set_counters(self) -> None:
+        """The numbers that come next. None of them has been given to something that is there."""
+        given = self._program.counters
+        ops = (part.id for graph in self._ir.graphs for op in graph.ops for part in (op, *op.parts))
+        named = (re.search(r"_subgraph\((\d+)\)$", graph.id) for graph in self._ir.graphs)
+        taken = {"op_ids": max(ops, default=-1), "subgraph_numbers": max((int(m[1]) for m in named if m), default=-1)}
+        for name in self._ir.counters:
+            _check(given[name] > taken.get(name, -1), f"the next of {name} is {given[name]}, which is taken")
+            self._ir.counters[name] = given[name]
 
     def kind(self, saved: Any, inputs: int) -> OpKind:
         """The declaration under a key, or the gradient op made again as it was made."""
         if isinstance(saved, dict):
             of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
             base = self.kind(saved["vjp"], len(of["inputs"]))
-            gradient, read = vjp_kind(Derivation(base, **of))
+            made_of = Derivation(base, **of)
+            _check(not base.calls and base.parts is None, f"a gradient by JAX of {base.name}, which runs others")
+            gradient, read = vjp_kind(made_of)
             if len(read) + len(of["given"]) != inputs:
-                raise PopxlError(
+                raise _Unknown(
                     f"Ir.load: the gradient of {base.name} was saved with {inputs} operands and "
                     f"has {len(read) + len(of['given'])} here; this version of JAX or of the op's declaration differs "
                     "from the one that the program was saved with. Build the program again."
                 )
             return gradient
+        _check(isinstance(saved, str), f"{saved!r} is no key of an op")
         kind = OpKind.named(saved) or kind_with_key(saved)
         if kind is None:
-            raise PopxlError(
+            raise _Unknown(
                 f"Ir.load: the program uses an op with the key {saved!r}, and no op has been declared under it. "
                 "Declare it, or import the module that does, before the program is loaded."
             )
@@ -483,24 +610,41 @@ class _Reader:
     def value(self, value: Any) -> Any:
         """The value that `_Writer.value` wrote."""
         if not isinstance(value, dict):
+            _check(not isinstance(value, list), f"{value!r} is no value")
             return value
         ((what, content),) = value.items()
         return self._made[what](self, content)
 
     def _spec(self, content: Any) -> TensorSpec:
         shape, name, meta_shape = content
-        return TensorSpec(tuple(shape), dtype_.from_name(name), tuple(meta_shape))
+        spec = TensorSpec(_sizes(shape), dtype_.from_name(name), _sizes(meta_shape))
+        _check_size(f"a tensor {brief(spec)}", spec)
+        return spec
+
+    def _graph(self, value: Any) -> Graph:
+        """The graph that an op runs. Nowhere else is there one."""
+        _check(isinstance(value, dict) and value.keys() == {"graph"}, f"{value!r} is no graph")
+        return self._graphs[value["graph"]]
 
     def _part(self, content: Any) -> Part:
         known = {name: self.value(v) for name, v in content.items() if name not in ("kind", "source")}
-        return Part(self.kind(content["kind"], known["inputs"]), source=SourceLocation(*content["source"]), **known)
+        kind = self.kind(content["kind"], known["inputs"])
+        file, line, function = content["source"]
+        part = Part(kind, source=SourceLocation(str(file), int(line), str(function)), **known)
+        _check(bool(kind.exchange) and not kind.calls, f"{part!r} cannot be a part of an exchange")
+        _check(isinstance(part.attributes, dict) and isinstance(part.name, str), f"{part!r} has odd attributes")
+        _check(type(part.inputs) is int and part.inputs >= 0, f"{part!r} has {part.inputs} inputs")
+        _check(all(isinstance(spec, TensorSpec) for spec in part.outputs), f"{part!r} has odd outputs")
+        return part
 
     def _stream(self, content: Any) -> Stream:
         type_, id = content
+        kind = {kind.__name__: kind for kind in (HostToDeviceStream, DeviceToHostStream)}[type_]
+        t = self._ir.main_graph._streams[id]
         if id not in self._streams:
-            types = {kind.__name__: kind for kind in (HostToDeviceStream, DeviceToHostStream)}
-            self._streams[id] = object.__new__(types[type_])
-            self._streams[id].tensor = self._ir.main_graph._streams[id]
+            self._streams[id] = object.__new__(kind)
+            self._streams[id].tensor = t
+        _check(type(self._streams[id]) is kind, f"the stream {id!r} goes both ways")
         return self._streams[id]
 
     def _buffer(self, number: int) -> RemoteBuffer:
@@ -513,7 +657,6 @@ class _Reader:
         "float": lambda self, text: float(text),
         "dtype": lambda self, name: dtype_.from_name(name),
         "spec": _spec,
-        "graph": lambda self, id: self._graphs[id],
         "part": _part,
         "stream": _stream,
         "buffer": _buffer,
@@ -524,3 +667,83 @@ class _Reader:
         "list": lambda self, items: list(map(self.value, items)),
         "frozenset": lambda self, items: frozenset(map(self.value, items)),
     }
+
+
+# What no program can be ---------------------------------------------------------------------------------------------
+
+LARGEST = 2**42
+"""So many bytes, 4 TiB, no array of a program in a file may have, nor all remote buffers or one stream: nobody has the
+memory. A file of a few lines could claim any number."""
+
+_MOST_CALLS = 10**8
+"""So many ops at most a program in a file may come to, if each call is written out. Graphs that call others twice, ten
+times over, make a thousand of one; thirty times over, nobody gets to the end."""
+
+_MOST_IPUS = 2**16
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _once(what: str, ids: Iterable[object]) -> None:
+    twice = [id for id, count in Counter(ids).items() if count > 1]
+    _check(not twice, f"the {what} {', '.join(map(repr, twice[:3]))} is there twice")
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    _check(isinstance(values, list) and all(type(v) is int and v >= 0 for v in values), f"{values!r} is no shape")
+    return tuple(values)
+
+
+def _check_size(what: str, spec: TensorSpec, times: int = 1) -> None:
+    size = math.prod(spec.shape) * spec.dtype.itemsize * times
+    _check(size <= LARGEST, f"{what} would have {size} bytes; the most is {LARGEST}")
+
+
+def _ipu_checked(location: tuple[int | None, bool | None]) -> tuple[int | None, bool | None]:
+    ipu = location[0]
+    _check(ipu is None or 0 <= ipu < _MOST_IPUS, f"there is no IPU {ipu}")
+    return location
+
+
+def _check_places(t: Tensor) -> None:
+    """`ValueError` if a tensor is where a tensor is which is where it is."""
+    met = set()
+    here: Tensor | None = t
+    while here is not None:
+        _check(here not in met, f"{t!r} is bound to itself")
+        met.add(here)
+        here = None if here._bound is None else here._bound()
+
+
+def _check_overwritten(op: Op) -> None:
+    """`ValueError` if an op overwrites what ops of its kind do not, or as a call two inputs that are one."""
+    if not op.kind.calls:
+        declared = op.kind.modified(op.attributes, op.operands)
+        _check(op.modified == declared, f"{op!r} overwrites its inputs {[*op.modified]}, and not {[*declared]}")
+        return
+    _check(all(0 <= i < len(op.inputs) for i in op.modified), f"{op!r} has no inputs {[*op.modified]} to overwrite")
+    twice = [op.inputs[i] for i in op.modified if op.inputs.count(op.inputs[i]) > 1]
+    _check(not twice, f"{op!r} overwrites {twice}, which are bound twice")
+
+
+def _check_calls(ir: Ir) -> None:
+    """`ValueError` for a graph that calls itself, whichever way, and for calls that nobody gets to the end of."""
+    waiting = {graph: len(graph.called_graphs) for graph in ir.graphs}
+    callers: dict[Graph, list[Graph]] = {graph: [] for graph in ir.graphs}
+    for graph in ir.graphs:
+        for callee in graph.called_graphs:
+            callers[callee].append(graph)
+    ready = [graph for graph, count in waiting.items() if not count]
+    ops: dict[Graph, int] = {}
+    for graph in ready:  # which grows meanwhile
+        ops[graph] = sum(1 + sum(ops[callee] for callee in op.called_graphs) for op in graph.ops)
+        _check(ops[graph] <= _MOST_CALLS, f"the calls in {graph.title} come to {ops[graph]} ops")
+        for caller in callers[graph]:
+            waiting[caller] -= 1
+            if not waiting[caller]:
+                ready.append(caller)
+    endless = [graph.title for graph in ir.graphs if graph not in ops]
+    _check(not endless, f"{', '.join(endless[:3])} would call itself")

@@ -257,7 +257,7 @@ class Session:
             weights_to_host_on_exit: as for a new session.
 
         Raises:
-            ValueError: if the file is damaged, or of another kind.
+            UnreadableFileError: if the file is damaged, or of another kind. It is a `PopxlError` and a `ValueError`.
             PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
         """
         ir, device, ready = read(path, device_desc)

@@ -26,7 +26,13 @@ class SourceLocation:
 
     @property
     def text(self) -> str:
-        """The source line itself, or an empty string where it cannot be read."""
+        """The source line itself, or an empty string where it cannot be read.
+
+        A saved program may name any file: what is neither Python nor the program that runs is not opened.
+        """
+        ours = self.file in linecache.cache or self.file == getattr(sys.modules["__main__"], "__file__", None)
+        if not ours and not (self.file.endswith(".py") and os.path.isfile(self.file)):
+            return ""
         return linecache.getline(self.file, self.line).strip()
 
     @staticmethod

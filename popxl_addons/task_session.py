@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast
 
@@ -19,6 +20,7 @@ import numpy as np
 import popxl
 from popxl.distributed import Instance, launched
 from popxl.errors import MissingStateWarning
+from popxl.files import replaced_file
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
@@ -191,7 +193,8 @@ class TaskSession(popxl.Session):
             checkpoint_dir: a directory, ``~`` for the user's home; or ``wandb://<name>`` for an artifact of the type
                 ``checkpoints`` of the active Weights & Biases run.
             format: ``"npz"``, a NumPy archive for each name; or ``"safetensors"``, one file for all. Memory-mapped
-                variables are copied as raw files in both.
+                variables are copied as raw files in both. With either come digests, in ``checksums.json``: delete that
+                file if you change the others by hand.
 
         Raises:
             TypeError: if `session_state` holds something that JSON does not know.
@@ -230,8 +233,9 @@ class TaskSession(popxl.Session):
                 `initialise_memmap_dir_from_checkpoint` before the program is built.
 
         Raises:
-            ValueError: if no name of the state is in the checkpoint, shapes or dtypes differ, or files are damaged;
-                with ``"error"``, for all that is missing.
+            ValueError: if no name of the state is in the checkpoint, or shapes or dtypes differ; with ``"error"``, for
+                all that is missing.
+            UnreadableFileError: if files are damaged. It is a `ValueError`.
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
@@ -358,6 +362,7 @@ def initialise_memmap_dir_from_checkpoint(
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
+        UnreadableFileError: if one of the files is damaged.
 
     Example:
         >>> import tempfile
@@ -379,11 +384,13 @@ def initialise_memmap_dir_from_checkpoint(
     """
     target = Path(memmap_dir)
     with checkpoint.located(os.fspath(checkpoint_dir)) as directory:
+        checkpoint.check_maps(directory)
         target.mkdir(parents=True, exist_ok=True)
         for source in sorted((directory / checkpoint.MODEL).glob("*.npy")):
-            draft = target / f".{source.name}.draft"
-            shutil.copyfile(source, draft)
-            draft.replace(target / source.name)  # a program that maps the old file keeps it, whole
+            with replaced_file(
+                target / source.name, partial(shutil.copyfile, source)
+            ):  # a program that maps the old file keeps it, whole
+                pass
 
 
 def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:

@@ -5,11 +5,12 @@ What the parts hold is not judged here: those who read compiled programs from a 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from popxl.files import digest, parsed
 
 FORMAT = 2
 
@@ -36,7 +37,7 @@ class Header(BaseModel):
     def of(self, body: bytes) -> str:
         """The digest that belongs to this line and what follows it."""
         line = self.model_copy(update={"digest": ""}).model_dump_json()
-        return hashlib.sha256(line.encode() + body).hexdigest()
+        return digest(line.encode(), body)
 
 
 def pack(kind: str, about: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
@@ -61,7 +62,7 @@ def unpack(kind: str, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]
         ValueError: if this is not the content of such a file, or it is damaged.
     """
     line, _, body = content.partition(b"\n")
-    header = Header.model_validate_json(line)
+    header = Header.model_validate(parsed(line))
     if header.kind != kind or header.format != FORMAT:
         raise ValueError(f"it is of the kind {header.kind!r}, format {header.format}; expected {kind!r}, {FORMAT}")
     if sum(header.sizes.values()) != len(body) or header.of(body) != header.digest:

@@ -25,9 +25,10 @@ import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 
 from popxl.errors import PopxlError
+from popxl.files import replace_file
 from popxl.ir import Ir
 from popxl.log import Logger
-from popxl.saving import fingerprint, replace_file
+from popxl.saving import fingerprint
 from runtime.bundle import pack, unpack
 from runtime.devices import Device, DeviceType, processor
 from runtime.interrupts import scratch_folder
@@ -137,7 +138,7 @@ def _read(path: Path) -> dict[str, bytes]:
 def _write(path: Path, entries: Mapping[str, bytes]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, pack(KIND, {"hash": path.stem}, entries))
+        replace_file(path, pack(KIND, {"hash": path.stem}, entries), like=f"*{SUFFIX}")
     except OSError as problem:
         _log.warn(f"The compiled program could not be kept in {path}: {problem}")
     else:

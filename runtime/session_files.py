@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict
 
 import popxl
 from popxl import saving
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, UnreadableFileError
+from popxl.files import replace_file
 from popxl.ir import Ir
 from popxl.log import Logger
 from runtime.bundle import pack, unpack
@@ -113,7 +114,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     header = About(
         target=target_of(program.device), device=program.device.name, calls=program.calls, executables=executables
     )
-    saving.replace_file(Path(path), pack(KIND, header.model_dump(), parts))
+    replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
 def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tuple[Ir, Device, Ready | None]:
@@ -127,7 +128,9 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tupl
         ir = _ir(parts)
     except (OSError, KeyError, ValueError) as problem:
         told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
-        raise ValueError(f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}") from problem
+        raise UnreadableFileError(
+            f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}"
+        ) from problem
     device = find_device(about.device if device_desc is None else device_desc, ir)
     if differences := about.target.differences(target_of(device)):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
@@ -159,4 +162,6 @@ def _ir(parts: dict[str, bytes]) -> Ir:
         for name, content in parts.items():
             if name == _IR or name.startswith(_ARRAYS):
                 (folder / Path(name).name).write_bytes(content)
-        return Ir.load(folder / _IR)
+        ir = Ir()
+        saving.load(folder / _IR, ir, traces=False)
+        return ir

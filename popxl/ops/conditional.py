@@ -123,6 +123,8 @@ def _results(cond: Any, *inputs: Tensor, then_branch: Graph, else_branch: Graph)
     """Specs of the results, after checking that the condition, the inputs and the two branches fit."""
     if cond.dtype is not dtypes.bool or cond.nelms != 1:
         raise PopxlError(f"the condition has to be a bool of one element; `{cond.name}` is {brief(cond)}.")
+    if any(t.by_ref for branch in (then_branch, else_branch) for t in branch.inputs):
+        raise PopxlError("a branch takes an input by reference, and cannot change a tensor of the caller.")
     count = len(then_branch.inputs)
     check_fit(then_branch, inputs[:count], then_branch.inputs)
     check_fit(else_branch, inputs[count:], else_branch.inputs)

@@ -640,7 +640,10 @@ class _Reader:
     def _stream(self, content: Any) -> Stream:
         type_, id = content
         kind = {kind.__name__: kind for kind in (HostToDeviceStream, DeviceToHostStream)}[type_]
-        t = self._ir.main_graph._streams[id]
+        main = self._ir.main_graph
+        if id not in main._streams:  # in format 1 they are among the other tensors
+            main._streams[id] = main._tensors.pop(id)
+        t = main._streams[id]
         if id not in self._streams:
             self._streams[id] = object.__new__(kind)
             self._streams[id].tensor = t

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 import popxl
-from popxl import debug_info
+from popxl.base.log import Logger
 from popxl.errors import (
     ApplicationRuntimeError,
     DeviceError,
@@ -27,8 +27,8 @@ from popxl.errors import (
     PopxlInternalError,
     PopxlRuntimeError,
 )
-from popxl.log import Logger
-from runtime.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
+from popxl.program import debug_info
+from runtime.targets.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
 
 __all__ = [
     "AccumulateOuterFragmentSchedule",

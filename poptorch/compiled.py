@@ -38,7 +38,7 @@ from poptorch.updates import Update
 from poptorch.weights import hook_problem
 from popxl.errors import DeviceError
 from popxl.tensor import Variable
-from runtime.host_arrays import Outputs
+from runtime.program.host_arrays import Outputs
 
 __all__ = ["Compiled", "Ends", "Result"]
 

@@ -43,8 +43,8 @@ from poptorch.logging_ import logger
 from poptorch.options import Options
 from poptorch.replica_groups import GroupedParameter, ReplicaGroups
 from poptorch.trainer import Trainer
+from popxl.base.files import OF_ARCHIVES, digest, parsed, replace_file
 from popxl.errors import PopxlError
-from popxl.files import OF_ARCHIVES, digest, parsed, replace_file
 
 __all__ = ["Saved", "read", "save"]
 

@@ -37,10 +37,10 @@ from popxl.dtypes import (
     uint32,
     uint64,
 )
-from popxl.spec import TensorByRef, TensorSpec
+from popxl.values.spec import TensorByRef, TensorSpec
 from popxl.tensor import Tensor
-from popxl.create import constant, graph_input, graph_output, variable
-from popxl.remote import (
+from popxl.core.create import constant, graph_input, graph_output, variable
+from popxl.core.remote_variables import (
     remote_replica_sharded_variable,
     remote_variable,
     replica_sharded_buffer,  # noqa: F401
@@ -61,7 +61,7 @@ from popxl.context import (
 )
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.jax_functions import from_jax
+from popxl.transforms.from_jax import from_jax
 from popxl.module import Module
 from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds

@@ -3,7 +3,7 @@
 Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and beside it what JAX cannot know
 (the names of the results, the gradient where it is not simply JAX's, what is overwritten or shared in place).
 Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on
-arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lower`, how it is differentiated in
+arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lowering.lower`, how it is differentiated in
 `popxl.transforms.autodiff`.
 
     sin = OpKind("Sin", jnp.sin)
@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import get_current_context, user_frame
+from popxl.core.tensor import Location, Tensor
+from popxl.core.tracing import abstract_evaluation, trace
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
-from popxl.shapes import like_first
-from popxl.source import DebugRecord, SourceLocation
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Location, Tensor
-from popxl.tracing import abstract_evaluation, trace
+from popxl.values.shapes import like_first
+from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
     from popxl.context import Context

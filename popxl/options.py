@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from popxl.edit_counter import EditCounter
-from popxl.log import Logger
+from popxl.base.edit_counter import EditCounter
+from popxl.base.log import Logger
 
 __all__ = ["OF_THE_RUN", "SessionOptions"]
 

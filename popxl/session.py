@@ -11,27 +11,27 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from popxl.ambiguity import check_in_place_order
-from popxl.dot import write_checkpoint
-from popxl.doubts import warn_of_doubts
-from popxl.edits import Snapshot
+from popxl.base.log import Logger
+from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.log import Logger
-from popxl.memory import Memory
+from popxl.looking.ambiguity import check_in_place_order
+from popxl.looking.dot import write_checkpoint
+from popxl.looking.doubts import warn_of_doubts
+from popxl.looking.edits import Snapshot
+from popxl.looking.memory import Memory
+from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
-from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
-from popxl.transfers import warn_of_unused_transfers
 from popxl.utils import narrowed
-from runtime.devices import Device
-from runtime.functions import GraphFunction, to_jax
-from runtime.host_arrays import HostArrays, Outputs
+from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
-from runtime.machine import Machine
-from runtime.program import Ready
+from runtime.lowering.functions import GraphFunction, to_jax
+from runtime.program.host_arrays import HostArrays, Outputs
+from runtime.program.machine import Machine
+from runtime.program.program import Ready
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.report import Report, memory_of_program, report_of
-from runtime.session_files import read, write
+from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 
 __all__ = [

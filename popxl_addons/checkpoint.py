@@ -30,8 +30,8 @@ from typing import IO, Any, Literal
 import numpy as np
 
 import popxl
+from popxl.base.files import CHECKSUMS, OF_ARCHIVES, check_checksums, current, discard, replacing, write_checksums
 from popxl.errors import UnreadableFileError
-from popxl.files import CHECKSUMS, OF_ARCHIVES, check_checksums, current, discard, replacing, write_checksums
 from popxl_addons import _wandb
 
 Format = Literal["npz", "safetensors"]

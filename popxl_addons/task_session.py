@@ -18,9 +18,9 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 import numpy as np
 
 import popxl
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
+from popxl.base.files import replaced_file
 from popxl.errors import MissingStateWarning
-from popxl.files import replaced_file
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint

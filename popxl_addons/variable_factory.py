@@ -19,8 +19,8 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
-from popxl.sharding import piece_count, piece_length
 from popxl.tensor import Variable
+from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping

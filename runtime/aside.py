@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from runtime.executables import settings_of_this_thread
+from runtime.files.executables import settings_of_this_thread
 from runtime.interrupts import uninterrupted
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from popxl.distributed import LOOPBACK, PREFIX, Instance
+from popxl.base.distributed import LOOPBACK, PREFIX, Instance
 from runtime.meetings import Meetings
 
 GRACE = 5.0

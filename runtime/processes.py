@@ -27,9 +27,9 @@ from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 from jax.extend.backend import register_backend_factory
 
-from popxl.distributed import LOOPBACK, Instance, launched
+from popxl.base.distributed import LOOPBACK, Instance, launched
+from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
-from popxl.log import Logger
 
 _log = Logger("session")
 

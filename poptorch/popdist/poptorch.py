@@ -23,7 +23,7 @@ import poptorch
 from poptorch.logging_ import logger
 from poptorch.options import _DistributedOptions
 from poptorch.settings import group
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
 from runtime import processes
 
 __all__ = ["Options"]

@@ -1,7 +1,7 @@
 """Running a graph from another: `call`, and the record of a call site.
 
 A call copies its inputs into the graph, runs it, and copies the results out. Only inputs passed by reference are
-copied back. How a called graph is compiled once, however often it is called, is in `runtime.lower`.
+copied back. How a called graph is compiled once, however often it is called, is in `runtime.lowering.lower`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import reachable, written_inputs
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, TensorLike, Variable
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind, foreign_tensor
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike, Variable
 from popxl.utils import table_to_string, to_numpy
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["CallSiteInfo", "call", "call_with_info"]
 
@@ -256,7 +256,7 @@ def usable_info(forward: Any, graph: Graph) -> Any:
 
 def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
     """In place of a lowering: running a graph needs to know what is lowered already."""
-    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lower`.")
+    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lowering.lower`.")
 
 
 call_kind = OpKind(

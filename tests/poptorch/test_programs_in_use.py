@@ -27,7 +27,7 @@ from poptorch._poplar_executor import PoplarExecutor
 from poptorch._utils import combine_batch_tensors_gen
 from poptorch.blocks import BeginBlock, BlockFunction
 from poptorch.compiled import Compiled
-from runtime.host_arrays import Outputs
+from runtime.program.host_arrays import Outputs
 
 X = torch.arange(12.0).reshape(3, 4)
 PLACE = torch.tensor(1)

@@ -23,8 +23,8 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.base.files import sealed
 from popxl.errors import PopxlError
-from popxl.files import sealed
 from popxl.transforms import autodiff
 from popxl.transforms.merge_exchange import merge_exchange
 

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 import popxl
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 from popxl.errors import PopxlError
 from popxl.tensor import Constant, Variable
 from popxl_addons import checkpoint
 from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
-from runtime import structure
+from runtime.plan import structure
 
 
 def program() -> popxl.Ir:

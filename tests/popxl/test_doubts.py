@@ -10,7 +10,6 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.doubts import warn_of_doubts
 from popxl.errors import (
     DriftingVariableWarning,
     LostUpdateWarning,
@@ -18,6 +17,7 @@ from popxl.errors import (
     RepeatedSeedWarning,
     TensorTruthWarning,
 )
+from popxl.looking.doubts import warn_of_doubts
 from popxl.transforms import autodiff
 
 F32 = popxl.float32

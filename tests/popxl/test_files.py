@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl import saving
-from popxl.files import drafted, parsed, replace_file, replaced_file, sealed, unsealed
-from popxl.pages import Picture
+from popxl.base.files import drafted, parsed, replace_file, replaced_file, sealed, unsealed
+from popxl.base.pages import Picture
+from popxl.program import saving
 from popxl_addons import checkpoint
 
 KILLED = """

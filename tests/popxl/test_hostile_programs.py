@@ -14,10 +14,10 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.base.files import sealed
+from popxl.base.source import SourceLocation
 from popxl.errors import PopxlError, UnreadableFileError
-from popxl.files import sealed
 from popxl.options import OF_THE_RUN
-from popxl.source import SourceLocation
 from tests.popxl.changed_programs import exchanged, trained
 
 Program = dict[str, Any]

@@ -17,8 +17,8 @@ import safetensors.numpy
 
 import popxl
 from popxl import ops
+from popxl.base.files import sealed
 from popxl.errors import PopxlError, UnreadableFileError
-from popxl.files import sealed
 from popxl.op import OpKind
 from popxl.transforms import autodiff
 from tests.popxl.ops.rows import ROWS

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 
 import popxl
-from popxl import debug_info
+from popxl.base.log import Logger
 from popxl.errors import (
     ApplicationRuntimeError,
     DeviceError,
@@ -26,7 +26,7 @@ from popxl.errors import (
     PopxlInternalError,
     PopxlRuntimeError,
 )
-from popxl.log import Logger
+from popxl.program import debug_info
 from runtime.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
 
 __all__ = [

@@ -36,7 +36,7 @@ from poptorch.replica_groups import GroupedParameter, ParameterProxy
 from poptorch.strategies import PipelinedExecution, ShardedExecution
 from poptorch.times import Latency, Times
 from poptorch.trainer import Trainer, needs_running_mean, with_running_mean
-from popxl.estimate import estimate_of
+from popxl.looking.estimate import estimate_of
 from popxl.session import CompilationProgress, compilation_progress
 
 __all__ = ["PoplarExecutor", "inferenceModel", "load", "sessionOf", "trainingModel"]
@@ -570,7 +570,7 @@ class PoplarExecutor:
         return compiled.anchored[short_name]
 
     def cycleCount(self) -> int:
-        """How many cycles IPUs would need for a run, at least: an estimate, `popxl.estimate`. Nothing is counted.
+        """How many cycles IPUs would need for a run, at least: `popxl.looking.estimate`. Nothing is counted.
 
         Raises:
             poptorch.Error: if the model is not compiled, or `options.logCycleCount(True)` was not set.

@@ -43,7 +43,7 @@ from poptorch.options import Options
 from poptorch.replica_groups import GroupedParameter, ReplicaGroups
 from poptorch.trainer import Trainer
 from popxl.errors import PopxlError
-from popxl.saving import replace_file
+from popxl.program.saving import replace_file
 
 __all__ = ["Saved", "read", "save"]
 

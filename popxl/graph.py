@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Self
 
+from popxl.base.sequence import Sequencer, with_ids_replaced
 from popxl.context import get_current_context
-from popxl.dependencies import dependencies
+from popxl.core.dependencies import dependencies
+from popxl.core.printing import algebra, schedule
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.printing import algebra, schedule
-from popxl.sequence import Sequencer, with_ids_replaced
-from popxl.spec import TensorSpec
-from popxl.tensor import Constant, Tensor, Variable
+from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.ir import Ir

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from popxl import debug_info, saving
-from popxl.binding import build_graph, graph_name
-from popxl.distributed import launched
-from popxl.dot import write_checkpoint
+from popxl.base.distributed import launched
+from popxl.core.binding import build_graph, graph_name
+from popxl.core.printing import definition
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.memory import Memory, memory_of
+from popxl.looking.dot import write_checkpoint
+from popxl.looking.memory import Memory, memory_of
 from popxl.options import SessionOptions
-from popxl.printing import definition
+from popxl.program import debug_info, saving
 from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
-from popxl.shapes import integer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.values.shapes import integer
 
 if TYPE_CHECKING:
     from popxl.module import Module

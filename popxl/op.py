@@ -21,14 +21,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import get_current_context, user_frame
+from popxl.core.tensor import Location, Tensor
+from popxl.core.tracing import abstract_evaluation
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
-from popxl.shapes import like_first
-from popxl.source import DebugRecord, SourceLocation
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Location, Tensor
-from popxl.tracing import abstract_evaluation
+from popxl.values.shapes import like_first
+from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
     from popxl.context import Context

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from popxl.log import Logger
+from popxl.base.log import Logger
 
 __all__ = ["SessionOptions"]
 

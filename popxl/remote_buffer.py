@@ -1,7 +1,7 @@
 """Remote buffers: memory beside the device's own, in equal slots that a program loads from and stores to by number.
 
 A buffer is declared here and used by the ops of `popxl.ops.remote`. What is in its slots when a program starts is said
-by the variables of `popxl.remote`. It holds no numbers.
+by the variables of `popxl.core.remote_variables`. It holds no numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from popxl.context import get_current_context
 from popxl.dtypes import dtype as dtype_
-from popxl.shapes import integer, integers
-from popxl.spec import TensorSpec, brief
+from popxl.values.shapes import integer, integers
+from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import Tensor
     from popxl.ir import Ir
-    from popxl.tensor import Tensor
 
 __all__ = ["RemoteBuffer", "remote_buffer"]
 

@@ -194,6 +194,15 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
     return _constant(weakref.ref(ir), num_replicas, index(stride), index(group_size))
 
 
+def plain_grouping(num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
+    """A constant grouping of so many replicas, which are those of no Ir."""
+    return _constant(_of_no_ir, num_replicas, stride, group_size)
+
+
+def _of_no_ir() -> None:
+    """In place of the reference to an Ir."""
+
+
 def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGrouping:
     """Group the replicas of `ir` as listed; see `Ir.replica_grouping_from_assignments`.
 

@@ -11,15 +11,15 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from popxl.ambiguity import check_in_place_order
-from popxl.dot import write_checkpoint
-from popxl.edits import Snapshot
+from popxl.base.log import Logger
+from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.log import Logger
-from popxl.memory import Memory
+from popxl.looking.ambiguity import check_in_place_order
+from popxl.looking.dot import write_checkpoint
+from popxl.looking.edits import Snapshot
+from popxl.looking.memory import Memory
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
-from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
 from runtime.devices import Device
 from runtime.functions import GraphFunction, to_jax
 from runtime.host_arrays import HostArrays, Outputs

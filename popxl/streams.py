@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Self
 
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
-from popxl.shapes import integers
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers
+from popxl.values.spec import TensorSpec
 
 __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "h2d_stream"]
 

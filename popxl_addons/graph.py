@@ -100,7 +100,7 @@ class GraphWithNamedArgs:
 
     def print_schedule(self) -> str:
         """The graph as text, one line per op in the order of execution, with the flat names of its inputs."""
-        return popxl.printing.schedule(self.graph, {tensor: name for name, tensor in self.args.to_dict().items()})
+        return popxl.core.printing.schedule(self.graph, {tensor: name for name, tensor in self.args.to_dict().items()})
 
     def autodiff(
         self,

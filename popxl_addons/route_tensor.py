@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import popxl
 from popxl import Op
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
 from popxl.ops.call import call_kind
 from popxl.ops.repeat import EXTRA_INPUTS, loop_kind
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 import numpy as np
 
 import popxl
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint

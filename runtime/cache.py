@@ -24,10 +24,10 @@ import jax
 import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 
+from popxl.base.log import Logger
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.log import Logger
-from popxl.saving import fingerprint, replace_file
+from popxl.program.saving import fingerprint, replace_file
 from runtime.bundle import pack, unpack
 from runtime.devices import Device, DeviceType, processor
 from runtime.interrupts import scratch_folder

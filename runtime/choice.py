@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache
 
-from popxl.aliasing import callees_first, reachable
+from popxl.core.aliasing import callees_first, reachable
+from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.ops.repeat import loop_kind
-from popxl.tensor import Constant, Tensor
 from runtime.placement import Places, can_enter
 from runtime.stacks import Stack, stacks_of
 from runtime.structure import Encoding, Structures, encoded

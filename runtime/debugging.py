@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.base.log import Logger
+from popxl.base.nesting import Nested, doing
+from popxl.base.pages import Table
+from popxl.core.printing import line
+from popxl.core.tensor import Tensor
 from popxl.errors import NonFiniteError, PopxlError
-from popxl.log import Logger
-from popxl.nesting import Nested, doing
 from popxl.op import Op
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import loop_kind
 from popxl.options import SessionOptions
-from popxl.pages import Table
-from popxl.printing import line
-from popxl.spec import brief
-from popxl.tensor import Tensor
+from popxl.values.spec import brief
 from runtime.effects import Channel, Channels
 from runtime.lower import Environment, Loop, Lowering, check_bound, store_results
 from runtime.replicas import Replicas

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import jax
 
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime import processes

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from popxl.aliasing import callees_first, reachable
+from popxl.core.aliasing import callees_first, reachable
 from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
 from popxl.graph import Graph

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from popxl.aliasing import reachable, storages, written_inputs, written_tensors
+from popxl.core.aliasing import reachable, storages, written_inputs, written_tensors
+from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.op import REFUSED, VJP, Op
-from popxl.spec import TensorSpec, brief
+from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.tensor import Tensor, Variable
-from popxl.transforms.rule_graph import RuleGraph, rule_graph
+from popxl.values.spec import TensorSpec, brief
 from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent, transfers_of
 from runtime.lower import Lowering, as_declared
 

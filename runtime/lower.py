@@ -23,19 +23,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.aliasing import callees_first, reachable, written_inputs
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import callees_first, reachable, written_inputs
+from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from popxl.kept import kept
-from popxl.nesting import Nested, done
+from popxl.ops.kept import kept
 from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
-from popxl.tensor import Constant, Tensor
 from runtime import effects
 from runtime.collectives import group_of
 from runtime.effects import Channels, channels_of

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.kept import quick_on_cpus
-from popxl.tensor import Tensor
+from popxl.core.tensor import Tensor
+from popxl.ops.kept import quick_on_cpus
 
 Array = Any
 

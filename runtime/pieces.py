@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from popxl.base.nesting import Nested
+from popxl.core.printing import summary
+from popxl.core.tensor import Constant, Tensor
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
-from popxl.nesting import Nested
 from popxl.op import Op
 from popxl.options import SessionOptions
-from popxl.printing import summary
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from popxl.tensor import Constant, Tensor
 from runtime import remote
 from runtime.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.executables import copied

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from popxl.aliasing import callees_first
+from popxl.core.aliasing import callees_first
+from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, left_on, loop_kind
-from popxl.tensor import Constant, Tensor
 from runtime.lower import view_of
 
 

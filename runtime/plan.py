@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 
-from popxl.nesting import done
+from popxl.base.nesting import done
+from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from popxl.tensor import Tensor
 from runtime.effects import FAILURE, Channel, Channels, Failure
 from runtime.lower import no_value
 from runtime.pieces import Array, Piece, Run, Target

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from popxl.aliasing import storages
-from popxl.nesting import Nested
+from popxl.base.nesting import Nested
+from popxl.core.aliasing import storages
+from popxl.core.tensor import Constant, Tensor
 from popxl.op import Op
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
-from popxl.tensor import Constant, Tensor
 from runtime.choice import Choice
 from runtime.effects import Channel
 from runtime.pieces import Entry, Key, Piece, Run, Step, Values, Way

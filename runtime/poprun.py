@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from popxl.distributed import PREFIX, Instance
+from popxl.base.distributed import PREFIX, Instance
 from runtime.meetings import Meetings
 
 GRACE = 5.0

@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
+from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
-from popxl.log import Logger
 
 _log = Logger("session")
 

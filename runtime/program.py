@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from popxl.aliasing import reachable, storages, written_tensors
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import reachable, storages, written_tensors
+from popxl.core.tensor import Tensor, Variable
 from popxl.dtypes import dtype
 from popxl.errors import ApplicationRuntimeError, PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_device, to_host
 from popxl.ir import Ir
-from popxl.nesting import Nested, done
 from popxl.remote_buffer import RemoteBuffer
-from popxl.sharding import parts_of
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.tensor import Tensor, Variable
+from popxl.values.sharding import parts_of
 from runtime import remote
 from runtime.cache import compiling, compiling_afresh
 from runtime.choice import REPEATED, SMALLEST, Choice

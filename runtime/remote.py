@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
+from popxl.core.tensor import Constant, Variable
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
@@ -24,8 +25,7 @@ from popxl.op import Op
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
-from popxl.sharding import parts_of
-from popxl.tensor import Constant, Variable
+from popxl.values.sharding import parts_of
 from runtime.effects import Channels, arrived, sent
 from runtime.lower import Environment, Lowering, meaning
 from runtime.replicas import AXIS, Replicas

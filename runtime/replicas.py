@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from popxl.kept import kept
+from popxl.ops.kept import kept
 from runtime import processes
 
 Array = Any

@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from popxl.aliasing import callees_first, reachable
-from popxl.estimate import Estimate, estimate_of
-from popxl.flops import moved, own_flops
+from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.core.aliasing import callees_first, reachable
+from popxl.core.printing import definition
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.memory import (
+from popxl.looking.estimate import Estimate, estimate_of
+from popxl.looking.flops import moved, own_flops
+from popxl.looking.memory import (
     DeviceMemory,
     LiveTensor,
     Memory,
@@ -33,10 +35,8 @@ from popxl.memory import (
 )
 from popxl.op import Op
 from popxl.ops.call import call_kind
-from popxl.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
-from popxl.printing import definition
 from popxl.remote_buffer import RemoteBuffer
-from popxl.spec import brief
+from popxl.values.spec import brief
 from runtime.plan import Plan
 from runtime.program import Program
 from runtime.structure import Structure

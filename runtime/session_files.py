@@ -16,11 +16,11 @@ import jax
 import jaxlib
 from pydantic import BaseModel, ConfigDict
 
-import popxl
-from popxl import saving
+from popxl.base.log import Logger
+from popxl.base.version import VERSION
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.log import Logger
+from popxl.program import saving
 from runtime.bundle import pack, unpack
 from runtime.devices import Device, find_device, processor
 from runtime.executables import Executable, described, restored
@@ -76,7 +76,7 @@ class About(BaseModel):
 
 
 def _versions() -> dict[str, str]:
-    return {"popxl": popxl.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
 
 
 def target_of(device: Device) -> Target:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.op import Op, OpKind
 from popxl.ops.host import init_kind
 from popxl.ops.repeat import EXTRA_OUTPUTS
-from popxl.tensor import Tensor
 
 turn_kind = OpKind(
     "StackTurn",

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from popxl.aliasing import callees_first
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import callees_first
+from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
-from popxl.nesting import Nested, done
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import Stream
-from popxl.tensor import Constant, Tensor
 
 
 class Structure:

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from pydantic import BaseModel, ConfigDict
 
-from popxl.pages import OnPage, Page, Picture, Table, seconds_text
-from popxl.pictures import bars
+from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
+from popxl.base.pictures import bars
 from runtime.executables import copied
 
 Array = Any

@@ -26,7 +26,7 @@ from poptorch.capture.torch_private import FakeTensor, become, storage_key, with
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
-from popxl.source import SourceLocation
+from popxl.base.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Site
-from popxl.source import SourceLocation
+from popxl.base.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Node", "Trace", "Value", "View", "values_in"]
 

@@ -20,9 +20,9 @@ from poptorch.errors import createPoptorchError
 from poptorch.lowering.operands import broadcast, reshaped
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
+from popxl.base.source import DebugRecord
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
-from popxl.source import DebugRecord
 
 __all__ = ["Emission", "emission", "popxl_dtype", "spec_of"]
 

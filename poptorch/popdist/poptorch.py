@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 import poptorch
 from poptorch.options import _DistributedOptions
 from poptorch.settings import group
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
 from runtime import processes
 
 __all__ = ["Options"]

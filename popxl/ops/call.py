@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import reachable, written_inputs
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, TensorLike
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind, foreign_tensor
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
 from popxl.utils import table_to_string, to_numpy
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["CallSiteInfo", "call", "call_with_info"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor, TensorLike
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -25,8 +26,7 @@ from popxl.ops.call import (
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.ops.shape import reshape
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["ConditionalSiteInfo", "conditional", "conditional_with_info"]
 

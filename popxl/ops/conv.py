@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from popxl import dtypes
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
-from popxl.shapes import integer, integers
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, integers
+from popxl.values.spec import TensorSpec
 
 __all__ = [
     "PadType",

@@ -10,12 +10,12 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.tensor import Location, Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
-from popxl.shapes import integer, like_first
-from popxl.spec import TensorSpec
-from popxl.tensor import Location, Tensor
+from popxl.values.shapes import integer, like_first
+from popxl.values.spec import TensorSpec
 
 
 def _convert(t: Any, *, data_type: dtype_) -> Any:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.kept import kept, quick_on_cpus
+from popxl.ops.kept import kept, quick_on_cpus
 from popxl.ops.precision import wide_dtype
 
 LITTLE_WORK = 2**16

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
 
+from popxl.base.source import SourceLocation
 from popxl.errors import PopxlInternalError
 from popxl.op import Op, OpKind
-from popxl.source import SourceLocation
-from popxl.spec import TensorSpec
+from popxl.values.spec import TensorSpec
 
 __all__ = ["Part", "multi_exchange_kind"]
 

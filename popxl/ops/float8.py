@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind, Requirement, not_a_tensor
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.spec import TensorSpec
 
 # What the scaled ops share ------------------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, NoReturn
 import jax.numpy as jnp
 
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.shapes import integers, like_first
-from popxl.spec import TensorSpec
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers, like_first
+from popxl.values.spec import TensorSpec
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
 

@@ -10,15 +10,15 @@ from jax import lax
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.shape import reshape, transpose
-from popxl.shapes import broadcast_shapes, given, same_dtype
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import broadcast_shapes, given, same_dtype
+from popxl.values.spec import TensorSpec
 
 
 def _matmul(

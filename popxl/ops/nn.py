@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops import sums
 from popxl.ops.precision import wide_dtype, widened
 from popxl.ops.sums import summed
-from popxl.shapes import integer, like_first, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor, taken_back_on_failure
+from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.spec import TensorSpec
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]
 

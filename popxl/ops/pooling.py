@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.kept import over_images, quick_on_cpus
+from popxl.ops.kept import over_images, quick_on_cpus
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
-from popxl.shapes import integers, like_first
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers, like_first
+from popxl.values.spec import TensorSpec
 
 __all__ = ["average_pool", "max_pool"]
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import quotient, wide_dtype
-from popxl.shapes import broadcast_shapes, integer, integers, like_first, number
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor
+from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
+from popxl.values.spec import TensorSpec, brief
 
 
 def _key(seed: Any) -> Any:

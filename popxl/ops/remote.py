@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 from popxl import dtypes
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind, foreign_tensor, not_a_tensor
 from popxl.ops.host import init
 from popxl.remote_buffer import RemoteBuffer
-from popxl.shapes import integer, like_first
-from popxl.spec import brief
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, like_first
+from popxl.values.spec import brief
 
 __all__ = ["remote_load", "remote_load_", "remote_store"]
 

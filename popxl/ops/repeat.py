@@ -9,9 +9,10 @@ from contextlib import nullcontext
 from typing import Any, SupportsIndex
 
 from popxl import dtypes
-from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import reachable, written_inputs
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, TensorLike
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -29,8 +30,7 @@ from popxl.ops.call import (
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.ops.index import gather
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["repeat", "repeat_with_info"]
 

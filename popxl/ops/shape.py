@@ -16,11 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind, not_a_tensor
-from popxl.shapes import integer, integer_or_integers, integers, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, integer_or_integers, integers, one_axis
+from popxl.values.spec import TensorSpec
 
 Bounds = int | Sequence[int | None] | None
 

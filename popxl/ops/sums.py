@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.kept import LANES, quick_on_cpus
+from popxl.ops.kept import LANES, quick_on_cpus
 
 ROWS = range(16, 1025)
 """So many rows are worth a product, and not so many that adding them up one by one is less exact."""

@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from popxl.aliasing import callees_first, has_effect, reachable
+from popxl.base.log import Logger
+from popxl.base.nesting import Nested, done
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import callees_first, has_effect, reachable
+from popxl.core.create import constant
+from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.log import Logger
-from popxl.nesting import Nested, done
 from popxl.op import REFUSED, Op
 from popxl.ops.call import call_kind
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.reduce import sum as sum_
 from popxl.ops.shape import reshape
-from popxl.tensor import Constant, Tensor
 from popxl.transforms.grad_graph_info import (
     ExpectedConnection,
     ExpectedConnectionType,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial, reduce
 
+from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.ops.elementwise import _sum as sum_kind
 from popxl.ops.elementwise import add
 from popxl.ops.host import init
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.spec import TensorSpec
 
 __all__ = ["decompose_sum"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
+from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.ops.call import CallSiteInfo
-from popxl.tensor import Tensor
 
 __all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "make_grad_graph_info"]
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from popxl.context import get_current_graph, in_sequence, io_tiles
-from popxl.dependencies import dependencies
+from popxl.core.dependencies import dependencies
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.exchange import Part, multi_exchange_kind

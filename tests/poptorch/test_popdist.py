@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import popdist.poptorch  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
 import poptorch
-from popxl.distributed import Instance
+from popxl.base.distributed import Instance
 from runtime import processes
 from tests.poptorch.popdist_training import REPLICAS, train
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 from popxl.op import OpKind
 from runtime import structure
 from runtime.bundle import pack, unpack

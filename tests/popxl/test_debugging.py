@@ -145,9 +145,9 @@ def test_the_letter() -> None:
         "",
         "log_out: f32[] = Log(x)",
         "in graph `logarithm_subgraph(0)`, at `return ops.log(x)`",
-        f"{popxl.printing.line(body.ops[1])}",
+        f"{popxl.core.printing.line(body.ops[1])}",
         f"in {body.title}, at `ops.conditional(flag, inner, inner, [x], [x])`",
-        f"{popxl.printing.line(ir.main_graph.ops[0])}, in turn 3 of 5",
+        f"{popxl.core.printing.line(ir.main_graph.ops[0])}, in turn 3 of 5",
         "in the main graph, at `ops.add_(x, ops.repeat(body, 5, x)[0])`",
         "",
     ]

@@ -13,7 +13,7 @@ import pytest
 import popdist
 import popxl
 from popxl import ops
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
 from popxl.errors import PopxlError
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
@@ -46,7 +46,7 @@ def check_equal(found: np.ndarray, expected: np.ndarray, what: str) -> None:
 
 
 def test_examples() -> None:
-    for module in (popdist, popxl.distributed):
+    for module in (popdist, popxl.base.distributed):
         found = doctest.testmod(module)
         assert found.attempted and not found.failed
 

@@ -217,7 +217,7 @@ def test_a_replaced_file_can_be_read_by_others(tmp_path):
 def test_a_program_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     ir, pair = two_that_are_alike()
     ir.save(tmp_path / "program")
-    from popxl import saving
+    from popxl.program import saving
 
     original = saving._read_program
 

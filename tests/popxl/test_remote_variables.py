@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
-from popxl.sharding import Parts, parts_of, piece_length
+from popxl.values.sharding import Parts, parts_of, piece_length
 from runtime.devices import Device
 from tests.popxl.evaluate import store
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import popxl
-import popxl.pages
+import popxl.base.pages
 from popxl import ops
-from popxl.memory import Memory
-from popxl.pages import Facts, Listing, Page, Table, bytes_text, seconds_text
-from popxl.pictures import bars
+from popxl.base.pages import Facts, Listing, Page, Table, bytes_text, seconds_text
+from popxl.base.pictures import bars
+from popxl.looking.memory import Memory
 from runtime import structure
 from runtime.report import Report
 from runtime.timeline import Span, Timeline
@@ -402,7 +402,7 @@ def test_a_timeline_over_devices() -> None:
 
 def test_the_examples_on_pages(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # one of them saves a picture
-    results = doctest.testmod(popxl.pages, extraglobs={"ir": popxl.Ir()})
+    results = doctest.testmod(popxl.base.pages, extraglobs={"ir": popxl.Ir()})
     assert results.attempted and not results.failed
 
 

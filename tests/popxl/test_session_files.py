@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from runtime import structure

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.shape import flatten, reshape, transpose
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.shapes import integer, like_first, one_axis
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.spec import TensorSpec, brief
 
 Array = Any
 OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]

@@ -11,14 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, product
-from popxl.shapes import like_first, meta_shape_of
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor, taken_back_on_failure
+from popxl.values.shapes import like_first, meta_shape_of
+from popxl.values.spec import TensorSpec
 
 
 def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:

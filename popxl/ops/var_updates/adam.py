@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import public
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor
-from popxl.shapes import like_first, meta_shape_of
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import like_first, meta_shape_of
+from popxl.values.spec import TensorSpec
 
 # The direction ------------------------------------------------------------------------------------------------------
 

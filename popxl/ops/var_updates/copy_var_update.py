@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.shapes import like_first, meta_shape_of, same_dtype
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import like_first, meta_shape_of, same_dtype
+from popxl.values.spec import TensorSpec
 
 
 def _same_spec(t: Any, X: Any) -> TensorSpec:

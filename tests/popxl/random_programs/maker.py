@@ -15,8 +15,8 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.spec import TensorSpec
 from popxl.tensor import Constant
+from popxl.values.spec import TensorSpec
 
 LARGEST = 24
 """Elements of a tensor."""

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from popxl.base.log import Logger
 from popxl.context import get_current_context
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.log import Logger
-from popxl.spec import TensorSpec
-from popxl.tensor import Constant, Tensor, Variable
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import to_numpy
+from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import HostScalarTensor
     from popxl.replica_grouping import ReplicaGrouping
-    from popxl.tensor import HostScalarTensor
 
 _log = Logger("ir")
 

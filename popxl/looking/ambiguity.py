@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popxl.aliasing import reachable, storages
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import reachable, storages
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.nesting import Nested, done
 from popxl.op import Op
-from popxl.tensor import Tensor
 
 __all__ = ["check_in_place_order"]
 

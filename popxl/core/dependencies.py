@@ -1,7 +1,7 @@
 """What has to come before what in a graph: the orders of its ops that mean the same.
 
 Creation order is one of them. Whoever puts the ops of a graph in another order asks here first. Which in-place changes
-the *language* leaves without an order is another question: `popxl.ambiguity`.
+the *language* leaves without an order is another question: `popxl.looking.ambiguity`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from popxl.aliasing import reachable, storages
-from popxl.tensor import Tensor
+from popxl.core.aliasing import reachable, storages
+from popxl.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from popxl.graph import Graph

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.remote_buffer import RemoteBuffer
-from popxl.spec import brief
 from popxl.streams import Stream
-from popxl.tensor import Constant, Tensor, Variable
+from popxl.values.spec import brief
 
 if TYPE_CHECKING:
     from popxl.graph import Graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
-from popxl.tensor import Tensor
+from popxl.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from popxl.graph import Graph

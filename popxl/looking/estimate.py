@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from popxl.aliasing import reachable
-from popxl.flops import Flops, moved, own_flops
-from popxl.memory import constants_of, held_variables, moments_of, runs_of, size
-from popxl.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.core.aliasing import reachable
+from popxl.looking.flops import Flops, moved, own_flops
+from popxl.looking.memory import constants_of, held_variables, moments_of, runs_of, size
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import Tensor
     from popxl.ir import Ir
     from popxl.op import Op
-    from popxl.tensor import Tensor
 
 __all__ = ["BOW", "GC200", "Estimate", "Hardware", "IpuEstimate", "OpEstimate", "estimate_of"]
 
@@ -140,7 +140,7 @@ class Estimate(OnPage, _Part):
     Example:
         >>> session = popxl.Session(ir, "ipu_model")
         >>> session.report.estimate.cycles
-        >>> print(popxl.estimate.estimate_of(ir, popxl.estimate.BOW))
+        >>> print(popxl.looking.estimate.estimate_of(ir, popxl.looking.estimate.BOW))
     """
 
     hardware: str

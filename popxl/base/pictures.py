@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from popxl.pages import Picture, bytes_text, seconds_text
+from popxl.base.pages import Picture, bytes_text, seconds_text
 
 __all__ = ["Bar", "bars", "steps"]
 

@@ -14,7 +14,7 @@ from jax.interpreters import partial_eval
 
 from popxl.dtypes import dtype
 from popxl.errors import PopxlError
-from popxl.spec import TensorSpec
+from popxl.values.spec import TensorSpec
 
 
 def abstract_evaluation(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from popxl.spec import brief
+from popxl.values.spec import brief
 
 if TYPE_CHECKING:
     from popxl.graph import Graph

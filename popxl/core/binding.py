@@ -8,10 +8,10 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from popxl.log import Logger
+from popxl.base.log import Logger
+from popxl.core.tensor import Tensor
 from popxl.module import Module
-from popxl.spec import TensorByRef, TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.spec import TensorByRef, TensorSpec
 
 if TYPE_CHECKING:
     from popxl.graph import Graph

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from popxl.aliasing import callees_first, reachable, storages
-from popxl.pages import OnPage, Page, Picture, Table, bytes_text
-from popxl.pictures import steps
-from popxl.printing import summary
-from popxl.spec import brief
-from popxl.tensor import Constant, Tensor, Variable
+from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text
+from popxl.base.pictures import steps
+from popxl.core.aliasing import callees_first, reachable, storages
+from popxl.core.printing import summary
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.values.spec import brief
 
 if TYPE_CHECKING:
     from popxl.graph import Graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
 from popxl.graph import Graph
 from popxl.op import Op
 

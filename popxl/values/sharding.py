@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import Variable
     from popxl.replica_grouping import ReplicaGrouping
-    from popxl.tensor import Variable
 
 __all__ = ["Parts", "parts_of", "piece_length"]
 

@@ -22,18 +22,18 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun, primitives
 
+from popxl.base.source import SourceLocation
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
+from popxl.core.tracing import abstract_evaluation, trace
 from popxl.dtypes import dtype
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import VJP, OpKind, foreign_tensor
 from popxl.ops.call import call
 from popxl.ops.families import camel
-from popxl.source import SourceLocation
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor
-from popxl.tracing import abstract_evaluation, trace
+from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["from_jax"]
 
 _LIBRARY = os.path.dirname(jax.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from popxl.base.sequence import Sequencer
 from popxl.context import get_current_context
 from popxl.graph import Graph
 from popxl.ir import Ir
 from popxl.op import Op
-from popxl.sequence import Sequencer
 from popxl.transforms.op_gradient import Forward, gradients, passes
 
 

@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-import popxl
+from popxl.base.source import SourceLocation
+from popxl.base.version import VERSION
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.jax_functions import kind_with_key
 from popxl.op import Op, OpKind
 from popxl.ops.exchange import Part
 from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.source import SourceLocation
-from popxl.spec import TensorSpec
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.tensor import Constant, Tensor, Variable
 from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
+from popxl.transforms.from_jax import kind_with_key
 from popxl.transforms.op_gradient import Derivation, vjp_kind
+from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -197,7 +197,7 @@ class _Writer:
     def program(self, ir: Ir) -> SavedProgram:
         return SavedProgram(
             format=FORMAT,
-            popxl=popxl.__version__,
+            popxl=VERSION,
             arrays="",
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from popxl.typing_ import NewAliasAnnotation
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import Tensor as TensorByRef
     from popxl.dtypes import dtype as dtype_
-    from popxl.tensor import Tensor as TensorByRef
 else:
     TensorByRef = NewAliasAnnotation("TensorByRef", None)
     TensorByRef.__doc__ = """Annotate a parameter of a graph function with this to pass the tensor by reference.

@@ -15,7 +15,7 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.errors import PopxlError
-from popxl.spec import TensorSpec
+from popxl.values.spec import TensorSpec
 
 
 def integer(value: Any, what: str, expected: str = "be an integer") -> int:

@@ -15,12 +15,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from popxl.saving import replace_file
-from popxl.spec import brief
+from popxl.program.saving import replace_file
+from popxl.values.spec import brief
 
 if TYPE_CHECKING:
+    from popxl.base.source import DebugRecord
     from popxl.ir import Ir
-    from popxl.source import DebugRecord
 
 __all__ = ["close", "note", "open_file"]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from popxl.tracing import needed
+from popxl.core.tracing import needed
 
 if TYPE_CHECKING:
     from popxl.op import Op

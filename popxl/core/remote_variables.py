@@ -2,7 +2,7 @@
 
 What is made here are variables like any other for a session, which reads and writes their values. A program does not
 use the variable: it loads from the slot and stores to it, or works with the piece. How values are cut into pieces is in
-`popxl.sharding`.
+`popxl.values.sharding`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from popxl.context import get_current_context
-from popxl.create import variable
+from popxl.core.create import variable
+from popxl.core.tensor import Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.remote_buffer import RemoteBuffer
-from popxl.shapes import integer, integers
-from popxl.sharding import piece_length
-from popxl.tensor import Tensor, Variable
 from popxl.tensorlocation import LocationInfo
+from popxl.values.shapes import integer, integers
+from popxl.values.sharding import piece_length
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import HostScalarTensor
     from popxl.replica_grouping import ReplicaGrouping
-    from popxl.tensor import HostScalarTensor
 
 __all__ = [
     "remote_replica_sharded_variable",

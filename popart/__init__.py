@@ -27,7 +27,7 @@ from popxl.errors import (
     PopxlRuntimeError,
 )
 from popxl.program import debug_info
-from runtime.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
+from runtime.targets.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
 
 __all__ = [
     "DeviceInfo",

@@ -23,10 +23,10 @@ from popxl.ir import Ir
 from popxl.looking.memory import Memory
 from popxl.op import Op
 from popxl.session import Session
-from runtime.devices import Device
-from runtime.machine import Machine, NothingRuns, PlanningMachine
-from runtime.program import Program, Ready
+from runtime.program.machine import Machine, NothingRuns, PlanningMachine
+from runtime.program.program import Program, Ready
 from runtime.report import report_of
+from runtime.targets.devices import Device
 
 _EXAMPLES = """\
 examples:

@@ -3,8 +3,8 @@
 Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and beside it what JAX cannot know
 (the names of the results, the gradient where it is not simply JAX's, what is overwritten or shared in place).
 Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on
-arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lower`, how it is differentiated in
-`popxl.transforms.autodiff`.
+arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lowering.lower`, how it is
+differentiated in `popxl.transforms.autodiff`.
 
     sin = OpKind("Sin", jnp.sin)
     y = sin(x)                       # x, y: tensors of the current graph

@@ -20,15 +20,15 @@ from popxl.looking.dot import write_checkpoint
 from popxl.looking.edits import Snapshot
 from popxl.looking.memory import Memory
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
-from runtime.devices import Device
-from runtime.functions import GraphFunction, to_jax
-from runtime.host_arrays import HostArrays, Outputs
+from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
-from runtime.machine import Machine
-from runtime.program import Ready
+from runtime.lowering.functions import GraphFunction, to_jax
+from runtime.program.host_arrays import HostArrays, Outputs
+from runtime.program.machine import Machine
+from runtime.program.program import Ready
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.report import Report, memory_of_program, report_of
-from runtime.session_files import read, write
+from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 
 __all__ = [

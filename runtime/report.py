@@ -37,9 +37,9 @@ from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
-from runtime.plan import Plan
-from runtime.program import Program
-from runtime.structure import Structure
+from runtime.plan.plan import Plan
+from runtime.plan.structure import Structure
+from runtime.program.program import Program
 from runtime.timeline import Timeline
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
 from popxl.base.pictures import bars
-from runtime.executables import copied
+from runtime.files.executables import copied
 
 Array = Any
 

@@ -13,8 +13,8 @@ from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.ops.kept import once_of_images
 from popxl.ops.families import camel
+from popxl.ops.kept import once_of_images
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, like_first
 

@@ -1,7 +1,7 @@
 """Running a graph from another: `call`, and the record of a call site.
 
 A call copies its inputs into the graph, runs it, and copies the results out. Only inputs passed by reference are
-copied back. How a called graph is compiled once, however often it is called, is in `runtime.lower`.
+copied back. How a called graph is compiled once, however often it is called, is in `runtime.lowering.lower`.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def usable_info(forward: Any, graph: Graph) -> Any:
 
 def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
     """In place of a lowering: running a graph needs to know what is lowered already."""
-    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lower`.")
+    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lowering.lower`.")
 
 
 call_kind = OpKind(

@@ -21,10 +21,10 @@ import numpy as np
 from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
-from popxl.ops.kept import once_of_images
 from popxl.op import OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
+from popxl.ops.kept import once_of_images
 from popxl.ops.precision import quotient, rounded_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec

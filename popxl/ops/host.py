@@ -1,6 +1,6 @@
 """Ops that make tensors from outside the graph, or hand them out: `init`, the host streams, printing.
 
-Their meaning needs the machine, so they only declare their specs here; `runtime.effects` carries them out.
+Their meaning needs the machine, so they only declare their specs here; `runtime.lowering.effects` carries them out.
 """
 
 from __future__ import annotations

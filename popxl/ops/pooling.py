@@ -13,8 +13,8 @@ from jax import lax
 
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.ops.kept import over_images, quick_on_cpus
 from popxl.op import OpKind
+from popxl.ops.kept import over_images, quick_on_cpus
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
 from popxl.values.shapes import integers, like_first

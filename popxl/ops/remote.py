@@ -1,7 +1,7 @@
 """Ops that move tensors between the device and remote buffers.
 
-Their meaning needs the machine, so they only declare their specs here; `runtime.remote` carries them out. Ops that use
-one buffer run in the order in which they were created.
+Their meaning needs the machine, so they only declare their specs here; `runtime.lowering.remote_buffers` carries them
+out. Ops that use one buffer run in the order in which they were created.
 """
 
 from __future__ import annotations

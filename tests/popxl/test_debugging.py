@@ -17,8 +17,8 @@ from popxl.errors import NonFiniteError, PopxlError
 from popxl.session import CompilationProgress, compilation_progress
 from popxl.transforms import autodiff
 from runtime import progress
-from runtime.devices import Device
-from runtime.structure import forget
+from runtime.plan.structure import forget
+from runtime.targets.devices import Device
 from tests.popxl.random_programs.maker import Maker
 from tests.popxl.shared_programs import PROGRAMS
 

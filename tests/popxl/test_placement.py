@@ -14,8 +14,8 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime import structure
-from runtime.devices import Device
+from runtime.plan.plan import structure
+from runtime.targets.devices import Device
 from tests.popxl import test_random_programs as random_programs
 from tests.popxl.random_programs.maker import Maker
 from tests.popxl.random_programs.meanings import transfers

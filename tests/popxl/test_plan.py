@@ -15,7 +15,7 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError, PopxlError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime.plan import Plan
+from runtime.plan.plan import Plan
 
 WAYS = ("kept", "dispatched", "inlined")
 X = np.float32([[1, -2, 3], [0.5, 4, -1]])

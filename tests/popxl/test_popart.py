@@ -29,7 +29,7 @@ def counter(ir):
 @pytest.fixture
 def uploads(monkeypatch):
     """Counts the uploads of all programs."""
-    from runtime.program import Program
+    from runtime.program.program import Program
 
     original, counted = Program.upload, []
     monkeypatch.setattr(Program, "upload", lambda self: (counted.append(self), original(self))[1])

@@ -14,7 +14,7 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime.devices import Device
+from runtime.targets.devices import Device
 
 WAYS = ("kept", "dispatched", "inlined")
 

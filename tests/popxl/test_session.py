@@ -15,7 +15,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
-from runtime.devices import model_device
+from runtime.targets.devices import model_device
 from tests.popxl.evaluate import evaluate
 
 F32 = popxl.float32
@@ -75,7 +75,7 @@ def on_device(session, v):
 @pytest.fixture
 def transfers(monkeypatch):
     """Counts the uploads and downloads of all programs."""
-    from runtime.program import Program
+    from runtime.program.program import Program
 
     counts = {"upload": 0, "download": 0}
 

@@ -1,7 +1,7 @@
 """`Group`: what the lowering of an op between replicas can ask of the replicas it talks to.
 
 Everything is built on two questions: what values the members have, and what these are combined. How they are answered
-depends on where replicas run and is in `runtime.collectives`.
+depends on where replicas run and is in `runtime.lowering.collectives`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives between replicas: reductions, gathers, and slices that differ from replica to replica.
 
 The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
-the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.collectives`. A gather and a
-slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
+the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.lowering.collectives`. A gather
+and a slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
 """
 
 from __future__ import annotations

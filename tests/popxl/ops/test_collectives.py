@@ -23,7 +23,7 @@ from popxl.op import OpKind
 from popxl.ops.collectives import CommGroup, CommGroupType
 from popxl.ops.collectives.collectives import OP_MAP, members, to_collective_op
 from popxl.transforms import autodiff
-from runtime.devices import Device
+from runtime.targets.devices import Device
 from tests.popxl.ops.rows.collectives import reduced
 from tests.popxl.ops.rows.schema import values
 

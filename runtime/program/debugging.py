@@ -27,9 +27,9 @@ from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import loop_kind
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
-from runtime.effects import Channel, Channels
-from runtime.lower import Environment, Loop, Lowering, check_bound, store_results
-from runtime.replicas import Replicas
+from runtime.lowering.effects import Channel, Channels
+from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results
+from runtime.lowering.replicas import Replicas
 
 _log = Logger("session")
 

@@ -12,9 +12,9 @@ from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.ops.repeat import loop_kind
-from runtime.placement import Places, can_enter
-from runtime.stacks import Stack, stacks_of
-from runtime.structure import Encoding, Structures, encoded
+from runtime.plan.placement import Places, can_enter
+from runtime.plan.stacks import Stack, stacks_of
+from runtime.plan.structure import Encoding, Structures, encoded
 
 SMALLEST = 16
 """A graph of fewer ops is not worth a dispatch of its own: it is part of the piece that calls it."""

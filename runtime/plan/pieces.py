@@ -20,12 +20,12 @@ from popxl.op import Op
 from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime import remote
-from runtime.effects import Channel, Channels, Failure, channels_of_ops
-from runtime.executables import copied
-from runtime.lower import Lowering
-from runtime.replicas import Replicas
-from runtime.structure import Structure, structure_of
+from runtime.files.executables import copied
+from runtime.lowering import remote_buffers as remote
+from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
+from runtime.lowering.lower import Lowering
+from runtime.lowering.replicas import Replicas
+from runtime.plan.structure import Structure, structure_of
 from runtime.timeline import Recorder
 
 Array = Any

@@ -3,11 +3,11 @@
 A graph that is called often is a piece; so are the ops between such calls. Pieces of equal structure share one
 executable, so that compile time does not grow with the number of calls, and programs that call the same graph share
 it too. What a piece overwrites is donated to it. The other way, one program whose calls XLA keeps, is in
-`runtime.program`, which chooses.
+`runtime.program.program`, which chooses.
 
 If each IPU of the program is a device of its own, a piece is on one of them, and what it reads of others is copied
-there (`runtime.placement`). As the host waits for nothing, pieces on different devices run at the same time, as far as
-they do not need each other's results: so do the stages of a pipeline, whose loop the host goes through, too.
+there (`runtime.plan.placement`). As the host waits for nothing, pieces on different devices run at the same time, as far
+as they do not need each other's results: so do the stages of a pipeline, whose loop the host goes through, too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from popxl.base.nesting import done
 from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.effects import FAILURE, Channel, Channels, Failure
-from runtime.lower import no_value
-from runtime.pieces import Array, Piece, Run, Target
-from runtime.planning import Life, Steps
+from runtime.lowering.effects import FAILURE, Channel, Channels, Failure
+from runtime.lowering.lower import no_value
+from runtime.plan.pieces import Array, Piece, Run, Target
+from runtime.plan.planning import Life, Steps
+from runtime.plan.structure import Structure
 from runtime.progress import Watch
-from runtime.structure import Structure
 from runtime.timeline import Recorder
 
 

@@ -26,9 +26,9 @@ from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_
 from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
-from runtime.effects import Channels, arrived, sent
-from runtime.lower import Environment, Lowering, meaning
-from runtime.replicas import AXIS, Replicas
+from runtime.lowering.effects import Channels, arrived, sent
+from runtime.lowering.lower import Environment, Lowering, meaning
+from runtime.lowering.replicas import AXIS, Replicas
 
 Array = Any
 

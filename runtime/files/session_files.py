@@ -21,11 +21,11 @@ from popxl.base.version import VERSION
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program import saving
-from runtime.bundle import pack, unpack
-from runtime.devices import Device, find_device, processor
-from runtime.executables import Executable, described, restored
+from runtime.files.bundle import pack, unpack
+from runtime.files.executables import Executable, described, restored
 from runtime.interrupts import scratch_folder
-from runtime.program import Program, Ready
+from runtime.program.program import Program, Ready
+from runtime.targets.devices import Device, find_device, processor
 
 _log = Logger("session")
 

@@ -1,6 +1,6 @@
 """A compiled Ir for one device, with the state that it keeps there: as one XLA program, or as a plan of several.
 
-The device may be several of JAX's. They are of the replicas, or each of an IPU of a replica: `runtime.placement`.
+The device may be several of JAX's. They are of the replicas, or each of an IPU of a replica: `runtime.plan.placement`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from popxl.ir import Ir
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.sharding import parts_of
-from runtime import remote
-from runtime.cache import compiling, compiling_afresh
-from runtime.choice import REPEATED, SMALLEST, Choice
-from runtime.debugging import Debugged, tell_given_nans, together
-from runtime.devices import Device
-from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
-from runtime.executables import prepared
+from runtime.files.cache import compiling, compiling_afresh
+from runtime.files.executables import prepared
 from runtime.interrupts import uninterrupted
-from runtime.lower import Lowering, room_to_recurse
-from runtime.pieces import Target
-from runtime.placement import Places
-from runtime.plan import Plan
-from runtime.planning import Steps
+from runtime.lowering import remote_buffers as remote
+from runtime.lowering.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
+from runtime.lowering.lower import Lowering, room_to_recurse
+from runtime.lowering.replicas import DividedReplicas, Replicas
+from runtime.plan.choice import REPEATED, SMALLEST, Choice
+from runtime.plan.pieces import Target
+from runtime.plan.placement import Places
+from runtime.plan.plan import Plan
+from runtime.plan.planning import Steps
+from runtime.plan.structure import Structure, forget
+from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.progress import Watch
-from runtime.replicas import DividedReplicas, Replicas
-from runtime.structure import Structure, forget
+from runtime.targets.devices import Device
 from runtime.timeline import Recorder, Timeline
 
 Array = Any
@@ -84,7 +84,7 @@ class Program:
         calls: how called graphs are compiled: see the option `calledGraphs`.
         reason: why so, in a sentence or two.
         seconds: how long it took to make the executable.
-        executable: what runs the program: a JAX executable, or a `runtime.plan.Plan`.
+        executable: what runs the program: a JAX executable, or a `runtime.plan.plan.Plan`.
         is_loaded: whether the variables are on the device.
         values_of_all: the values on all replicas of the variables that are read from all, as they were when they were
             last copied to the host.

@@ -28,8 +28,8 @@ from popxl.op import REFUSED, VJP, Op
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
-from runtime.effects import FAILURE, Channel, Channels, arrived, channels_of, sent, transfers_of
-from runtime.lower import Lowering, as_declared
+from runtime.lowering.effects import FAILURE, Channel, Channels, arrived, channels_of, sent, transfers_of
+from runtime.lowering.lower import Lowering, as_declared
 
 Array = Any
 

@@ -6,7 +6,7 @@ to it, so in-place ops and views need nothing else. Nobody outside of this file 
 
 A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
 What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see
-`runtime.effects`.
+`runtime.lowering.effects`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from popxl.ops.kept import kept
 from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.ops.kept import kept
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
-from runtime import effects
-from runtime.collectives import group_of
-from runtime.effects import Channels, channels_of
-from runtime.order import Order
-from runtime.replicas import Replicas
+from runtime.cpu.order import Order
+from runtime.lowering import effects
+from runtime.lowering.collectives import group_of
+from runtime.lowering.effects import Channels, channels_of
+from runtime.lowering.replicas import Replicas
 
 Array = Any
 Meaning = Callable[["Lowering", Op, "Environment", Channels], "Nested[None] | None"]

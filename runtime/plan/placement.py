@@ -3,7 +3,7 @@
 An op runs on its IPU (`popxl.ipu`). What it makes stays there, but for what is copied to another one: `ops.ipu_copy`
 runs at either end, so that a graph that begins or ends with copies can be on one IPU. A graph whose ops are all on one
 IPU runs where it is called, as a whole. One that is on several is gone through by the host, whose steps run on one IPU
-each; see `runtime.plan`.
+each; see `runtime.plan.plan`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from popxl.op import Op
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, left_on, loop_kind
-from runtime.lower import view_of
+from runtime.lowering.lower import view_of
 
 
 def can_enter(op: Op, replicas: int = 1) -> bool:

@@ -28,9 +28,9 @@ from popxl.base.log import Logger
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.saving import fingerprint, replace_file
-from runtime.bundle import pack, unpack
-from runtime.devices import Device, DeviceType, processor
+from runtime.files.bundle import pack, unpack
 from runtime.interrupts import scratch_folder
+from runtime.targets.devices import Device, DeviceType, processor
 
 SUFFIX = ".popef"
 KIND = "popxl executables"

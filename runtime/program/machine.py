@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from popxl.ir import Ir
-from runtime.devices import Device, devices_needed, find_device, ipus_used, model_device
-from runtime.program import Program, Ready
+from runtime.program.program import Program, Ready
 from runtime.progress import Watch
+from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
 
 
 class Machine:
     """Finds devices, and compiles programs for them."""
 
     def device(self, description: str | Device, ir: Ir) -> Device:
-        """The device for a description: see `runtime.devices.find_device`."""
+        """The device for a description: see `runtime.targets.devices.find_device`."""
         return find_device(description, ir)
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:

@@ -25,7 +25,7 @@ from popxl.op import Op
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.replicas import AXIS
+from runtime.lowering.replicas import AXIS
 
 Array = Any
 Position = int | Array

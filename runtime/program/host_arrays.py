@@ -13,8 +13,8 @@ from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import to_numpy
-from runtime.effects import sent
-from runtime.program import Program
+from runtime.lowering.effects import sent
+from runtime.program.program import Program
 
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]

@@ -12,11 +12,11 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.op import Op
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
-from runtime.choice import Choice
-from runtime.effects import Channel
-from runtime.pieces import Entry, Key, Piece, Run, Step, Values, Way
-from runtime.repeats import spans
-from runtime.structure import Structure, structure_of
+from runtime.lowering.effects import Channel
+from runtime.plan.choice import Choice
+from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Values, Way
+from runtime.plan.repeats import spans
+from runtime.plan.structure import Structure, structure_of
 
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the

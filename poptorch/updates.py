@@ -66,6 +66,7 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.logging_ import logger
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
 __all__ = ["State", "Update", "rule_of"]
@@ -244,9 +245,7 @@ class _Rule:
             name,
             _in_float32(formula, changed),
             shape=_no_result,
-            modifies=changed,
-            aliased=False,
-            colocated=(*changed, "g"),
+            traits=[Overwrites(*changed, aliased=False), Colocated(*changed, "g")],
         )
 
 
@@ -254,7 +253,7 @@ def _op(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.OpKin
     """Declare an op without a gradient, by default one that makes a float32 number of tensors anywhere."""
     common: dict[str, Any] = {
         "shape": lambda *operands, **attributes: popxl.TensorSpec((), popxl.float32),
-        "colocated": False,
+        "traits": [Colocated()],
     }
     return popxl.OpKind(name, lowering, gradient=None, key=f"poptorch.{name}", **common | settings)
 
@@ -353,7 +352,9 @@ def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tupl
     return (scale / loss_scaling,)
 
 
-_adjust = _op("LossScaleUpdate", _adjusted, shape=lambda *operands: (), modifies=("factor",), aliased=False)
+_adjust = _op(
+    "LossScaleUpdate", _adjusted, shape=lambda *operands: (), traits=[Overwrites("factor", aliased=False), Colocated()]
+)
 
 
 # What a program needs -----------------------------------------------------------------------------------------------

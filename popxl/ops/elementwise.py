@@ -21,7 +21,7 @@ import numpy as np
 from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
-from popxl.op import OpKind
+from popxl.op import Op, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
 from popxl.ops.kept import once_of_images
@@ -195,6 +195,11 @@ _pow = OpKind(
 _sum = OpKind(
     "Sum", rounded_once(lambda *ts: functools.reduce(jnp.add, ts)), shape=broadcast, gradient={"ts": lambda g: g}
 )
+
+
+def is_sum(op: Op) -> bool:
+    """Whether an op is `add_n`."""
+    return op.kind is _sum
 
 
 def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:

@@ -174,7 +174,7 @@ def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
     ops = tuple(part for op in ops for part in op.parts)
     things = (op.attributes.get(op.kind.exchange) for op in ops)
     used: set[Channel] = {thing for thing in things if isinstance(thing, Stream | RemoteBuffer)}
-    if any(op.kind.requires for op in ops):
+    if any(op.kind.requirements for op in ops):
         used.add(FAILURE)
     return tuple(sorted(used, key=_order))
 
@@ -194,11 +194,10 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
         for op in (part for each in graph.ops for part in each.parts):
             if op.kind in _TRANSFERS:
                 counts[op.attributes["stream"]] += 1
-            one_turn: Counter[Stream] = Counter()
-            for callee in op.called_graphs:  # of several, one is run
-                one_turn |= of[callee]
-            for stream, count in one_turn.items():
-                counts[stream] += count * op.attributes.get("repeat_count", 1)
+            most: Counter[Stream] = Counter()
+            for run in op.runs:  # of several, one is run
+                most |= Counter({stream: count * run.turns for stream, count in of[run.graph].items()})
+            counts.update(most)
     return of[main]
 
 

@@ -26,6 +26,7 @@ from jax import lax
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first, reachable, written_inputs
 from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
@@ -150,7 +151,7 @@ def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
 def view_of(t: Tensor) -> Op | None:
     """The op that makes `t` a view of others, if it is one."""
     op = t.producer
-    return op if op is not None and op.kind.put is not None else None
+    return op if op is not None and op.kind.view is not None else None
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Lowering:
         """Do what an op does: at once, or as nested work."""
         if op.kind in meanings:
             return meanings[op.kind](self, op, environment, channels)
-        if op.kind.put is not None:  # a view is made when somebody looks through it
+        if op.kind.view is not None:  # a view is made when somebody looks through it
             return None
         operands = [environment.read(t) for t in op.inputs]
         try:
@@ -245,9 +246,11 @@ class Lowering:
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""
-        for number, (name, required) in enumerate(op.kind.requires.items()):
-            if name in op.operand_names() and (not required.option or getattr(self._options, required.option)):
-                channels.check(op, number, required.holds(operands[op.operand_names().index(name)]))
+        for number, required in enumerate(op.kind.requirements):
+            if required.operand in op.operand_names() and (
+                not required.option or getattr(self._options, required.option)
+            ):
+                channels.check(op, number, required.holds(operands[op.operand_names().index(required.operand)]))
 
     def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
         """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
@@ -292,7 +295,7 @@ def room_to_recurse(main: Graph) -> Iterator[None]:
     """
     depth: dict[Graph, int] = {}
     for graph in callees_first(main):
-        inside = [depth[callee] + (op.kind is conditional_kind) for op in graph.ops for callee in op.called_graphs]
+        inside = [depth[callee] + chooses(op) for op in graph.ops for callee in op.called_graphs]
         depth[graph] = max(inside, default=0)
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 1000 + 10 * min(depth[main], 150)))  # JAX takes some 12 frames a level
@@ -359,9 +362,9 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     environment.note_call(op, results)
 
 
-def check_bound(op: Op, own: int = 0) -> None:
-    """`PopxlError` if a graph has gained inputs since an op that runs it was made; `own` inputs are the op's."""
-    if len(op.inputs) - own < sum(len(graph.inputs) for graph in op.called_graphs):
+def check_bound(op: Op) -> None:
+    """`PopxlError` if a graph has gained inputs since an op that runs it was made."""
+    if not all(run.is_bound for run in op.runs):
         titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
         raise PopxlError(
             f"Session: {titles} gained inputs after {op!r} ({op.source}) was made, and nothing is bound to them there. "
@@ -372,7 +375,7 @@ def check_bound(op: Op, own: int = 0) -> None:
 @meaning(conditional_kind)
 def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Run one branch. It alone moves on the streams that it uses."""
-    check_bound(op, own=1)
+    check_bound(op)
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import OnIpus
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.op import OpKind
 from popxl.ops.collectives.collectives import OP_MAP, CollectiveOps, to_collective_op
@@ -106,8 +107,7 @@ def _over_ipus(
         shape=_alike,
         gradient=gradient,
         result="all_reduce_out_{i}",
-        colocated=False,
-        ipus="ipus",
+        traits=[OnIpus("ipus")],
         key="".join(part.capitalize() for part in name.split("_")),
     )
 

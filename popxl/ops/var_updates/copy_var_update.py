@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.values.shapes import like_first, meta_shape_of, same_dtype
@@ -19,7 +20,9 @@ def _same_spec(t: Any, X: Any) -> TensorSpec:
     return like_first(t)
 
 
-_copy = OpKind("CopyVarUpdate", lambda t, X: X, shape=_same_spec, result="updated__{t}", modifies=("t",), gradient=None)
+_copy = OpKind(
+    "CopyVarUpdate", lambda t, X: X, shape=_same_spec, result="updated__{t}", traits=[Overwrites("t")], gradient=None
+)
 
 
 def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.precision import quotient, wide_dtype
+from popxl.ops.kernels import quotient
+from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.values.spec import TensorSpec, brief
 

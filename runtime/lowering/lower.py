@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,13 +34,14 @@ from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
-from popxl.ops.kept import kept
+from popxl.ops.kernels import in_forms
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
-from runtime.cpu.order import Order
+from runtime.calls import kept
 from runtime.lowering import effects
 from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
+from runtime.lowering.machine_parts import MachineParts, Order, parts_for
 from runtime.lowering.replicas import Replicas
 
 Array = Any
@@ -63,9 +64,9 @@ def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
 class Environment:
     """The current value of every storage of one graph, while it runs."""
 
-    def __init__(self, values: Mapping[Tensor, Array]) -> None:
+    def __init__(self, values: Mapping[Tensor, Array], order: Order) -> None:
         self.values = dict(values)
-        self._order = Order()
+        self._order = order
 
     def note(self, op: Op) -> None:
         """Note that an op has read its operands: what overwrites them comes after its result."""
@@ -191,6 +192,10 @@ class Lowering:
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
 
+    @cached_property
+    def _machine(self) -> MachineParts:
+        return parts_for(self.replicas.is_cpu)
+
     @property
     def is_shared(self) -> bool:
         """Whether it is traced once for several replicas, which one device runs."""
@@ -202,7 +207,7 @@ class Lowering:
 
     def running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values)
+        environment = Environment(values, self._machine.order())
         for op in (part for each in ops for part in each.parts):
             inside = self.carry_out(op, environment, channels)
             if inside is not None:
@@ -233,7 +238,8 @@ class Lowering:
 
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op."""
-        return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
+        with in_forms(self._machine.forms):
+            return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
 
     def _between_replicas(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op that talks to other replicas."""

@@ -17,7 +17,7 @@ from popxl.base import log
 from popxl.op import OpKind
 from runtime.files.bundle import pack, unpack
 from runtime.files.cache import KIND
-from runtime.plan.plan import structure
+from runtime.plan import structure
 
 ROOT = Path(__file__).parents[2]
 COMPILED, FOUND = "/jax/compilation_cache/cache_misses", "/jax/compilation_cache/cache_hits"

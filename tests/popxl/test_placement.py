@@ -14,7 +14,7 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime.plan.plan import structure
+from runtime.plan import structure
 from runtime.targets.devices import Device
 from tests.popxl import test_random_programs as random_programs
 from tests.popxl.random_programs.maker import Maker

@@ -20,7 +20,7 @@ from popxl import ops
 from popxl.base.pages import Facts, Listing, Page, Table, bytes_text, seconds_text
 from popxl.base.pictures import bars
 from popxl.looking.memory import Memory
-from runtime.plan.plan import structure
+from runtime.plan import structure
 from runtime.report import Report
 from runtime.timeline import Span, Timeline
 

@@ -16,7 +16,7 @@ from popxl.errors import PopxlError
 from popxl.op import OpKind
 from runtime.files.bundle import FORMAT, pack, unpack
 from runtime.files.session_files import KIND
-from runtime.plan.plan import structure
+from runtime.plan import structure
 
 ROOT = Path(__file__).parents[2]
 WORK = "/jax/core/compile/"  # what JAX calls tracing, lowering and compiling

@@ -19,8 +19,8 @@ POPXL = """
 """.split()
 ADDONS = """
     array_munging debugging dot_tree graph graph_cache graph_common layers layers.conv layers.embedding
-    layers.group_norm layers.layer_norm layers.layer_norm_distributed layers.linear layers.linear_fp8 layers.linear_gq module
-    named_replica_grouping named_tensors ops ops.cross_entropy ops.cross_entropy_sharded_loss
+    layers.group_norm layers.layer_norm layers.layer_norm_distributed layers.linear layers.linear_fp8
+    layers.linear_gq module named_replica_grouping named_tensors ops ops.cross_entropy ops.cross_entropy_sharded_loss
     ops.cross_entropy_sharded_wr_loss ops.fp8_amax_scale ops.fp8_mse_scale ops.fp8_utils ops.grad_reduce_square_add
     ops.group_quantize_decompress ops.layer_norm_distributed ops.linear_layout ops.replicated_all_reduce_TP
     ops.replicated_strided_collectives ops.rotary_pos_embed ops.static_sparse_ops ops.streams optimizers optimizers.adam

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.ops.kernels import kernel
+from popxl.ops.kernels import Kernel
 from popxl.ops.precision import wide_dtype
 
 
@@ -32,7 +32,7 @@ class Steps(NamedTuple):
     sizes: Sequence[int]
 
 
-@kernel
+@Kernel
 def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
     """The convolution of arrays.
 
@@ -47,7 +47,7 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
     return by_xla(t, weight, steps, groups, precision)
 
 
-@kernel
+@Kernel
 def transposed(
     name: str,
     t: Any,
@@ -82,7 +82,7 @@ def transposed(
     return convolved(name, t, flipped, Steps(pads, (1,) * len(pads), dilation, strides, sizes), groups)
 
 
-@kernel
+@Kernel
 def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Steps, groups: int) -> Any:
     """The gradient with respect to the weight, of that shape, for the gradient `g` of the result of `convolved`."""
     depth, *kernel = shape[1:]

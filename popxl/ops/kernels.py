@@ -9,32 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, cast
+from functools import update_wrapper
+from typing import Any
 
 import jax.numpy as jnp
 
 Form = Callable[..., Any]
 
-_forms: ContextVar[Mapping[Form, Form]] = ContextVar("forms", default={})  # noqa: B039  # it is never changed
 
+class Kernel:
+    """A function of arrays that a machine may compute in another form, of the same parameters; used as a decorator.
 
-def kernel(plain: Form) -> Form:
-    """A function of arrays that a machine may compute in another form, of the same parameters.
-
-    As it is written it is the attribute `plain`.
+    Attributes:
+        plain: the function as it is written.
     """
 
-    @wraps(plain)
-    def call(*arguments: Any, **settings: Any) -> Any:
-        return _forms.get().get(call, plain)(*arguments, **settings)
+    def __init__(self, plain: Form) -> None:
+        self.plain = plain
+        update_wrapper(self, plain)
 
-    cast(Any, call).plain = plain
-    return call
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        return _forms.get().get(self, self.plain)(*arguments, **settings)
+
+
+_forms: ContextVar[Mapping[Kernel, Form]] = ContextVar("forms", default={})  # noqa: B039  # it is never changed
 
 
 @contextmanager
-def in_forms(forms: Mapping[Form, Form]) -> Iterator[None]:
+def in_forms(forms: Mapping[Kernel, Form]) -> Iterator[None]:
     """Within the block, kernels are computed in these forms, as far as they are among them."""
     token = _forms.set(forms)
     try:
@@ -43,19 +45,19 @@ def in_forms(forms: Mapping[Form, Form]) -> Iterator[None]:
         _forms.reset(token)
 
 
-@kernel
+@Kernel
 def quotient(lhs: Any, rhs: Any) -> Any:
     """lhs / rhs of floats, rounded once."""
     return jnp.true_divide(lhs, rhs)
 
 
-@kernel
+@Kernel
 def computed_once(function: Callable[..., Any], *arrays: Any) -> Any:
     """What a function makes of arrays, which takes long and is worth to be computed once for all that reads it."""
     return function(*arrays)
 
 
-@kernel
+@Kernel
 def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
     """What a function makes of images that goes over their spatial axes. The batch may be any axis but one of these.
 
@@ -68,7 +70,7 @@ def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
     return function(arrays[0].ndim - axes, *arrays)
 
 
-@kernel
+@Kernel
 def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
     """What a function of elements makes of an array, if it takes long."""
     return function(t)

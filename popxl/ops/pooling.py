@@ -14,7 +14,7 @@ from jax import lax
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.kernels import kernel, over_images
+from popxl.ops.kernels import Kernel, over_images
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
 from popxl.values.shapes import integers, like_first
@@ -89,7 +89,7 @@ class Combining(NamedTuple):
         return lax.reduce_window(t, neutral, self.of_two, each("reach", 1), each("stride", 1), pads)
 
 
-@kernel
+@Kernel
 def over_windows(combining: Combining, t: Any, windows: Sequence[Windows]) -> Any:
     """What `Combining.over` gives."""
     return combining.by_xla(t, dict(enumerate(windows, 2)))

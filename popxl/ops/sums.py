@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops.kernels import kernel
+from popxl.ops.kernels import Kernel
 
 
-@kernel
+@Kernel
 def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The sum of an array along some axes, ascending."""
     return jnp.sum(t, tuple(axes), keepdims=keepdims)
 
 
-@kernel
+@Kernel
 def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The largest element of an array along some axes, ascending."""
     return jnp.max(t, tuple(axes), keepdims=keepdims)

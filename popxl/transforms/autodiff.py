@@ -129,9 +129,9 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
     for graph in reversed(callees_first(root, infos)):
         leads = leading_to(graph, needed.get(graph, ()))
         for op in graph.ops:
-            for callee in op.called_graphs:
-                known = needed.setdefault(callee, [])
-                known += [t for t in op.kind.runs.returns(op, callee, leads) if t not in known]
+            for run in op.runs:
+                known = needed.setdefault(run.graph, [])
+                known += [t for t in run.trait.returns(op, run.graph, leads) if t not in known]
     return needed
 
 

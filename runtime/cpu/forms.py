@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popxl.ops import convolutions, kernels, pooling, sums
-from popxl.ops.kernels import Form
+from popxl.ops.kernels import Form, Kernel
 from runtime.cpu import convolutions as of_convolutions
 from runtime.cpu import elements
 from runtime.cpu import sums as of_sums
 from runtime.cpu.windows import over_windows_by_axes
 
-FORMS: Mapping[Form, Form] = {
+FORMS: Mapping[Kernel, Form] = {
     convolutions.convolved: of_convolutions.convolved,
     convolutions.transposed: of_convolutions.transposed,
     convolutions.weights_gradient: of_convolutions.weights_gradient,

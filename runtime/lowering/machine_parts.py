@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from popxl.core.tensor import Tensor
-from popxl.ops.kernels import Form
+from popxl.ops.kernels import Form, Kernel
 
 Array = Any
 
@@ -59,7 +59,7 @@ class MachineParts:
         order: makes what keeps the order of updates of one graph.
     """
 
-    forms: Mapping[Form, Form] = field(default_factory=dict)
+    forms: Mapping[Kernel, Form] = field(default_factory=dict)
     order: Callable[[], Order] = AnyOrder
 
 

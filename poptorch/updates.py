@@ -67,6 +67,7 @@ from poptorch.logging_ import logger
 from poptorch.lowering.operands import as_bfloat16
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
 __all__ = ["State", "Update", "rule_of"]
@@ -251,9 +252,7 @@ class _Rule:
             name,
             _in_float32(formula, changed),
             shape=_no_result,
-            modifies=changed,
-            aliased=False,
-            colocated=(*changed, "g"),
+            traits=[Overwrites(*changed, aliased=False), Colocated(*changed, "g")],
         )
 
 
@@ -261,7 +260,7 @@ def _op(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.OpKin
     """Declare an op without a gradient, by default one that makes a float32 number of tensors anywhere."""
     common: dict[str, Any] = {
         "shape": lambda *operands, **attributes: popxl.TensorSpec((), popxl.float32),
-        "colocated": False,
+        "traits": [Colocated()],
     }
     return popxl.OpKind(name, lowering, gradient=None, key=f"poptorch.{name}", **common | settings)
 
@@ -373,7 +372,9 @@ def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tupl
     return (scale / loss_scaling,)
 
 
-_adjust = _op("LossScaleUpdate", _adjusted, shape=lambda *operands: (), modifies=("factor",), aliased=False)
+_adjust = _op(
+    "LossScaleUpdate", _adjusted, shape=lambda *operands: (), traits=[Overwrites("factor", aliased=False), Colocated()]
+)
 
 
 # What a program needs -----------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ class Graph:
         if start < 0 or self.ops[start : start + len(ops)] != list(ops):
             raise PopxlError(f"replace: {list(ops)} are not ops that follow each other in {self.title}.")
         inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
-        if not {*outputs}.isdisjoint(inputs) or any(op.kind.put is not None for op in ops):
+        if not {*outputs}.isdisjoint(inputs) or any(op.kind.view is not None for op in ops):
             raise PopxlError(f"replace: of {list(ops)}, one is a view, or needs the result of another.")
         return start, inputs, outputs
 
@@ -377,7 +377,7 @@ class Graph:
         self, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
     ) -> None:
         """Check tensors that are to take the place of outputs, and that their ops need none of the `later` ones."""
-        own = [t for op in new if op.kind.put is None for t in op.outputs]
+        own = [t for op in new if op.kind.view is None for t in op.outputs]
         if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
             raise PopxlError(
                 f"replace: for the results {list(outputs)} the new ops have to make {len(outputs)} tensors, no views; "

@@ -14,7 +14,7 @@ from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.ops.families import camel
-from popxl.ops.kept import once_of_images
+from popxl.ops.kernels import of_elements
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, like_first
 
@@ -82,7 +82,8 @@ def mish(input: Any) -> Any:
     return _mish(input)
 
 
-_mish = once_of_images(lambda input: input * jnp.tanh(jax.nn.softplus(input)))
+def _mish(input: Any) -> Any:
+    return of_elements(lambda t: t * jnp.tanh(jax.nn.softplus(t)), input)
 
 
 @_activation

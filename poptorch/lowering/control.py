@@ -18,6 +18,7 @@ from poptorch.lowering.registry import lowers
 from poptorch.ops import HostFunction
 from popxl import OpKind, ops
 from popxl.errors import DeviceError, PopxlError
+from popxl.op import Effect
 
 Tensors = Sequence[popxl.Tensor]
 
@@ -57,7 +58,7 @@ _host_function = OpKind(
     _on_host,
     shape=lambda *inputs, function, specs: specs,
     gradient=None,
-    effect=True,
+    traits=[Effect()],
     key="poptorch.HostFunction",
 )
 

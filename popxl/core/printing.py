@@ -143,12 +143,12 @@ def _expression(op: Op) -> str:
 
 
 def _arguments(op: Op) -> str:
-    if op.kind.parts is not None:
+    if op.kind.stands_for is not None:
         return f"({', '.join(part.op_type + _arguments(part) for part in op.parts)})"
     operands = [f"{'&' if i in op.modified else ''}{_operand(t)}" for i, t in enumerate(op.inputs)]
     named = zip(op.operand_names(), op.kind.operand_names(len(operands)), operands, strict=True)
     shown = [text if name == in_place else f"{name}={text}" for name, in_place, text in named]
-    plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.calls}
+    plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.graphs}
     shown += [f"{name}={_plain(value)}" for name, value in plain.items()]
     called = "".join(f" {graph.name}" for graph in op.called_graphs)
     return f"{called}({', '.join(shown)})"

@@ -1,14 +1,15 @@
-"""Tensors: the values of a graph, with the operators and methods that make programs read like formulas.
+"""Tensors: the values of a graph.
 
 A `Tensor` is a name, a spec and a place in a graph; it holds no numbers. A `Variable` and a `Constant` know their
-initial numbers, on the host. Making them is in `popxl.core.create`; every operator is an op of `popxl.ops`.
+initial numbers, on the host. Making them is in `popxl.core.create`; the operators and methods that make programs read
+like formulas are in `popxl.operators`.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -17,7 +18,6 @@ import numpy as np
 from popxl.core import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
-from popxl.utils import to_numpy
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.ir import Ir
     from popxl.op import Op
+    from popxl.operators import Operators
     from popxl.replica_grouping import ReplicaGrouping
+else:
+    Operators = object  # ops are made of tensors: `popxl.operators` gives the class its operators later
 
 Location = tuple[int | None, bool | None]
 
 
-class Tensor:
+class Tensor(Operators):
     """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
 
     Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
@@ -269,14 +272,6 @@ class Tensor:
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(f"{self!r} is no array. {no_numbers.HOW_TO_READ}")
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        return no_numbers.of_ufunc(self, ufunc, method, inputs, kwargs)
-
-    def __array_function__(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is np.shape:
-            return self.shape
-        raise no_numbers.refusal(self, function.__name__)
-
     @property
     def __jax_array__(self) -> None:
         return no_numbers.asked_by_jax(self)
@@ -288,146 +283,6 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[{self.id} {self.dtype!r} {self.shape}]"
-
-    # Operators ------------------------------------------------------------------------------------------------------
-
-    def _apply(self, op: Callable[..., Tensor], other: Any, reflected: bool = False) -> Tensor:
-        """An op of this tensor and another operand: anything but a tensor becomes a constant of this tensor's dtype."""
-        if isinstance(other, Tensor):
-            return op(self, other)
-        if np.size(other) == 0:
-            raise ValueError(f"An operand without elements was given to an operator of {self!r}: {other!r}.")
-        operand = create.constant(other, self.dtype)
-        with taken_back_on_failure(operand):
-            return op(operand, self) if reflected else op(self, operand)
-
-    def __add__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.add, other)
-
-    def __radd__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.add, other, reflected=True)
-
-    def __iadd__(self, other: TensorLike) -> Tensor:
-        self._apply(ops.add_, other)
-        return self
-
-    def __sub__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.sub, other)
-
-    def __rsub__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.sub, other, reflected=True)
-
-    def __mul__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.mul, other)
-
-    def __rmul__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.mul, other, reflected=True)
-
-    def __truediv__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.div, other)
-
-    def __rtruediv__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.div, other, reflected=True)
-
-    def __mod__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.fmod, other)
-
-    def __rmod__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.fmod, other, reflected=True)
-
-    def __matmul__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.matmul, other)
-
-    def __rmatmul__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.matmul, other, reflected=True)
-
-    def __and__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.logical_and, other)
-
-    def __rand__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.logical_and, other, reflected=True)
-
-    def __or__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.logical_or, other)
-
-    def __ror__(self, other: TensorLike) -> Tensor:
-        return self._apply(ops.logical_or, other, reflected=True)
-
-    def __pow__(self, other: TensorLike) -> Tensor:
-        return ops.pow(self, other)
-
-    def __rpow__(self, other: HostScalarTensor) -> Tensor:
-        base = create.constant(other, self.dtype if self.dtype.holds(other) else None)
-        with taken_back_on_failure(base):
-            return ops.pow(base, self)
-
-    def __neg__(self) -> Tensor:
-        return ops.negate(self)
-
-    def __invert__(self) -> Tensor:
-        return ops.logical_not(self)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        """Slices and integers, an integer tensor (a gather on axis 0), or a bool mask (other elements become 0)."""
-        return ops.getitem(self, key)
-
-    # Methods --------------------------------------------------------------------------------------------------------
-
-    @property
-    def T(self) -> Tensor:
-        """The transpose: all dimensions reversed."""
-        return ops.transpose(self)
-
-    @property
-    def T_(self) -> Tensor:
-        """The transpose as a view of this tensor."""
-        return ops.transpose_(self)
-
-    def transpose(self, permutation: Iterable[int] | None = None) -> Tensor:
-        """`ops.transpose` of this tensor."""
-        return ops.transpose(self, permutation)
-
-    def transpose_(self, permutation: Iterable[int] | None = None) -> Tensor:
-        """`ops.transpose_` of this tensor: a view."""
-        return ops.transpose_(self, permutation)
-
-    def reshape(self, shape: Iterable[int]) -> Tensor:
-        """`ops.reshape` of this tensor."""
-        return ops.reshape(self, shape)
-
-    def reshape_(self, shape: Iterable[int]) -> Tensor:
-        """`ops.reshape_` of this tensor: a view."""
-        return ops.reshape_(self, shape)
-
-    def flatten(self) -> Tensor:
-        """`ops.flatten` of this tensor."""
-        return ops.flatten(self)
-
-    def flatten_(self) -> Tensor:
-        """`ops.flatten_` of this tensor: a view."""
-        return ops.flatten_(self)
-
-    def detach(self) -> Tensor:
-        """`ops.detach` of this tensor: the same value, through which no gradient flows."""
-        return ops.detach(self)
-
-    def detach_(self) -> Tensor:
-        """`ops.detach_` of this tensor: an alias through which no gradient flows."""
-        return ops.detach_(self)
-
-    def diag(self) -> Tensor:
-        """The diagonal of a matrix. `ValueError` for any other rank.
-
-        Every `ncols + 1`-th element of the flattened matrix, as in PopXL: a tall matrix can give further elements
-        from below the diagonal.
-        """
-        if self.rank != 2:
-            raise ValueError(f"diag: expected a matrix, got {self!r} of rank {self.rank}.")
-        return self.flatten()[:: self.shape[1] + 1]
-
-    def copy_to_ipu(self, destination: int, source: int | None = None) -> Tensor:
-        """`ops.ipu_copy` of this tensor."""
-        return ops.ipu_copy(self, destination, source)
 
 
 def _known_first(location: Location) -> tuple[float, float]:
@@ -486,10 +341,6 @@ class Variable(Tensor, tensor_type="Variable"):
     def _memmap_arr(self) -> np.memmap | None:
         return self.data if isinstance(self.data, np.memmap) else None
 
-    def copy_to_ipu(self, dst: int, src: int) -> Tensor:  # type: ignore[override]  # PopXL names these otherwise
-        """`ops.ipu_copy` of this variable; no op makes it, so the source has to be said."""
-        return ops.ipu_copy(self, dst, src)
-
 
 class Constant(Tensor, tensor_type="Constant"):
     """A tensor whose numbers never change.
@@ -507,10 +358,6 @@ class Constant(Tensor, tensor_type="Constant"):
         """True: nothing changes a constant."""
         return True
 
-    def copy_to_ipu(self, dst: int, src: int) -> Tensor:  # type: ignore[override]  # PopXL names these otherwise
-        """`ops.ipu_copy` of this constant; no op makes it, so the source has to be said."""
-        return ops.ipu_copy(self, dst, src)
-
 
 ScalarType = int | float | bool
 HostTensor = np.ndarray | Iterable[ScalarType]
@@ -518,38 +365,3 @@ HostScalarTensor = ScalarType | HostTensor
 TensorLike = Tensor | HostScalarTensor
 host_tensor_types: tuple[type, ...] = (np.ndarray, Iterable)
 TILE_SET_MAP = {TileSet.Compute: "compute", TileSet.IO: "io", TileSet.Undefined: "undefined"}
-
-# At the end: operators are written with ops, and ops with tensors.
-from popxl import ops  # noqa: E402
-from popxl.core import create
-from popxl.core.create import constant, graph_input, graph_output, variable  # noqa: E402
-from popxl.core.remote_variables import (  # noqa: E402
-    remote_replica_sharded_variable,
-    remote_variable,
-    replica_sharded_buffer,
-    replica_sharded_variable,
-)
-from popxl.values.spec import TensorByRef  # noqa: E402
-
-__all__ = [
-    "TILE_SET_MAP",
-    "Constant",
-    "HostScalarTensor",
-    "HostTensor",
-    "ScalarType",
-    "Tensor",
-    "TensorByRef",
-    "TensorLike",
-    "TensorSpec",
-    "Variable",
-    "constant",
-    "graph_input",
-    "graph_output",
-    "host_tensor_types",
-    "remote_replica_sharded_variable",
-    "remote_variable",
-    "replica_sharded_buffer",
-    "replica_sharded_variable",
-    "to_numpy",
-    "variable",
-]

@@ -74,7 +74,7 @@ def _check(graph: Graph) -> None:
             (t, i in overwritten, users[s, op.execution_context])
             for i, t in enumerate(op.inputs)
             for s in made_of[t]
-            if s in changing and op.kind.put is None  # looking through a view counts, making it does not
+            if s in changing and op.kind.view is None  # looking through a view counts, making it does not
         ]
         for t, writes, known in touched:
             for k in _bits((known.readers if writes else known.writers) & ~before):

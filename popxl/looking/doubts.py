@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from popxl.base.source import SourceLocation, warn_at
 from popxl.core.aliasing import callees_first, storages
 from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.core.traits import is_call, is_loop
 from popxl.errors import DriftingVariableWarning, LostUpdateWarning, PopxlWarning, RepeatedSeedWarning
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.ops.call import call_kind
-from popxl.ops.conditional import conditional_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
 from popxl.replica_grouping import ReplicaGrouping
 
 __all__ = ["warn_of_doubts"]
@@ -255,10 +253,10 @@ class _Walk:
     def plain(self, op: Op) -> None:
         """An op that runs no graphs."""
         kind = op.kind
-        if kind.put is not None:  # a view is made when somebody looks through it
+        if kind.view is not None:  # a view is made when somebody looks through it
             return
         self.touches(op, op.modified)
-        forgets = kind.forgets(op.attributes)
+        forgets = kind.overwrites is not None and kind.overwrites.forgets(op.attributes)
         alike = [t for t in op.inputs if t.nelms > 1] or op.inputs  # numbers scale what has many elements
         bits = same = 0
         for i, t in enumerate(op.inputs):
@@ -271,8 +269,8 @@ class _Walk:
         if kind.between_replicas and op.attributes.get("group_size") != 1:
             self.run.reduced |= same
             bits |= _MET
-        if seed := kind.drops(op.attributes):
-            self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(seed)])))
+        if kind.drops is not None and op.attributes[kind.drops.ratio]:
+            self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(kind.drops.seed)])))
         for i, t in enumerate(op.inputs):
             if i in op.modified:
                 self.writes(t, bits, op, forgets)
@@ -285,7 +283,7 @@ class _Walk:
         """An op that runs graphs."""
         given = [self.of(t) for t in op.inputs]
         same = [self.copies(t) for t in op.inputs]
-        if op.kind is call_kind:
+        if is_call(op):
             run = self.runs[op.called_graphs[0]]
             self.enter(op, run, 0, given, same)
             self.touches(op, [i for i in op.modified if run.writers[i] is not None])
@@ -294,28 +292,20 @@ class _Walk:
             for i in op.modified:
                 if (writer := run.writers[i]) is not None:
                     self.writes(op.inputs[i], contents[i], writer, forgets=True)
-        elif op.kind is loop_kind:
+        elif is_loop(op):
             results = self.loop(op, given, same)
-        elif op.kind is conditional_kind:
+        else:
             self.touches(op, ())
             self.reads(op.inputs[0])
             results = [(given[0], 0)] * len(op.outputs)
-            first = 1
-            for graph in op.called_graphs:
-                run, last = self.runs[graph], first + len(graph.inputs)
+            for branch in op.runs:
+                run, first = self.runs[branch.graph], branch.first
+                last = first + len(branch.inputs)
                 self.enter(op, run, first, given[first:last], same[first:last])
                 results = [
                     (b | _with(bits, given[first:last]), s | _with(copied, same[first:last]))
                     for (b, s), bits, copied in zip(results, run.outputs, run.same, strict=False)
                 ]
-                first = last
-        else:  # somebody's own
-            self.touches(op, op.modified)
-            for i, t in enumerate(op.inputs):
-                self.reads(t)
-                if i in op.modified:
-                    self.writes(t, _UNKNOWN, op, forgets=False)
-            results = [(_UNKNOWN, 0)] * len(op.outputs)
         for t, (bits, copied) in zip(op.outputs, results, strict=False):
             self.content[t], self.same[t] = bits, copied
 
@@ -329,28 +319,30 @@ class _Walk:
 
     def loop(self, op: Op, given: list[int], same: list[int]) -> list[tuple[int, int]]:
         """A loop, of as many turns as anything can make a difference. Returns what its results are."""
-        run, carried = self.runs[op.called_graphs[0]], op.attributes["carried"]
-        written = [i for i in op.modified if run.writers[i + EXTRA_INPUTS] is not None]
+        (loop,) = op.runs
+        run, carried = self.runs[loop.graph], loop.carried
+        own_inputs, own_outputs = loop.trait.own_inputs, loop.trait.own_outputs
+        written = [i for i in op.modified if run.writers[i + own_inputs] is not None]
         self.touches(op, written)
-        if not op.attributes["repeat_count"]:
+        if not loop.turns:
             return [*zip(given[:carried], same[:carried], strict=True)] + [(0, 0)] * (len(op.outputs) - carried)
-        turn, copied = [_MOVES, 0, *given], [0, 0, *same]
+        turn, copied = [_MOVES] * own_inputs + given, [0] * own_inputs + same
         while True:
             before = (turn, copied)
             turn, copied = [*turn], [*copied]
             for k in range(carried):
                 # Each turn may get another one, so a seed is not the same for good: all of training may be one run.
-                turn[EXTRA_INPUTS + k] |= _with(run.outputs[EXTRA_OUTPUTS + k], before[0]) | _MOVES
-                copied[EXTRA_INPUTS + k] |= _with(run.same[EXTRA_OUTPUTS + k], before[1])
+                turn[own_inputs + k] |= _with(run.outputs[own_outputs + k], before[0]) | _MOVES
+                copied[own_inputs + k] |= _with(run.same[own_outputs + k], before[1])
             for i in written:
-                turn[i + EXTRA_INPUTS] |= _with(run.contents[i + EXTRA_INPUTS], before[0]) | _MOVES
+                turn[i + own_inputs] |= _with(run.contents[i + own_inputs], before[0]) | _MOVES
             if (turn, copied) == before:
                 break
-        self.enter(op, run, -EXTRA_INPUTS, turn, copied)
+        self.enter(op, run, -own_inputs, turn, copied)
         for i in written:
-            self.writes(op.inputs[i], turn[i + EXTRA_INPUTS], run.writers[i + EXTRA_INPUTS] or op, forgets=True)
-        results = [*zip(turn, copied, strict=True)][EXTRA_INPUTS : EXTRA_INPUTS + carried]
-        stacked = zip(run.outputs[EXTRA_OUTPUTS + carried :], run.same[EXTRA_OUTPUTS + carried :], strict=True)
+            self.writes(op.inputs[i], turn[i + own_inputs], run.writers[i + own_inputs] or op, forgets=True)
+        results = [*zip(turn, copied, strict=True)][own_inputs : own_inputs + carried]
+        stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
         return results + [(_with(b, turn), _with(s, copied)) for b, s in stacked]
 
     def lost(self) -> Iterator[tuple[Op, Tensor]]:

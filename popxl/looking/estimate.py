@@ -236,7 +236,7 @@ def cycles_of(op: Op, hardware: Hardware) -> Counter[str]:
 
 
 def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
-    if op.kind.parts is not None:
+    if op.kind.stands_for is not None:
         spent: Counter[str] = Counter()
         for part in op.parts:
             spent.update(cycles_of(part, hardware))
@@ -248,7 +248,7 @@ def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
         return {"streaming memory": moves / hardware.streaming}
     if op.kind.between_replicas or op.op_type == "IpuCopy":
         return {"links": moves / hardware.links}
-    if op.kind.put is not None or op.kind.effect or not op.inputs:
+    if op.kind.view is not None or op.kind.effect or not op.inputs:
         return {}
     flops = own_flops(op)
     computing = _computing(op, flops, hardware) / hardware.tiles

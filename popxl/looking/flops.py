@@ -48,7 +48,13 @@ def own_flops(op: Op) -> Flops:
         >>> own_flops(main.ops[-1])
         Flops(products=192, others=0)
     """
-    if op.kind.parts is not None or op.kind.calls or op.kind.exchange or op.kind.between_replicas or op.kind.effect:
+    if (
+        op.kind.stands_for is not None
+        or op.called_graphs
+        or op.kind.exchange
+        or op.kind.between_replicas
+        or op.kind.effect
+    ):
         return Flops()
     specs = tuple(t.spec for t in op.inputs)
     key = ("flops", op.operands, tuple(op.attributes.items()), specs)

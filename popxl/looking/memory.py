@@ -248,8 +248,8 @@ def runs_of(main: Graph) -> Counter[Graph]:
     runs = Counter({main: 1})
     for graph in reversed(callees_first(main)):
         for op in graph.ops:
-            for callee in op.called_graphs:
-                runs[callee] += runs[graph] * op.attributes.get("repeat_count", 1)
+            for run in op.runs:
+                runs[run.graph] += runs[graph] * run.turns
     return runs
 
 
@@ -294,7 +294,7 @@ class _Steps:
 def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callable[[Tensor], int]) -> _Steps:
     """The steps of a graph, after those of the graphs that it calls are known."""
     made_of = storages(graph.ops)
-    ops = [op for op in graph.ops if op.kind.put is None]  # a view is made when somebody looks through it
+    ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when somebody looks through it
     last: dict[Tensor, int] = {}
     for i, op in enumerate(ops):
         last.update((s, i) for t in op.inputs for s in made_of.get(t, (t,)))

@@ -11,13 +11,10 @@ from popxl.core.aliasing import callees_first, reachable
 from popxl.errors import UnusedTransferWarning
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.ops.host import host_load_kind, host_store_kind
 from popxl.streams import DeviceToHostStream, Stream
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
-
-_TRANSFERS = (host_load_kind, host_store_kind)
 
 
 def transfers_of(main: Graph) -> dict[Stream, int]:
@@ -26,13 +23,12 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
     for graph in callees_first(main):
         counts = of[graph] = Counter()
         for op in _parts(graph):
-            if op.kind in _TRANSFERS:
+            if op.kind.exchange == "stream":
                 counts[op.attributes["stream"]] += 1
-            one_turn: Counter[Stream] = Counter()
-            for callee in op.called_graphs:  # of several, one is run
-                one_turn |= of[callee]
-            for stream, count in one_turn.items():
-                counts[stream] += count * op.attributes.get("repeat_count", 1)
+            most: Counter[Stream] = Counter()
+            for run in op.runs:  # of several, one is run
+                most |= Counter({stream: count * run.turns for stream, count in of[run.graph].items()})
+            counts.update(most)
     return of[main]
 
 
@@ -49,7 +45,7 @@ def warn_of_unused_transfers(ir: Ir) -> None:
     needed = max(counts.values(), default=0)
     users: dict[Stream, Op] = {}
     for op in (part for graph in reachable(main) for part in _parts(graph)):
-        if op.kind in _TRANSFERS:
+        if op.kind.exchange == "stream":
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():
         is_output = isinstance(stream, DeviceToHostStream)

@@ -7,6 +7,7 @@ copied back. How a called graph is compiled once, however often it is called, is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from popxl.context import get_current_context
 from popxl.core.aliasing import reachable, written_inputs
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor, TensorLike, Variable
+from popxl.core.traits import Overwrites, Runs
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind, foreign_tensor
@@ -259,19 +261,20 @@ def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
     raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lowering.lower`.")
 
 
+def those_that_matter(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Tensor]:
+    """The outputs of a graph whose results matter."""
+    return [t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter]
+
+
 call_kind = OpKind(
     "Call",
     by_the_machine,
     shape=results_of,
-    modifies=by_ref_inputs,
-    aliased=False,
     gradient=_call_gradient,
-    calls=("graph",),
-    mirrors=lambda spec, attributes: spec,
-    returns=lambda op, callee, matter: [
-        t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter
+    traits=[
+        Overwrites(aliased=False, positions=by_ref_inputs),
+        Runs(("graph",), returns=those_that_matter, gains=lambda spec, attributes: spec),
     ],
-    colocated=False,
 )
 
 

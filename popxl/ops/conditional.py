@@ -8,6 +8,7 @@ from typing import Any
 from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor, TensorLike
+from popxl.core.traits import Runs
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -21,6 +22,7 @@ from popxl.ops.call import (
     refuse_unused,
     seed_or_zeros,
     seeds_of,
+    those_that_matter,
     usable_info,
 )
 from popxl.ops.elementwise import add_n
@@ -191,11 +193,7 @@ conditional_kind = OpKind(
     lambda cond, *inputs, **branches: by_the_machine(),
     shape=_results,
     gradient=_gradient,
-    calls=("then_branch", "else_branch"),
-    returns=lambda op, callee, matter: [
-        t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter
-    ],
-    colocated=False,
+    traits=[Runs(("then_branch", "else_branch"), returns=those_that_matter)],
 )
 
 

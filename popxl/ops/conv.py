@@ -16,6 +16,7 @@ from jax import ShapeDtypeStruct
 
 from popxl import dtypes
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
@@ -134,8 +135,7 @@ def _declared(
         shape=spec_of_scaled,
         result=result,
         gradient=REFUSED,
-        requires=SCALE,
-        colocated=("t", "weight"),
+        traits=[SCALE, Colocated("t", "weight")],
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.tensor import Location, Tensor
+from popxl.core.traits import Placed, View
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
@@ -59,7 +60,7 @@ _detach_ = OpKind(
     shape=like_first,
     result="detach_out",
     gradient=None,
-    put=lambda t, view: (view,),
+    traits=[View(lambda t, view: (view,))],
 )
 
 
@@ -78,10 +79,10 @@ _ipu_copy: OpKind = OpKind(
     shape=like_first,
     result="{t}_c{destination}",
     gradient={"t": lambda g, destination, source: _copied(g, destination=source, source=destination)},
-    place=_destination,
+    traits=[Placed(_destination)],
 )
 _io_tile_copy = OpKind(
-    "IoTileCopy", lambda t: t, shape=like_first, result="{t}_iotilecopy", gradient=None, place=_other_tiles
+    "IoTileCopy", lambda t: t, shape=like_first, result="{t}_iotilecopy", gradient=None, traits=[Placed(_other_tiles)]
 )
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from popxl.base.source import SourceLocation
+from popxl.core.traits import Effect, Overwrites, StandsFor
 from popxl.errors import PopxlInternalError
 from popxl.op import Op, OpKind
 from popxl.values.spec import TensorSpec
@@ -91,8 +92,9 @@ multi_exchange_kind = OpKind(
     _by_its_parts,
     shape=lambda *ts, parts: [spec for part in parts for spec in part.outputs],
     gradient=None,
-    modifies=lambda attributes: frozenset(_overwritten(attributes)),
-    effect=True,
-    parts=_parts,
-    colocated=False,
+    traits=[
+        Overwrites(positions=lambda attributes: frozenset(_overwritten(attributes))),
+        Effect(),
+        StandsFor(_parts),
+    ],
 )

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Effect, Exchange
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import OpKind
+from popxl.op import Op, OpKind
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.shapes import integers, like_first
 from popxl.values.spec import TensorSpec
@@ -28,6 +29,11 @@ init_kind = OpKind(
     result="t",
     gradient=None,
 )
+
+
+def is_init(op: Op) -> bool:
+    """Whether an op only makes room for a tensor."""
+    return op.kind is init_kind
 
 
 def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
@@ -56,8 +62,7 @@ host_load_kind = OpKind(
     operands=("t",),
     shape=lambda t, *, stream: stream.spec,
     gradient=None,
-    effect=True,
-    exchange="stream",
+    traits=[Effect(), Exchange("stream")],
 )
 host_store_kind = OpKind(
     "HostStore",
@@ -65,8 +70,7 @@ host_store_kind = OpKind(
     operands=("t",),
     shape=_stored,
     gradient=None,
-    effect=True,
-    exchange="stream",
+    traits=[Effect(), Exchange("stream")],
 )
 print_tensor_kind: OpKind = OpKind(
     "PrintTensor",
@@ -74,7 +78,7 @@ print_tensor_kind: OpKind = OpKind(
     operands=("t",),
     shape=like_first,
     result="print_out",
-    effect=True,
+    traits=[Effect()],
     gradient={
         "t": lambda g, title, print_gradient, style: (
             print_tensor_kind(g, title=f"{title}_gradient", print_self=True, print_gradient=False, style=style)

@@ -11,6 +11,7 @@ from jax import lax
 from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
@@ -179,8 +180,7 @@ _pow2scaled_kind = OpKind(
     result="matmul_pow2scaled_out",
     key="MatMulPow2Scaled",
     gradient=REFUSED,
-    requires=SCALE,
-    colocated=("lhs", "rhs"),
+    traits=[SCALE, Colocated("lhs", "rhs")],
 )
 
 

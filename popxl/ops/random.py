@@ -18,11 +18,13 @@ import numpy as np
 from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Drops
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.precision import quotient, wide_dtype
+from popxl.ops.kernels import quotient
+from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.values.spec import TensorSpec, brief
 
@@ -222,7 +224,7 @@ _dropout: OpKind = OpKind(
     "Dropout",
     lambda t, seed_tensor, *, p: _dropped(t, seed_tensor, t.shape, p),
     shape=_like_t,
-    drops=lambda attributes: "seed_tensor" if attributes["p"] else "",
+    traits=[Drops("seed_tensor", "p")],
     gradient={"t": lambda g, seed_tensor, p: _dropout(g, seed_tensor, p=p)},
 )
 _shaped_dropout: OpKind = OpKind(
@@ -230,7 +232,7 @@ _shaped_dropout: OpKind = OpKind(
     lambda t, seed_tensor, *, shape, ratio: _dropped(t, seed_tensor, shape, ratio),
     shape=_masked,
     result="shapeddropout_out",
-    drops=lambda attributes: "seed_tensor" if attributes["ratio"] else "",
+    traits=[Drops("seed_tensor", "ratio")],
     gradient={
         "t": lambda g, seed_tensor, shape, ratio: _shaped_dropout(g, seed_tensor, shape=shape, ratio=ratio),
     },

@@ -13,6 +13,7 @@ from popxl.context import get_current_context
 from popxl.core.aliasing import reachable, written_inputs
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor, TensorLike
+from popxl.core.traits import Overwrites, Runs
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -21,7 +22,6 @@ from popxl.ops.call import (
     bind_inputs,
     by_the_machine,
     call_gradient_graph,
-    call_kind,
     call_op,
     check_callable,
     check_fit,
@@ -160,11 +160,11 @@ def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
 def left_on(t: Tensor) -> int | None:
     """The IPU that the op leaves a tensor on which makes it: in a graph that is called, if that has ops on several."""
     op = t.origin.producer
-    while op is not None and op.kind in (call_kind, loop_kind):
+    while op is not None and op.kind.runs is not None and not op.kind.runs.chooses:
         if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:
             break
-        first = EXTRA_OUTPUTS if op.kind is loop_kind else 0
-        t = op.called_graphs[0].outputs[first + op.outputs.index(t.origin)]
+        (run,) = op.runs
+        t = run.outputs[op.outputs.index(t.origin)]
         op = t.origin.producer
     return None if op is None else op.location_of(t.origin)[0]
 
@@ -199,13 +199,19 @@ loop_kind: OpKind = OpKind(
     "Loop",
     by_the_machine,
     shape=_carried_specs,
-    modifies=_overwritten,
-    aliased=False,
     gradient=_loop_gradient,
-    calls=("graph",),
-    mirrors=_stacked,
-    returns=_that_matter,
-    colocated=False,
+    traits=[
+        Overwrites(aliased=False, positions=_overwritten),
+        Runs(
+            ("graph",),
+            returns=_that_matter,
+            gains=_stacked,
+            turns="repeat_count",
+            carried="carried",
+            own_inputs=EXTRA_INPUTS,
+            own_outputs=EXTRA_OUTPUTS,
+        ),
+    ],
 )
 
 

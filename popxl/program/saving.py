@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-import popxl
 from popxl.base.files import digest, parsed, remove_abandoned, replace_file, replaced_file, sealed, unsealed
 from popxl.base.source import SourceLocation
+from popxl.base.version import VERSION
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError, UnreadableFileError
@@ -189,7 +189,7 @@ class _Writer:
     def program(self, ir: Ir) -> SavedProgram:
         return SavedProgram(
             format=FORMAT,
-            popxl=popxl.__version__,
+            popxl=VERSION,
             arrays="",
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,
@@ -535,7 +535,7 @@ class _Reader:
 
     def _op(self, graph: Graph, saved: SavedOp) -> Op:
         kind = self.kind(saved.kind, len(saved.inputs))
-        attributes = {n: self._graph(v) if n in kind.calls else self.value(v) for n, v in saved.attributes.items()}
+        attributes = {n: self._graph(v) if n in kind.graphs else self.value(v) for n, v in saved.attributes.items()}
         what = f"Op[{saved.name}.{saved.id}]"
         op = Op.restore(
             kind,
@@ -556,7 +556,7 @@ class _Reader:
         )
         _check(saved.id >= 0, f"{what} has a negative number")
         _check(saved.operands is None or len(saved.operands) == len(op.inputs), f"{what} names {saved.operands}")
-        _check({*kind.calls} <= attributes.keys(), f"{what} does not have the graphs {kind.calls} to run")
+        _check({*kind.graphs} <= attributes.keys(), f"{what} does not have the graphs {kind.graphs} to run")
         if kind.ipus:
             ipus: Any = attributes[kind.ipus]
             _check(len(ipus) == len(op.outputs), f"{what} has {len(op.outputs)} results, on the IPUs {ipus}")
@@ -631,7 +631,7 @@ class _Reader:
         kind = self.kind(content["kind"], known["inputs"])
         file, line, function = content["source"]
         part = Part(kind, source=SourceLocation(str(file), int(line), str(function)), **known)
-        _check(bool(kind.exchange) and not kind.calls, f"{part!r} cannot be a part of an exchange")
+        _check(bool(kind.exchange) and not kind.graphs, f"{part!r} cannot be a part of an exchange")
         _check(isinstance(part.attributes, dict) and isinstance(part.name, str), f"{part!r} has odd attributes")
         _check(type(part.inputs) is int and part.inputs >= 0, f"{part!r} has {part.inputs} inputs")
         _check(all(isinstance(spec, TensorSpec) for spec in part.outputs), f"{part!r} has odd outputs")
@@ -723,7 +723,7 @@ def _check_places(t: Tensor) -> None:
 
 def _check_overwritten(op: Op) -> None:
     """`ValueError` if an op overwrites what ops of its kind do not, or as a call two inputs that are one."""
-    if not op.kind.calls:
+    if not op.kind.graphs:
         declared = op.kind.modified(op.attributes, op.operands)
         _check(op.modified == declared, f"{op!r} overwrites its inputs {[*op.modified]}, and not {[*declared]}")
         return

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["from_jax"]
 
 _LIBRARY = os.path.dirname(jax.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.core.tensor import Tensor
-from popxl.ops.kept import quick_on_cpus
+from runtime.cpu.quick import quick_on_cpus
 
 Array = Any
 

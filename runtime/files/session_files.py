@@ -16,9 +16,9 @@ import jax
 import jaxlib
 from pydantic import BaseModel, ConfigDict
 
-import popxl
 from popxl.base.files import replace_file
 from popxl.base.log import Logger
+from popxl.base.version import VERSION
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir
 from popxl.program import saving
@@ -77,7 +77,7 @@ class About(BaseModel):
 
 
 def _versions() -> dict[str, str]:
-    return {"popxl": popxl.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
 
 
 def target_of(device: Device) -> Target:

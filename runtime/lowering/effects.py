@@ -173,7 +173,7 @@ def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
     ops = tuple(part for op in ops for part in op.parts)
     things = (op.attributes.get(op.kind.exchange) for op in ops)
     used: set[Channel] = {thing for thing in things if isinstance(thing, Stream | RemoteBuffer)}
-    if any(op.kind.requires for op in ops):
+    if any(op.kind.requirements for op in ops):
         used.add(FAILURE)
     return tuple(sorted(used, key=_order))
 

@@ -243,8 +243,9 @@ class GraphFunction:
             return
         id, number = channels.transfers(FAILURE)
         for op in (part for g in self._made_of.graphs for each in g.ops for part in each.parts):
-            for k, (name, required) in enumerate(op.kind.requires.items()):
-                message = f"in {op!r} of {op.graph.title} ({op.source}), `{name}` {required.message}, and it is not."
+            for k, required in enumerate(op.kind.requirements):
+                where = f"in {op!r} of {op.graph.title} ({op.source})"
+                message = f"{where}, `{required.operand}` {required.message}, and it is not."
                 as_format = message.replace("{", "{{").replace("}", "}}")
                 checkify.debug_check((id != op.id) | (number != k), as_format)
 

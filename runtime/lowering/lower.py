@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first, reachable, written_inputs
 from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
@@ -33,14 +34,15 @@ from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
-from popxl.ops.kept import kept
+from popxl.ops.kernels import in_forms
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
-from runtime.cpu.order import Order
+from runtime.calls import kept
 from runtime.interrupts import handle_waiting
 from runtime.lowering import effects
 from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
+from runtime.lowering.machine_parts import MachineParts, Order, parts_for
 from runtime.lowering.replicas import Replicas
 
 Array = Any
@@ -63,9 +65,9 @@ def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
 class Environment:
     """The current value of every storage of one graph, while it runs."""
 
-    def __init__(self, values: Mapping[Tensor, Array]) -> None:
+    def __init__(self, values: Mapping[Tensor, Array], order: Order) -> None:
         self.values = dict(values)
-        self._order = Order()
+        self._order = order
 
     def note(self, op: Op) -> None:
         """Note that an op has read its operands: what overwrites them comes after its result."""
@@ -151,7 +153,7 @@ def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
 def view_of(t: Tensor) -> Op | None:
     """The op that makes `t` a view of others, if it is one."""
     op = t.producer
-    return op if op is not None and op.kind.put is not None else None
+    return op if op is not None and op.kind.view is not None else None
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,10 @@ class Lowering:
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
 
+    @cached_property
+    def _machine(self) -> MachineParts:
+        return parts_for(self.replicas.is_cpu)
+
     @property
     def is_shared(self) -> bool:
         """Whether it is traced once for several replicas, which one device runs."""
@@ -202,7 +208,7 @@ class Lowering:
 
     def running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values)
+        environment = Environment(values, self._machine.order())
         for op in (part for each in ops for part in each.parts):
             handle_waiting()
             inside = self.carry_out(op, environment, channels)
@@ -216,7 +222,7 @@ class Lowering:
         """Do what an op does: at once, or as nested work."""
         if op.kind in meanings:
             return meanings[op.kind](self, op, environment, channels)
-        if op.kind.put is not None:  # a view is made when somebody looks through it
+        if op.kind.view is not None:  # a view is made when somebody looks through it
             return None
         operands = [environment.read(t) for t in op.inputs]
         try:
@@ -234,7 +240,8 @@ class Lowering:
 
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op."""
-        return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
+        with in_forms(self._machine.forms):
+            return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
 
     def _between_replicas(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op that talks to other replicas."""
@@ -247,9 +254,11 @@ class Lowering:
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""
-        for number, (name, required) in enumerate(op.kind.requires.items()):
-            if name in op.operand_names() and (not required.option or getattr(self._options, required.option)):
-                channels.check(op, number, required.holds(operands[op.operand_names().index(name)]))
+        for number, required in enumerate(op.kind.requirements):
+            if required.operand in op.operand_names() and (
+                not required.option or getattr(self._options, required.option)
+            ):
+                channels.check(op, number, required.holds(operands[op.operand_names().index(required.operand)]))
 
     def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
         """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
@@ -294,7 +303,7 @@ def room_to_recurse(main: Graph) -> Iterator[None]:
     """
     depth: dict[Graph, int] = {}
     for graph in callees_first(main):
-        inside = [depth[callee] + (op.kind is conditional_kind) for op in graph.ops for callee in op.called_graphs]
+        inside = [depth[callee] + chooses(op) for op in graph.ops for callee in op.called_graphs]
         depth[graph] = max(inside, default=0)
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 1000 + 10 * min(depth[main], 150)))  # JAX takes some 12 frames a level
@@ -361,9 +370,9 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     environment.note_call(op, results)
 
 
-def check_bound(op: Op, own: int = 0) -> None:
-    """`PopxlError` if a graph has gained inputs since an op that runs it was made; `own` inputs are the op's."""
-    if len(op.inputs) - own < sum(len(graph.inputs) for graph in op.called_graphs):
+def check_bound(op: Op) -> None:
+    """`PopxlError` if a graph has gained inputs since an op that runs it was made."""
+    if not all(run.is_bound for run in op.runs):
         titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
         raise PopxlError(
             f"Session: {titles} gained inputs after {op!r} ({op.source}) was made, and nothing is bound to them there. "
@@ -374,7 +383,7 @@ def check_bound(op: Op, own: int = 0) -> None:
 @meaning(conditional_kind)
 def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Run one branch. It alone moves on the streams that it uses."""
-    check_bound(op, own=1)
+    check_bound(op)
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from popxl.ops.kept import kept
 from runtime import processes
+from runtime.calls import kept
 
 Array = Any
 
@@ -95,6 +95,11 @@ class Replicas:
         """How many replicas a device runs, and how many arrays it has for each of the program's."""
         return self.count if self.mesh is None else 1
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether they run on CPUs: on JAX's default devices, if none are said."""
+        return (jax.default_backend() if self.device is None else self.device.platform) == "cpu"
+
     def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """A function of arrays, as one of the arrays of all replicas.
 
@@ -115,7 +120,7 @@ class Replicas:
 
     def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
         # On CPUs XLA would fuse the reshapes below with updates, and then not overwrite what is donated, but copy it.
-        whole = kept(function) if self.device.platform == "cpu" else function
+        whole = kept(function) if self.is_cpu else function
 
         def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
@@ -133,8 +138,7 @@ class Replicas:
 
     def compile(self, lowered: Any) -> Any:
         """What XLA makes of a lowered function for the devices of the replicas."""
-        platform = jax.default_backend() if self.device is None else self.device.platform
-        return lowered.compile(compiler_options=_cpu_options() if platform == "cpu" else None)
+        return lowered.compile(compiler_options=_cpu_options() if self.is_cpu else None)
 
     def sharding(self, axis: int | None = 0) -> Any:
         """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""

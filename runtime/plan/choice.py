@@ -8,10 +8,9 @@ from functools import cache
 
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.ops.call import call_kind
-from popxl.ops.repeat import loop_kind
 from runtime.plan.placement import Places, can_enter
 from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import Encoding, Structures, encoded
@@ -56,7 +55,7 @@ class Choice:
 
     def is_piece(self, op: Op) -> bool:
         """Whether an op is a call that is a piece of its own."""
-        is_alike = op.kind is call_kind and self._structures.of(op.called_graphs[0]) in self._pieces
+        is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._pieces
         return is_alike and not self.is_on_several(op)
 
     def is_entered(self, op: Op) -> bool:
@@ -64,7 +63,7 @@ class Choice:
         that it calls, or because its ops are in several places."""
         if self.is_on_several(op):
             return True
-        if op.kind is not call_kind or self.is_piece(op):
+        if not is_call(op) or self.is_piece(op):
             return False
         return can_enter(op) and not self._pieces.isdisjoint(self._structures.calls(op.called_graphs[0]))
 
@@ -80,7 +79,7 @@ class Choice:
 
     def stacks(self, op: Op) -> tuple[Stack, ...]:
         """What a loop stacks that is entered; nothing, of other ops."""
-        if self._places is None or op.kind is not loop_kind or not self.is_on_several(op):
+        if self._places is None or not is_loop(op) or not self.is_on_several(op):
             return ()
         return stacks_of(op, self._places.home)
 
@@ -99,7 +98,7 @@ class Choice:
 
     def _numbers_of(self, op: Op) -> int:
         own = sum(t.nelms for t in (*op.inputs, *op.outputs))
-        return own + op.attributes.get("repeat_count", 1) * sum(map(self._numbers_in, op.called_graphs))
+        return own + sum(run.turns * self._numbers_in(run.graph) for run in op.runs)
 
     def encoded(self, ops: Iterable[Op], changed: Iterable[Tensor] = ()) -> Encoding:
         """Ops, written down. Calls that are pieces are alike whatever numbers they are passed: of a layer, say. So are

@@ -12,11 +12,10 @@ from functools import cached_property
 
 from popxl.core.aliasing import callees_first
 from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses, is_call
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.ops.call import call_kind
-from popxl.ops.conditional import conditional_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, left_on, loop_kind
+from popxl.ops.repeat import left_on
 from runtime.lowering.lower import view_of
 
 
@@ -26,22 +25,15 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
 
     What is passed and returned has to be whole: neither views, nor constants that are returned.
     """
-    if op.kind is loop_kind:
-        if op.attributes["repeat_count"] == 0:
-            return False
-        inputs, first, last = EXTRA_INPUTS, EXTRA_OUTPUTS, EXTRA_OUTPUTS + op.attributes["carried"]
-    elif op.kind is conditional_kind:
-        if replicas > 1 or isinstance(op.inputs[0].origin, Constant):
-            return False
-        inputs, first, last = -1, 0, len(op.outputs)
-    elif op.kind is call_kind:
-        inputs, first, last = 0, 0, None
-    else:
+    runs = op.runs
+    if not runs or any(run.turns == 0 for run in runs):
         return False
-    returned = [t for graph in op.called_graphs for t in graph.outputs[first:last]]
+    if chooses(op) and (replicas > 1 or isinstance(op.inputs[0].origin, Constant)):
+        return False
+    returned = [t for run in runs for _, t in run.results]
     whole = all(view_of(t.origin) is None for t in (*op.inputs, *returned))
     made = not any(isinstance(t.origin, Constant) for t in returned)
-    return whole and made and inputs + len(op.inputs) == sum(len(graph.inputs) for graph in op.called_graphs)
+    return whole and made and all(run.is_bound for run in runs)
 
 
 class Places:
@@ -66,7 +58,7 @@ class Places:
 
     def _visit(self, graph: Graph) -> None:
         """Find out where the ops of a graph are; those of the graphs that it calls are known."""
-        ops = [op for op in graph.ops if op.kind.put is None]  # a view is made where somebody looks through it
+        ops = [op for op in graph.ops if op.kind.view is None]  # a view is made where somebody looks through it
         copies = [op for op in ops if op.outputs and op.location[0] != op.ipu]
         others = frozenset[int]().union(*(self.of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
         for op in copies:
@@ -93,7 +85,7 @@ class Places:
     def gone_through(self) -> tuple[Graph, ...]:
         """The graphs that the host goes through, other than those of calls, because they are on several IPUs."""
         ops = (op for graph, ipus in self._of_graph.items() if len(ipus) > 1 for op in graph.ops)
-        return tuple(graph for op in ops if op.kind is not call_kind and self.spans(op) for graph in op.called_graphs)
+        return tuple(graph for op in ops if not is_call(op) and self.spans(op) for graph in op.called_graphs)
 
     def default(self, op: Op) -> int:
         """Where an op is that runs on several, for what none of its steps touches."""
@@ -111,10 +103,10 @@ class Places:
 
     def _landing(self, t: Tensor) -> int | None:
         op = t.producer
-        if op is None or op.kind.put is not None or t not in op.outputs:
+        if op is None or op.kind.view is not None or t not in op.outputs:
             return None
-        if op.kind in (call_kind, loop_kind):
-            number = op.outputs.index(t) + (EXTRA_OUTPUTS if op.kind is loop_kind else 0)
-            return self._landings[op.called_graphs[0]][number]
+        if op.runs and not chooses(op):
+            (run,) = op.runs
+            return self._landings[run.graph][len(run.graph.outputs) - len(run.outputs) + op.outputs.index(t)]
         ipu, _ = op.location_of(t)
         return None if ipu == op.ipu else ipu

@@ -6,8 +6,8 @@ it too. What a piece overwrites is donated to it. The other way, one program who
 `runtime.program.program`, which chooses.
 
 If each IPU of the program is a device of its own, a piece is on one of them, and what it reads of others is copied
-there (`runtime.plan.placement`). As the host waits for nothing, pieces on different devices run at the same time, as far as
-they do not need each other's results: so do the stages of a pipeline, whose loop the host goes through, too.
+there (`runtime.plan.placement`). As the host waits for nothing, pieces on different devices run at the same time, as
+far as they do not need each other's results: so do the stages of a pipeline, whose loop the host goes through, too.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from popxl.base.nesting import Nested
 from popxl.core.aliasing import storages
 from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
 from popxl.op import Op
-from popxl.ops.conditional import conditional_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
 from runtime.lowering.effects import Channel
 from runtime.plan.choice import Choice
 from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Target, Values, Way
@@ -114,7 +113,7 @@ class Steps:
                 runs += [[op], []]
             elif self._choice.is_piece(op):
                 runs.append([op])
-            elif op.kind.put is None:  # a view is made when somebody looks through it
+            elif op.kind.view is None:  # a view is made when somebody looks through it
                 if runs[-1] and place(runs[-1][0]) != place(op):
                     runs.append([])
                 runs[-1].append(op)
@@ -149,27 +148,22 @@ class Steps:
             place=self._place_of(op),
             op=op,
             ways=tuple(self._ways(op, stacks)),
-            condition=op.inputs[0].origin if op.kind is conditional_kind else None,
-            turns=op.attributes["repeat_count"] if op.kind is loop_kind else 1,
-            extra=op.called_graphs[0].inputs[:EXTRA_INPUTS] if op.kind is loop_kind else (),
+            condition=op.inputs[0].origin if chooses(op) else None,
+            turns=op.runs[0].turns,
+            extra=op.runs[0].own,
         )
 
     def _ways(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[Way]:
         """The graphs of an op that is entered: of a call or a loop one, of a conditional two."""
-        first = 1 if op.kind is conditional_kind else 0
-        extra = (EXTRA_INPUTS, EXTRA_OUTPUTS) if op.kind is loop_kind else (0, 0)
-        results = op.outputs[: len(op.outputs) - len(stacks)]
         kept = tuple((stack, stack) for stack in stacks)
-        for graph in op.called_graphs:
-            inputs, outputs = graph.inputs[extra[0] :], tuple(t.origin for t in graph.outputs[extra[1] :])
-            given = tuple((t.origin, inner) for t, inner in zip(op.inputs[first:], inputs, strict=False))
+        for run in op.runs:
+            given = tuple((t.origin, inner) for t, inner in zip(run.given, run.inputs, strict=False))
             fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_fixed(t)}
+            returned = tuple((result, t.origin) for result, t in run.results)
             written = tuple(given[i] for i in sorted(op.modified))
             again = {inner: inner for _, inner in (*given, *kept)}
-            if op.kind is loop_kind:
-                again |= zip(inputs, outputs[: len(results)], strict=False)
-            yield Way(graph, (*given, *kept), fixed, (*zip(results, outputs, strict=False), *written, *kept), again)
-            first += len(graph.inputs)
+            again |= zip(run.inputs, (inner for _, inner in returned[: run.carried]), strict=False)
+            yield Way(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
 
     def _piece(self, ops: Sequence[Op]) -> Piece:
         encoding = self._choice.encoded(ops, self.changed)

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from popxl.core.tensor import Tensor
-from popxl.op import Op, OpKind
+from popxl.op import Op, OpKind, Overwrites
 from popxl.ops.host import init_kind
-from popxl.ops.repeat import EXTRA_OUTPUTS
 
 turn_kind = OpKind(
     "StackTurn",
     lambda stack, value, turn: lax.dynamic_update_index_in_dim(stack, value, turn, 0),
     shape=lambda stack, value, turn: (),
-    modifies=("stack",),
-    aliased=False,
+    traits=[Overwrites("stack", aliased=False)],
     gradient=None,
 )
 
@@ -41,13 +39,12 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
         loop: the loop.
         home: gives the IPU that a tensor is on.
     """
-    (graph,) = loop.called_graphs
-    carried = loop.attributes["carried"]
+    (run,) = loop.runs
     stacks = []
-    for result, value in zip(loop.outputs[carried:], graph.outputs[EXTRA_OUTPUTS + carried :], strict=True):
+    for result, value in zip(loop.outputs[run.carried :], run.outputs[run.carried :], strict=True):
         at = home(value)
         room = _beside(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
-        stacks.append(Stack(result, room, _beside(loop, at, turn_kind, (result, value, graph.inputs[0]), ())))
+        stacks.append(Stack(result, room, _beside(loop, at, turn_kind, (result, value, run.own[0]), ())))
     return tuple(stacks)
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first
 from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import is_call
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.ops.call import call_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import Stream
 
@@ -102,7 +102,7 @@ class Structures:
         """How often running a graph calls each structure. What loops and conditionals call is theirs."""
         counts: Counter[Structure] = Counter()
         for op in graph.ops:
-            if op.kind is call_kind:
+            if is_call(op):
                 (callee,) = op.called_graphs
                 counts[self.of(callee)] += 1
                 counts.update(self.calls(callee))
@@ -136,7 +136,7 @@ class Encoding:
 
     def op(self, op: Op) -> None:
         """Write down an op. Views are written down where they are looked through."""
-        if op.kind.put is None:
+        if op.kind.view is None:
             for part in op.parts:
                 inputs = tuple(map(self.operand, part.inputs))
                 self.code.append((part.kind, part.operands, self._attributes(part), inputs, part.modified))
@@ -152,7 +152,7 @@ class Encoding:
     def _met(self, t: Tensor) -> Nested[int]:
         """The number of a tensor that is met for the first time. A view comes after what it is a view of."""
         producer = t.producer
-        if producer is not None and producer.kind.put is not None:
+        if producer is not None and producer.kind.view is not None:
             bases = [base.origin for base in producer.inputs]
             for base in bases:
                 if base not in self.numbers:

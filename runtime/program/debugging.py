@@ -21,10 +21,9 @@ from popxl.base.nesting import Nested, doing
 from popxl.base.pages import Table
 from popxl.core.printing import line
 from popxl.core.tensor import Tensor
+from popxl.core.traits import chooses, is_loop
 from popxl.errors import NonFiniteError, PopxlError
 from popxl.op import Op
-from popxl.ops.conditional import conditional_kind
-from popxl.ops.repeat import loop_kind
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
 from runtime.lowering.effects import Channel, Channels
@@ -93,39 +92,37 @@ class Debugged(Lowering):
 
     def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
         """Do what an op does, and look at what it has made. A view is looked at where somebody looks through it."""
-        if op.kind.put is not None:
+        if op.kind.view is not None:
             return None
         return (self._entered if op.called_graphs else self._watched)(op, environment, channels)
 
     def _entered(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
         """An op that runs graphs: their ops are looked at."""
-        by_python = {loop_kind: self._loop, conditional_kind: self._conditional}
+        enter = self._loop if is_loop(op) else self._conditional if chooses(op) else super().carry_out
         self._sites.append(_Site(op))
         try:
-            yield by_python.get(op.kind, super().carry_out)(op, environment, channels)
+            yield enter(op, environment, channels)
         finally:
             self._sites.pop()
 
     def _loop(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
-        loop, carried = Loop(op, environment), op.attributes["carried"]
+        loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
-        for i in range(op.attributes["repeat_count"]):
+        for i in range(run.turns):
             self._sites[-1].turn += 1
             state, further = yield loop.turning(self, state, jnp.asarray(i, jnp.int32), channels)
             rows.append(further)
         if rows:
             stacked = list(map(jnp.stack, zip(*rows, strict=True)))
         else:
-            stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[carried:]]
+            stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[run.carried :]]
         loop.finish(state, stacked, environment)
 
     def _conditional(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
-        check_bound(op, own=1)
-        cond, *inputs = (environment.read(t) for t in op.inputs)
-        then_branch, else_branch = op.called_graphs
-        count = len(then_branch.inputs)
-        graph, given = (then_branch, inputs[:count]) if cond.item() else (else_branch, inputs[count:])
-        results = yield self.calling(graph, given, channels)
+        check_bound(op)
+        taken = environment.read(op.inputs[0]).item()
+        (run,) = (run for run in op.runs if run.when == taken)
+        results = yield self.calling(run.graph, [environment.read(t) for t in run.given], channels)
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 
@@ -189,7 +186,7 @@ class Debugged(Lowering):
         for site in self._sites:
             if not (is_in_loop and site.op.graph.ops == [site.op]):
                 shown.append(site)
-            is_in_loop = site.op.kind is loop_kind
+            is_in_loop = is_loop(site.op)
         return shown[::-1]
 
 
@@ -197,7 +194,7 @@ def _shown(op: Op, turn: int = 0) -> list[str]:
     """An op as its graph prints it, and where that is."""
     graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
     of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
-    turns = f", in turn {turn} of {op.attributes['repeat_count']}" if turn else ""
+    turns = f", in turn {turn} of {op.runs[0].turns}" if turn else ""
     return [f"    {line(op)}{turns}", f"        in {graph.title}{of}, at {text}({op.source})"]
 
 

@@ -714,11 +714,11 @@ class Program:
     def _raise_failure(self, id: int, number: int) -> None:
         """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
         for op in (op for graph in reachable(self._main) for each in graph.ops for op in each.parts if op.id == id):
-            name, required = list(op.kind.requires.items())[number]
+            required = op.kind.requirements[number]
             text = f"`{op.source.text}` " if op.source.text else ""
             raise ApplicationRuntimeError(
-                f"Session.run: in {op!r} of {op.graph.title}, at {text}({op.source}), `{name}` {required.message}, and "
-                "it is not."
+                f"Session.run: in {op!r} of {op.graph.title}, at {text}({op.source}), `{required.operand}` "
+                f"{required.message}, and it is not."
             )
 
     def _state(self) -> tuple[Array, ...]:

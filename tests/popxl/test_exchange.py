@@ -12,7 +12,7 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.errors import ApplicationRuntimeError, PopxlError
-from popxl.op import OpKind, Requirement
+from popxl.op import Exchange, OpKind, Overwrites, Requirement
 from popxl.ops.exchange import multi_exchange_kind
 from popxl.transforms import io_tile_exchange, merge_exchange
 
@@ -25,17 +25,15 @@ fetch = OpKind(
     "Fetch",
     lambda t, offset=None, *, buffer: t + (0 if offset is None else offset),
     shape=lambda t, offset=None, *, buffer: t.spec,
-    requires={"offset": Requirement(lambda n: n < 3, "has to be below 3")},
+    traits=[Requirement("offset", lambda n: n < 3, "has to be below 3"), Exchange("buffer")],
     gradient=None,
-    exchange="buffer",
 )
 fetch_ = OpKind(
     "FetchInplace",
     lambda t, *, buffer: jnp.full(t.shape, float(len(buffer)), t.dtype),
     shape=lambda t, *, buffer: t.spec,
-    modifies=("t",),
+    traits=[Overwrites("t"), Exchange("buffer")],
     gradient=None,
-    exchange="buffer",
 )
 
 

@@ -408,7 +408,7 @@ def test_what_ops_require_is_checked_by_checkify() -> None:
         "Root",
         jnp.sqrt,
         operands=("t",),
-        requires={"t": popxl.op.Requirement(lambda t: t >= 0, "has to be positive {or zero}")},
+        traits=[popxl.op.Requirement("t", lambda t: t >= 0, "has to be positive {or zero}")],
     )
 
     def roots(x):

@@ -607,8 +607,8 @@ def test_prints(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_checks() -> None:
     """What fails on any device is raised, and told by its op. Checks on several do not wait for each other."""
-    not_negative = Requirement(lambda x: x >= 0, "has to be 0 or more")
-    root = OpKind("RootInPlaces", lambda x: x**0.5, shape=lambda x: x.spec, requires={"x": not_negative})
+    not_negative = Requirement("x", lambda x: x >= 0, "has to be 0 or more")
+    root = OpKind("RootInPlaces", lambda x: x**0.5, shape=lambda x: x.spec, traits=[not_negative])
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         feed = popxl.h2d_stream((), F32)

@@ -291,8 +291,8 @@ def test_prints_come_in_order(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_checks() -> None:
     """What a piece requires of its numbers is raised by `run`, and the variables stay usable."""
-    not_negative = Requirement(lambda x: x >= 0, "has to be 0 or more")
-    root = OpKind("RootInPlan", lambda x: x**0.5, shape=lambda x: x.spec, requires={"x": not_negative})
+    not_negative = Requirement("x", lambda x: x >= 0, "has to be 0 or more")
+    root = OpKind("RootInPlan", lambda x: x**0.5, shape=lambda x: x.spec, traits=[not_negative])
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         feed = popxl.h2d_stream((), popxl.float32)

@@ -27,11 +27,12 @@ class Group(ABC):
         The largest value that any member has, as an op.
 
         >>> from popxl.ops.collectives.collectives import members
+        >>> from popxl.core.traits import BetweenReplicas
         >>> def highest(t, *, group):
         ...     return group.combined(jnp.max(t), "max")
         >>> Highest = popxl.OpKind(
         ...     "Highest", highest, shape=lambda t, **groups: popxl.TensorSpec((), t.dtype), gradient=None,
-        ...     between_replicas=True,
+        ...     traits=[BetweenReplicas()],
         ... )
         >>> with ir.main_graph:
         ...     y = Highest(x, **members("Highest", ir.replica_grouping()))

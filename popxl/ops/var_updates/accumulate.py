@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor, taken_back_on_failure
+from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
@@ -38,7 +39,7 @@ def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **
         given = X.astype(t.dtype) if casts else X
         return formula(t.astype(dtype), given.astype(dtype), number(f, dtype))
 
-    settings |= {"key": name, "shape": _accumulated, "modifies": ("t",), "gradient": None}
+    settings |= {"key": name, "shape": _accumulated, "traits": [Overwrites("t")], "gradient": None}
     return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
@@ -67,8 +68,7 @@ _scale = OpKind(
     _scaled,
     shape=_scalable,
     result="accumulator_scale__{t}",
-    modifies=("t",),
-    forgets=lambda attributes: attributes.get("f") == 0,
+    traits=[Overwrites("t", forgets=lambda attributes: attributes.get("f") == 0)],
     gradient=None,
 )
 

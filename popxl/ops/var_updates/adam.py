@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated, Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import public
@@ -76,10 +77,11 @@ _adam_updater = OpKind(
     _direction,
     shape=_directed,
     result="Updater",
-    modifies=("time_step",),
-    aliased=False,
     gradient=None,
-    colocated=("acc_first_order", "acc_second_order", "weight", "time_step", "weight_decay"),
+    traits=[
+        Overwrites("time_step", aliased=False),
+        Colocated("acc_first_order", "acc_second_order", "weight", "time_step", "weight_decay"),
+    ],
 )
 
 
@@ -252,7 +254,9 @@ def _step_spec(t: Any, x: Any, *factors: Any) -> TensorSpec:
     return like_first(t)
 
 
-_adam_var_update = OpKind("AdamVarUpdate", _stepped, shape=_step_spec, modifies=("t",), gradient=None, colocated=False)
+_adam_var_update = OpKind(
+    "AdamVarUpdate", _stepped, shape=_step_spec, traits=[Overwrites("t"), Colocated()], gradient=None
+)
 
 
 def adam_var_update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Overwrites, always
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.values.shapes import like_first, meta_shape_of, same_dtype
@@ -24,8 +25,7 @@ _copy = OpKind(
     lambda t, X: X,
     shape=_same_spec,
     result="updated__{t}",
-    modifies=("t",),
-    forgets=lambda attributes: True,
+    traits=[Overwrites("t", forgets=always)],
     gradient=None,
 )
 

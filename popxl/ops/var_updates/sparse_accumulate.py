@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.index import or_beyond
@@ -43,7 +44,7 @@ _sparse_accumulate = OpKind(
     _scattered,
     shape=_updated,
     result="sparse_accumulate__{t}",
-    modifies=("t",),
+    traits=[Overwrites("t")],
     gradient=None,
 )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec, ops
 from popxl.errors import PopxlError
+from popxl.op import BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members
 from popxl.ops.precision import widened
@@ -87,7 +88,7 @@ _cross_entropy_sharded = OpKind(
     shape=_specs,
     gradient=_gradient,
     result=("cross_entropy_loss", "cross_entropy_normalizers"),
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 

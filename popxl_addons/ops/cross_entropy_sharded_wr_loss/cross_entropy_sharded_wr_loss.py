@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError, UndefinedValue
+from popxl.op import OnIpus
 from popxl.ops.precision import widened
 from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import (
     logits_gradient,
@@ -87,8 +88,7 @@ _cross_entropy_sharded_wr_grad = OpKind(
     _cross_entropy_grad,
     shape=lambda g, *tensors, ipus: [TensorSpec(t.shape, t.dtype) for t in tensors[: len(ipus)]],
     result="cross_entropy_logits_grad_{i}",
-    colocated=False,
-    ipus="ipus",
+    traits=[OnIpus("ipus")],
 )
 _cross_entropy_sharded_wr = OpKind(
     "CrossEntropyShardedWR",
@@ -96,8 +96,7 @@ _cross_entropy_sharded_wr = OpKind(
     shape=_specs,
     gradient=_gradients,
     result="cross_entropy_wr_out_{i}",
-    colocated=False,
-    ipus="ipus",
+    traits=[OnIpus("ipus")],
 )
 
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.op import Overwrites, View
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 
@@ -173,8 +174,8 @@ def test_second_derivatives() -> None:
 
 
 def test_in_place() -> None:
-    """`modifies`: the lowering returns the new content, and the result is an alias of the operand."""
-    decay_ = popxl.OpKind("Decay", lambda t, *, rate: t * (1 - rate), modifies=["t"], result="decayed__{t}")
+    """`Overwrites`: the lowering returns the new content, and the result is an alias of the operand."""
+    decay_ = popxl.OpKind("Decay", lambda t, *, rate: t * (1 - rate), traits=[Overwrites("t")], result="decayed__{t}")
 
     def build(t: Any) -> list[Any]:
         ops.add_(decay_(t, rate=0.5), popxl.constant(1.0))
@@ -206,7 +207,7 @@ def test_several_operands_in_place() -> None:
     """Results first, then the new contents, where the results are no aliases."""
     swap_ = popxl.OpKind(
         "Swap", lambda a, b: (jnp.sum(a * b), b, a), shape=lambda a, b: popxl.TensorSpec((), a.dtype),
-        modifies=("a", "b"), aliased=False, result="dot",
+        traits=[Overwrites("a", "b", aliased=False)], result="dot",
     )  # fmt: skip
 
     def build(a: Any, b: Any) -> list[Any]:
@@ -221,7 +222,10 @@ def test_several_operands_in_place() -> None:
 def test_a_view() -> None:
     """`put` writes the view back into its base; nothing else needs to know what it is."""
     diagonal_ = popxl.OpKind(
-        "Diagonal", jnp.diagonal, operands=("t",), put=lambda t, view: (jnp.fill_diagonal(t, view, inplace=False),)
+        "Diagonal",
+        jnp.diagonal,
+        operands=("t",),
+        traits=[View(lambda t, view: (jnp.fill_diagonal(t, view, inplace=False),))],
     )
 
     def build(t: Any) -> list[Any]:
@@ -237,7 +241,7 @@ def test_a_view() -> None:
 
 
 def test_a_view_of_several_tensors() -> None:
-    stack_ = popxl.OpKind("Stack", lambda a, b: jnp.stack([a, b]), put=lambda a, b, view: (view[0], view[1]))
+    stack_ = popxl.OpKind("Stack", lambda a, b: jnp.stack([a, b]), traits=[View(lambda a, b, view: (view[0], view[1]))])
 
     def build(a: Any, b: Any) -> list[Any]:
         ops.exp_(ops.slice_(stack_(a, b), 1, 2))

@@ -176,6 +176,11 @@ class OpKind:
         anywhere = () if self.runs or self.stands_for or self.ipus else None
         self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
 
+    @property
+    def is_carried_out_by_others(self) -> bool:
+        """Whether it takes more than its function, called on arrays, to carry the op out."""
+        return bool(self.runs or self.stands_for or self.exchange or self.between_replicas or self.effect)
+
     def check_operands(self, names: Iterable[str], does: str) -> None:
         """`TypeError` if there is no operand of one of these names."""
         for name in names:
@@ -306,7 +311,7 @@ class OpKind:
         self._parameters.check_attributes(self.name, attributes)
         specs = self._infer(operands, op.inputs, op.operands, attributes, plain, op.graph)
         expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
-        if self.mirrors is not None:  # it need not have gained what its graph has
+        if op.gains:  # it need not have gained what its graph has
             expected = expected[: len(op.outputs)]
         if expected != [t.spec.to_tuple() for t in op.outputs]:
             shown = ", ".join(map(brief, op.outputs))
@@ -317,8 +322,7 @@ class OpKind:
 
         An op that others carry out is left to these.
         """
-        by_others = self.calls or self.parts or self.exchange or self.between_replicas or self.effect
-        if self.shape is not None and not by_others:
+        if self.shape is not None and not self.is_carried_out_by_others:
             given, made = (tuple(t.spec for t in tensors) for tensors in (op.inputs, op.outputs))
             key = ("traced", op.operands, tuple(op.attributes.items()), given, made)
             self.remembered(key, lambda: trace(op.on_arrays(), given, made) is not None)

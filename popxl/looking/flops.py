@@ -48,13 +48,7 @@ def own_flops(op: Op) -> Flops:
         >>> own_flops(main.ops[-1])
         Flops(products=192, others=0)
     """
-    if (
-        op.kind.stands_for is not None
-        or op.called_graphs
-        or op.kind.exchange
-        or op.kind.between_replicas
-        or op.kind.effect
-    ):
+    if op.kind.is_carried_out_by_others:
         return Flops()
     specs = tuple(t.spec for t in op.inputs)
     key = ("flops", op.operands, tuple(op.attributes.items()), specs)

@@ -589,7 +589,7 @@ class _Reader:
             of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
             base = self.kind(saved["vjp"], len(of["inputs"]))
             made_of = Derivation(base, **of)
-            _check(not base.calls and base.parts is None, f"a gradient by JAX of {base.name}, which runs others")
+            _check(base.runs is None and base.stands_for is None, f"a gradient by JAX of {base.name}, which runs others")
             gradient, read = vjp_kind(made_of)
             if len(read) + len(of["given"]) != inputs:
                 raise _Unknown(

@@ -1,12 +1,19 @@
-"""What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others."""
+"""What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others.
 
+Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. They are left out, unless they are asked
+for: all of them and nothing else by `-m thorough`, a part of them beside all other tests by `--thorough=3/10`.
+"""
+
+import argparse
 import gc
 import os
 import re
 import signal
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
 os.environ.setdefault("POPXL_CPU_DEVICES", "8")  # however few cores there are
@@ -28,6 +35,18 @@ hypothesis.settings.load_profile("popxl")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing them")
+    parser.addoption(
+        "--thorough", metavar="K/N", type=_part, help="also run the K-th of N parts of the thorough tests; 1/1: all"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`3/10` as (3, 10)."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"expected a part such as 3/10, the third of ten; got {text!r}")
+    return part, parts
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -36,9 +55,49 @@ def pytest_xdist_auto_num_workers() -> int:
     return (cores or 1) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The smoke test first: if it fails, nothing that follows is worth reading."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The smoke test first: if it fails, nothing that follows is worth reading. Thorough tests only if asked for."""
     items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
+    if "thorough" in config.getoption("markexpr"):
+        return
+    part, parts = config.getoption("thorough") or (0, 1)
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("thorough") and zlib.crc32(item.nodeid.encode()) % parts + 1 != part
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = len(left_out)
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
+
+
+LEFT_OUT = pytest.StashKey[int]()
+"""How many thorough tests there are that do not run."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # a process of pytest-xdist
+        output["thorough tests left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """A process of pytest-xdist has ended. All of them have left out the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("thorough tests left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{count} thorough tests left out; run them with `-m thorough`, or a tenth of them with `--thorough=1/10`."
+        )
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end of the tests: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _seed() -> None:

@@ -1,7 +1,8 @@
 """What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others.
 
-Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. They are left out, unless they are asked
-for: all of them and nothing else by `-m thorough`, a part of them beside all other tests by `--thorough=3/10`.
+Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. So do the cases of a test marked
+`thorough(but_each=5)`, all but the first, the sixth and so on. They are left out, unless they are asked for: all of
+them by `-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import re
 import signal
 import sys
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +63,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "thorough" in config.getoption("markexpr"):
         return
     part, parts = config.getoption("thorough") or (0, 1)
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("thorough") and zlib.crc32(item.nodeid.encode()) % parts + 1 != part
-    ]
+    left_out = [item for item in _thorough(items) if zlib.crc32(item.nodeid.encode()) % parts + 1 != part]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT] = len(left_out)
         without = set(left_out)
         items[:] = [item for item in items if item not in without]
+
+
+def _thorough(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The tests that are thorough."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("thorough"):
+            function = item.nodeid.partition("[")[0]
+            if not mark.kwargs or cases[function] % mark.kwargs["but_each"]:
+                yield item
+            cases[function] += 1
 
 
 LEFT_OUT = pytest.StashKey[int]()
@@ -114,6 +123,19 @@ def pytest_collectstart() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     _seed()
+
+
+@pytest.fixture
+def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """LLVM does not optimise what XLA hands to it, for tests of numbers that compile much and run it once.
+
+    All else that compiling does stays as users have it; with `--thorough`, as in `.ci/run`, this, too.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", request.config.getoption("thorough") is None)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

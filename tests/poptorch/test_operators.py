@@ -17,7 +17,10 @@ torch = pytest.importorskip("torch")
 
 from tests.poptorch.operators import Row, captured, check  # noqa: E402  (they need torch)
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # by PyTorch, which computes them otherwise
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:LSTM with projections"),  # by PyTorch, which computes them otherwise
+    pytest.mark.usefixtures("quickly_compiled"),
+]
 
 TOGETHER = 12
 """So many rows are one program: compiling each by itself takes several times as long."""
@@ -36,7 +39,18 @@ def test_float32(rows: list[Row]) -> None:
     check(*((row, torch.float32) for row in rows))
 
 
-@pytest.mark.parametrize("family", [family for family, rows in ROWS.items() if any(row.half for row in rows)])
+SLOW = ("pooling", "random", "recurrent", "reductions", "resample", "shape", "sorting")
+"""Families of which few have code of their own for float16, and all take long to compile."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.thorough] * (family in SLOW))
+        for family, rows in ROWS.items()
+        if any(row.half for row in rows)
+    ],
+)
 def test_float16(family: str) -> None:
     rows = [row for row in ROWS[family] if row.half]
     check(*((row, torch.float16) for row in (rows if os.environ.get("OPERATORS") == "all" else with_news(rows))))

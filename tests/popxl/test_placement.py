@@ -707,12 +707,12 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
         assert_same(name, array, values[1][name], 1e-4)
 
 
-@programs("0:10")
+@programs("0:4")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")
 
 
-@programs("0:10")
+@programs("0:4")
 def test_random_gradients(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of JAX, wherever the ops are."""
 

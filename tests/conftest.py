@@ -133,7 +133,8 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", request.config.getoption("thorough") is None)
+    is_thorough = request.config.getoption("thorough") or "thorough" in request.config.getoption("markexpr")
+    jax.config.update("jax_disable_most_optimizations", not is_thorough)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

@@ -76,7 +76,7 @@ def both(case: Case, optimiser: str = "SGD", **ways: int) -> tuple[poptorch.Popl
     return poptorch.trainingModel(model, options, OPTIMISERS[optimiser](model)), reference
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("name", "optimiser"), [("MLP", "SGD"), *((name, "AdamW") for name in CASES)])
 def test_step_by_step(name: str, optimiser: str) -> None:
     case = CASES[name]
@@ -169,7 +169,7 @@ def test_pipeline(units: int) -> None:
     same_weights(ours.model, reference.model, 1e-5)
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("name", CASES)
 def test_inference(name: str) -> None:
     """What was trained is right in inference, too, several micro-batches in a call."""

@@ -17,10 +17,7 @@ torch = pytest.importorskip("torch")
 
 from tests.poptorch.operators import Row, captured, check  # noqa: E402  (they need torch)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LSTM with projections"),  # by PyTorch, which computes them otherwise
-    pytest.mark.usefixtures("quickly_compiled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # by PyTorch, which computes them otherwise
 
 TOGETHER = 12
 """So many rows are one program: compiling each by itself takes several times as long."""

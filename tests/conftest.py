@@ -1,12 +1,21 @@
-"""What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others."""
+"""What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others.
 
+Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. So do the cases of a test marked
+`thorough(but_each=5)`, all but the first, the sixth and so on. They are left out, unless they are asked for: all of
+them by `-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests.
+"""
+
+import argparse
 import gc
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
 os.environ.setdefault("POPXL_CPU_DEVICES", "8")  # however few cores there are
@@ -28,6 +37,18 @@ hypothesis.settings.load_profile("popxl")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing them")
+    parser.addoption(
+        "--thorough", metavar="K/N", type=_part, help="also run the K-th of N parts of the thorough tests; 1/1: all"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`3/10` as (3, 10)."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"expected a part such as 3/10, the third of ten; got {text!r}")
+    return part, parts
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -36,9 +57,56 @@ def pytest_xdist_auto_num_workers() -> int:
     return (cores or 1) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The smoke test first: if it fails, nothing that follows is worth reading."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The smoke test first: if it fails, nothing that follows is worth reading. Thorough tests only if asked for."""
     items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
+    if "thorough" in config.getoption("markexpr"):
+        return
+    part, parts = config.getoption("thorough") or (0, 1)
+    left_out = [item for item in _thorough(items) if zlib.crc32(item.nodeid.encode()) % parts + 1 != part]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = len(left_out)
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
+
+
+def _thorough(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The tests that are thorough."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("thorough"):
+            function = item.nodeid.partition("[")[0]
+            if not mark.kwargs or cases[function] % mark.kwargs["but_each"]:
+                yield item
+            cases[function] += 1
+
+
+LEFT_OUT = pytest.StashKey[int]()
+"""How many thorough tests there are that do not run."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # a process of pytest-xdist
+        output["thorough tests left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """A process of pytest-xdist has ended. All of them have left out the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("thorough tests left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{count} thorough tests left out; run them with `-m thorough`, or a tenth of them with `--thorough=1/10`."
+        )
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end of the tests: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _seed() -> None:
@@ -55,6 +123,20 @@ def pytest_collectstart() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     _seed()
+
+
+@pytest.fixture
+def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """LLVM does not optimise what XLA hands to it, for tests of numbers that compile much and run it once.
+
+    All else that compiling does stays as users have it; with `--thorough`, as in `.ci/run`, this, too.
+    """
+    import jax
+
+    is_thorough = request.config.getoption("thorough") or "thorough" in request.config.getoption("markexpr")
+    jax.config.update("jax_disable_most_optimizations", not is_thorough)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

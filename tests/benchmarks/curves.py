@@ -15,13 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import matplotlib
 import numpy as np
 
 from tests.benchmarks.harness import OURS
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 
 PANELS = {
     "compile": ("compile time", "s", 1),
@@ -50,8 +46,11 @@ def curves(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]
 
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     """Three panels, both axes logarithmic: a straight line is a power of L."""
+    from matplotlib.figure import Figure  # takes a second, in each process of the tests
+
     found = curves(rows)
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(PANELS))
     for axis, (what, (title, unit, scale)) in zip(axes, PANELS.items(), strict=True):
         for party, (label, colour, style) in PARTIES.items():
             points = sorted(found[what][party].items())
@@ -66,7 +65,6 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTIES), frameon=False, fontsize=9)
     figure.savefig(picture)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from tests.benchmarks import curves, run, variants
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, seconds, times
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("file", [file for file in run.FILES if file.ROWS], ids=lambda file: file.__name__)
 def test_rows(file):
     """Those of a file at once, as they share what is compiled. Rows that differ by a size are the same when tiny."""

@@ -76,6 +76,7 @@ def both(case: Case, optimiser: str = "SGD", **ways: int) -> tuple[poptorch.Popl
     return poptorch.trainingModel(model, options, OPTIMISERS[optimiser](model)), reference
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("name", "optimiser"), [("MLP", "SGD"), *((name, "AdamW") for name in CASES)])
 def test_step_by_step(name: str, optimiser: str) -> None:
     case = CASES[name]
@@ -94,6 +95,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(("name", "way"), [*(("MLP", way) for way in WAYS), ("GPT", "all"), ("BERT", "all")])
 def test_ways(name: str, way: str) -> None:
     """Ten steps, each of which is dealt to micro-batches and replicas; several of them in one call."""
@@ -120,6 +122,7 @@ def test_batch_norm_sees_micro_batches() -> None:
     same_weights(ours.model, reference.model, 1e-5)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("name", ["MLP", "LeNet", "encoder"])
 def test_halves_with_a_scaled_loss(name: str) -> None:
     """All in float16. PyTorch, in float32, is as close as halves are."""
@@ -150,6 +153,7 @@ def test_halves_of_activations_alone() -> None:
     same_weights(ours.model, reference.model, 5e-3)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("units", [2, 4])
 def test_pipeline(units: int) -> None:
     """The layers of the encoder are on several units; numbers are those of one."""
@@ -165,6 +169,7 @@ def test_pipeline(units: int) -> None:
     same_weights(ours.model, reference.model, 1e-5)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("name", CASES)
 def test_inference(name: str) -> None:
     """What was trained is right in inference, too, several micro-batches in a call."""

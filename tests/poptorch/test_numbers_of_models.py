@@ -80,6 +80,7 @@ PADDING = {
 }
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("make", [_PaddedEncoder, _LeftPadded])
 @pytest.mark.parametrize("padding", PADDING)
 def test_padding_trains_as_in_pytorch(make: Callable[[], nn.Module], padding: str) -> None:
@@ -121,6 +122,7 @@ class _Loss(nn.Module):
         return self.loss(self.layer(x))
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_found_by_each_of_their_names(name: str) -> None:
     torch.manual_seed(0)
@@ -153,6 +155,7 @@ PROMOTING: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], .
 }
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("name", PROMOTING)
 def test_operands_of_two_dtypes_are_promoted(name: str, half: int) -> None:
@@ -216,6 +219,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_compute_in_the_dtype_of_their_input_and_learn_in_that_of_their_weights(name: str) -> None:

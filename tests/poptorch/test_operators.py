@@ -36,7 +36,18 @@ def test_float32(rows: list[Row]) -> None:
     check(*((row, torch.float32) for row in rows))
 
 
-@pytest.mark.parametrize("family", [family for family, rows in ROWS.items() if any(row.half for row in rows)])
+SLOW = ("pooling", "random", "recurrent", "reductions", "resample", "shape", "sorting")
+"""Families of which few have code of their own for float16, and all take long to compile."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.thorough] * (family in SLOW))
+        for family, rows in ROWS.items()
+        if any(row.half for row in rows)
+    ],
+)
 def test_float16(family: str) -> None:
     rows = [row for row in ROWS[family] if row.half]
     check(*((row, torch.float16) for row in (rows if os.environ.get("OPERATORS") == "all" else with_news(rows))))

@@ -406,6 +406,7 @@ def _best_by_all_paths(probs: Any, blank: int) -> dict[tuple[int, ...], float]:
     return found
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("blank", [0, 2])
 def test_ctc_beam_search_decoder(blank: int) -> None:
     probs = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)

@@ -93,6 +93,7 @@ def test_inference_comes_back_without_the_class(module: Model, tmp_path: Path) -
         loaded()
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     "make",
     [

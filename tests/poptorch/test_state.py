@@ -200,6 +200,7 @@ def test_copies_take_the_state_along(duplicate) -> None:
     torch.testing.assert_close(copied.state_dict()["ipu_state"]["Accl1___w"], 1.5 * X[0])
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     "make",
     [

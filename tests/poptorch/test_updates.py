@@ -143,6 +143,7 @@ GOLDEN: list[tuple[str, dict[str, Any], list[float]]] = [
 ]
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("variable", [True, False], ids=["variable", "constant"])
 @pytest.mark.parametrize(("name", "numbers", "expected"), GOLDEN, ids=lambda v: v if isinstance(v, str) else "")
 def test_golden(name: str, numbers: dict[str, Any], expected: list[float], variable: bool) -> None:
@@ -177,6 +178,7 @@ TORCH: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize(("name", "numbers", "more"), TORCH, ids=[f"{i}-{row[0]}" for i, row in enumerate(TORCH)])
 def test_ten_steps_beside_torch(name: str, numbers: dict[str, Any], more: dict[str, Any]) -> None:
     ours, theirs = parameters(), parameters()

@@ -167,6 +167,7 @@ class Model(torch.nn.Module):
         return poptorch.identity_loss(self.function(self, x).square(), "sum")
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     "function",
     [

@@ -303,6 +303,7 @@ def test_the_cache_of_jax_is_as_it_was(session, tmp_path):
     assert {name: jax.config.values[name] for name in names} == before
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("calls, replicas", [("kept", 1), ("dispatched", 2)])
 def test_across_processes(calls, replicas, folder):
     program = (

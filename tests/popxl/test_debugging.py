@@ -245,7 +245,13 @@ def test_arrays_of_the_user_are_not_given_up() -> None:
 # The same numbers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+OFTEN = ("grouped variables", "other dtypes", "alone", "several IPUs")
+"""Programs that run in each mode of all that replicas and IPUs do."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in PROGRAMS]
+)
 def test_shared_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def share(array: np.ndarray) -> np.ndarray:
         return array
@@ -278,6 +284,7 @@ def results(seed: int, is_debugged: bool) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs(seed: int) -> None:
     debugged, compiled = results(seed, True), results(seed, False)
@@ -286,6 +293,7 @@ def test_random_programs(seed: int) -> None:
         np.testing.assert_allclose(debugged[key], array, 1e-4, 1e-5, err_msg=key)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("way", ["kept", "dispatched", "inlined", "op by op"])
 def test_prints(way: Any, devices: int, capfd: pytest.CaptureFixture[str]) -> None:

@@ -521,7 +521,7 @@ def test_saved_and_loaded(ir, main, w, v, tmp_path):
 
 
 @some_slots_are_left
-@settings(max_examples=20)
+@settings(max_examples=4)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=12))
 def test_random_blocks_compute_what_they_did(steps):
     """Merged or not, whatever is loaded, computed, changed in place and stored, in whichever order."""

@@ -134,6 +134,7 @@ def test_float16_that_overflowed_before():
         assert bytes_of(host_pow2scale_cast_to_fp8(data, F152, -8, nan_on_overflow)) == [0x80]
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("dtype", FORMATS, ids=repr)
 @pytest.mark.parametrize("source", ["float16", "float32", "float64"])
 def test_rounding_is_to_the_nearest(dtype, source):

@@ -53,7 +53,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def assert_agree(found: Callable[..., Any], expected: Callable[..., Any], *arrays: Any, grad: bool = True) -> None:
-    """Two functions of JAX agree, plain and jitted, in their gradients, and over a batch."""
+    """Two functions of JAX agree, in their gradients, and over a batch. Each is compiled once, with all of that."""
     argnums = tuple(i for i, a in enumerate(arrays) if np.issubdtype(np.asarray(a).dtype, np.floating))
 
     def total(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,16 +64,14 @@ def assert_agree(found: Callable[..., Any], expected: Callable[..., Any], *array
         return weighted
 
     batch = [np.stack([a, a[::-1]]) if np.ndim(a) else np.stack([a, a]) for a in map(np.asarray, arrays)]
-    one, several = jax.jit(lambda a, b: (expected(*a), jax.vmap(expected)(*b)))(arrays, batch)
-    assert_close(found(*arrays), one)
-    assert_close(jax.jit(found)(*arrays), one)
-    assert_close(jax.jit(jax.vmap(found))(*batch), several)
-    if grad and argnums:
-        gradient, reference = jax.grad(total(found), argnums), jax.grad(total(expected), argnums)
-        one, several = jax.jit(lambda a, b: (reference(*a), jax.vmap(reference)(*b)))(arrays, batch)
-        assert_close(gradient(*arrays), one, 1e-4)
-        assert_close(jax.jit(gradient)(*arrays), one, 1e-4)
-        assert_close(jax.jit(jax.vmap(gradient))(*batch), several, 1e-4)
+
+    def everything(f: Callable[..., Any]) -> Any:
+        functions = [f, *([jax.grad(total(f), argnums)] if grad and argnums else [])]
+        return jax.jit(lambda a, b: [(g(*a), jax.vmap(g)(*b)) for g in functions])(arrays, batch)
+
+    (values, *gradients), (values_expected, *gradients_expected) = everything(found), everything(expected)
+    assert_close(values, values_expected)
+    assert_close(gradients, gradients_expected, 1e-4)
 
 
 # A graph as a function of JAX ----------------------------------------------------------------------------------------
@@ -102,7 +100,10 @@ def test_one_output_is_an_array_and_several_are_a_tuple() -> None:
 
 
 def test_transformations_of_jax() -> None:
-    assert_agree(popxl.to_jax(graph_of(layer, X, W)), jax_layer, X, W)
+    f = popxl.to_jax(graph_of(layer, X, W))
+    assert_agree(f, jax_layer, X, W)
+    not_jitted = jax.grad(lambda x: f(x, W).sum())(X)
+    assert_close(not_jitted, jax.jit(jax.grad(lambda x: jax_layer(x, W).sum()))(X))
 
 
 def test_second_derivatives_and_forward_mode() -> None:
@@ -115,11 +116,11 @@ def test_second_derivatives_and_forward_mode() -> None:
 
     f = popxl.to_jax(graph_of(fn, X))
 
-    for transform in (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
-        expected = jax.jit(transform(reference))(X)
-        assert_close(transform(f)(X), expected)
-        assert_close(jax.jit(transform(f))(X), expected)
-    assert_close(jax.jvp(f, (X,), (X,)), jax.jvp(reference, (X,), (X,)))
+    def derivatives(f: Callable[..., Any]) -> Any:
+        transforms = (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)))
+        return jax.jit(lambda x: [transform(f)(x) for transform in transforms] + [jax.jvp(f, (x,), (x,))])(X)
+
+    assert_close(derivatives(f), derivatives(reference))
 
 
 def test_inside_a_program_of_jax() -> None:
@@ -170,13 +171,14 @@ def test_calls_are_kept_under_every_transformation() -> None:
 def test_autodiff_agrees_with_the_gradients_of_jax() -> None:
     graph = graph_of(network, X, W)
     f = popxl.to_jax(graph)
-    dx, dw = jax.grad(f, (0, 1))(X, W)
+    value, (dx, dw) = jax.jit(jax.value_and_grad(f, (0, 1)))(X, W)
     info = autodiff(graph)
-    forward, backward = popxl.to_jax(graph), popxl.to_jax(info.graph)
+    forward, backward = jax.jit(popxl.to_jax(graph)), jax.jit(popxl.to_jax(info.graph))
     known = dict(zip(graph.outputs, forward(X, W), strict=True)) | dict(zip(graph.inputs, (X, W), strict=True))
     inputs = [known[e.fwd_tensor] if e.is_activation else np.float32(1) for e in info.expected_inputs]
     assert_close(backward(*inputs), (dx, dw))
-    assert_close(f(X, W), jax_network(X, W))  # made before, it still has one output
+    assert_close(value, jax.jit(jax_network)(X, W))
+    assert_close(jax.jit(f)(X, W), value)  # made before, it still has one output
 
 
 def test_repeat_and_conditional() -> None:
@@ -418,12 +420,12 @@ def test_what_ops_require_is_checked_by_checkify() -> None:
     f = popxl.to_jax(graph_of(roots, X))
     x = np.abs(X) + 1
     assert_agree(f, lambda x: jnp.sqrt(jnp.sqrt(x) - 1) + 1, x + 1)
-    f(X)  # no check without checkify
+    jax.jit(f)(X)  # no check without checkify
     checked = jax.jit(checkify.checkify(f))
     assert checked(x)[0].get() is None
     message = checked(X)[0].get()
     assert "`t` has to be positive {or zero}, and it is not" in message and "Root" in message
-    assert checkify.checkify(jax.vmap(f))(np.stack([x, X]))[0].get() is not None
+    assert jax.jit(checkify.checkify(jax.vmap(f)))(np.stack([x, X]))[0].get() is not None
 
 
 def test_printing(capfd) -> None:
@@ -490,11 +492,12 @@ def test_the_main_graph_in_a_loop_of_jax_and_with_defaults() -> None:
         return changed["w"], fetched["loss"]
 
     w, losses = jax.lax.scan(turn, step.variables()["w"], np.stack([X, X]))
-    (first, changed) = step(x=X)
-    (second, changed) = step(x=X, w=changed["w"])
+    one = jax.jit(lambda **named: step(x=X, **named))
+    (first, changed) = one()
+    (second, changed) = one(w=changed["w"])
     assert_close((w, losses), (changed["w"], [first["loss"], second["loss"]]))
-    gradient = jax.grad(lambda w: step(w=w, x=X)[0]["loss"])(W)
-    assert_close(gradient, jax.grad(lambda w: jnp.tanh(X @ w).sum())(W))
+    gradient = jax.jit(jax.grad(lambda w: step(w=w, x=X)[0]["loss"]))(W)
+    assert_close(gradient, jax.jit(jax.grad(lambda w: jnp.tanh(X @ w).sum()))(W))
 
 
 def test_a_stream_with_the_name_of_a_variable() -> None:
@@ -620,24 +623,31 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+SLOW = ("gradient", "transformer", "various")
+"""Functions that take long to compile."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n == SLOW[0])) for n in FUNCTIONS])
 def test_numbers_and_gradients_are_those_of_jax(name) -> None:
     fn, arrays = FUNCTIONS[name]
     value, *gradients = gradients_by_autodiff(fn, *arrays)
-    expected = jax.value_and_grad(fn, tuple(range(len(arrays))))(*arrays)
+    expected = jax.jit(jax.value_and_grad(fn, tuple(range(len(arrays)))))(*arrays)
     assert_close((value, tuple(gradients)), expected, 2e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "gradient"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in FUNCTIONS if n != "gradient"],
+)
 def test_there_and_back_again(name) -> None:
     """JAX → graph → JAX, with every transformation; and once more."""
     fn, arrays = FUNCTIONS[name]
     again = through_a_graph(fn, *arrays)
     if name == "various":  # batches of convolutions and sorts are JAX's business
-        assert_close(jax.jit(jax.value_and_grad(again))(*arrays), jax.value_and_grad(fn)(*arrays), 2e-4)
+        assert_close(jax.jit(jax.value_and_grad(again))(*arrays), jax.jit(jax.value_and_grad(fn))(*arrays), 2e-4)
     else:
         assert_agree(again, fn, *arrays)
-    assert_close(through_a_graph(again, *arrays)(*arrays), fn(*arrays))
+    assert_close(jax.jit(through_a_graph(again, *arrays))(*arrays), jax.jit(fn)(*arrays))
 
 
 def test_from_a_graph_and_back_again() -> None:
@@ -654,8 +664,8 @@ def test_from_a_graph_and_back_again() -> None:
     assert "Straight(x" in str(again)
     assert [g.name.rpartition("_")[0] for g in again.called_graphs] == ["layer_subgraph_1"]
     assert len([op for op in again.ops if op.op_type == "Call"]) == 3
-    assert_close(popxl.to_jax(again)(X, W), popxl.to_jax(graph)(X, W))
-    expected = jax.grad(popxl.to_jax(graph), (0, 1))(X, W)
+    value, expected = jax.jit(jax.value_and_grad(popxl.to_jax(graph), (0, 1)))(X, W)
+    assert_close(jax.jit(popxl.to_jax(again))(X, W), (value,))
     found = gradients_by_autodiff(popxl.to_jax(graph), X, W)[1:]
     assert_close(tuple(found), expected, 1e-4)
 
@@ -699,7 +709,7 @@ def test_a_jitted_function_is_one_graph_however_often_it_is_called() -> None:
     autodiff(graph)  # gives it outputs
     other = graph_of(popxl.from_jax(lambda x, w: attention(x, w) + 1), X, W, ir=ir)
     assert other.called_graphs == (block,) and len(other.outputs) == 1
-    assert_close(popxl.to_jax(other)(X, W), attention(X, W) + 1)
+    assert_close(jax.jit(popxl.to_jax(other))(X, W), attention(X, W) + 1)
     wider = graph_of(popxl.from_jax(lambda x, w: attention(x, w) + 1), np.tile(X, (2, 1)), W, ir=ir)
     assert wider.called_graphs[0] is not block
 

@@ -709,13 +709,13 @@ def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
-@programs("0:10")
+@programs("0:4")
 def test_random_programs(seeds: range) -> None:
     check(same_in_all_places, seeds, "test_random_programs")
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
-@programs("0:10")
+@programs("0:4")
 def test_random_gradients(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of JAX, wherever the ops are."""
 

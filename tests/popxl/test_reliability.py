@@ -54,6 +54,7 @@ def only_new_objects():
     gc.unfreeze()
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("only_new_objects")
 def test_memory_stays_flat(form):
@@ -633,6 +634,7 @@ def test_host_copies_of_sessions_in_threads(at_once):
         at_once(*(partial(use, session) for session in sessions))
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_programs_are_built_in_threads(calls, at_once, tmp_path):
     """And differentiated, compiled, saved and loaded."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import popxl
@@ -78,6 +78,7 @@ def test_pieces(replicas, how, shape, asked, count, length, held):
     np.testing.assert_array_equal(parts.values(rows, all_replicas=True), values[grouping.assignment])
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 12), st.sampled_from([1, 2, 3, 4, 6, 12]), st.booleans())
 def test_pieces_come_back(size, members, everywhere):
     """For every divisor of the replicas as group size, and every divisor of that as number of pieces."""
@@ -231,6 +232,7 @@ def test_the_example(device):
         np.testing.assert_array_equal(session.get_tensor_data(h), [[10, 10, 10], [15, 15, 15]])
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize(("replicas", "how", "shape", "asked", "count", "length", "held"), TABLE)
 @pytest.mark.parametrize("on_chip", [True, False])
 @pytest.mark.parametrize("way", ["kept", "dispatched"])

@@ -1030,6 +1030,7 @@ COMMAND = (sys.executable, "-m", replicated_programs.__name__)
 """Runs those programs, which check their numbers, in another process, and prints their names."""
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_replicated_programs_in_one_process(devices):
     root, variables = Path(__file__).parents[2], os.environ | {"POPXL_CPU_DEVICES": str(devices)}
@@ -1040,6 +1041,7 @@ def test_replicated_programs_in_one_process(devices):
     ]
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("replicas", [2, 4, 6, 8, 16])
 def test_replicated_programs_in_two_processes(poprun, replicas):
     """Each with half of the replicas, on as many devices."""

@@ -11,6 +11,11 @@ import popxl_addons as addons
 Evaluate = Callable[..., list[np.ndarray]]
 
 
+@pytest.fixture(autouse=True)
+def _quickly_compiled(quickly_compiled: None) -> None:
+    """The kit has its own meaning in what popxl offers, and leaves running to it."""
+
+
 @pytest.fixture
 def ir() -> Iterator[popxl.Ir]:
     """A new Ir whose main graph is current."""

@@ -166,16 +166,19 @@ def test_every_weight_has_a_gradient():
 # Dropout --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("name", ["outlined", "recomputed", "tensor parallel"])
 def test_the_same_elements_are_dropped(name):
     check(trained(name, WITH_DROPOUT, 3), trained("plain", WITH_DROPOUT, 3))
 
 
+@pytest.mark.thorough
 def test_elements_are_dropped():
     with_dropout, without = (trained("plain", c, 3) for c in (WITH_DROPOUT, replace(WITH_DROPOUT, dropout=0.0)))
     assert np.abs(with_dropout.losses - without.losses).min() > 100 * LOSS
 
 
+@pytest.mark.thorough
 def test_micro_batches_have_a_seed_each():
     """A step on micro-batches is the mean of steps that the plain program makes on each, one seed after the other."""
     config = WITH_DROPOUT
@@ -192,6 +195,7 @@ def test_micro_batches_have_a_seed_each():
     check(trained("pipelined", config, 1), found)
 
 
+@pytest.mark.thorough
 def test_phases_drop_the_same_elements_forwards_and_backwards():
     """Each phase has seeds of its own, so its gradient is compared with the slope of its loss in that direction."""
     config, step = WITH_DROPOUT, 1e-2

@@ -234,6 +234,7 @@ class TestEmbedding:
 
 
 class TestConv2D:
+    @pytest.mark.thorough(but_each=3)
     @pytest.mark.parametrize(
         "kwargs, torch_kwargs",
         [
@@ -267,6 +268,7 @@ class TestConv2D:
 class TestLinearFP8:
     METRICS = [dict(scale_metric="amax"), dict(scale_metric="mse"), dict(scale_metric="manual_scale", scale=4)]
 
+    @pytest.mark.thorough(but_each=5)
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("metric", METRICS, ids=str)
     @pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4)])
@@ -274,6 +276,7 @@ class TestLinearFP8:
         x = np.random.uniform(-0.5, 0.5, shape).astype(np.float32)
         compare(LinearFP8(3, bias, **metric), torch.nn.Linear(4, 3, bias=bias), x, atol=0.25)
 
+    @pytest.mark.thorough(but_each=5)
     @pytest.mark.parametrize("metric", METRICS, ids=str)
     @pytest.mark.parametrize("dtype", [np.float16, np.float32])
     def test_against_the_formula(self, metric, dtype):
@@ -338,6 +341,7 @@ class TestLinearFP8:
 
 
 class TestLinearGQ:
+    @pytest.mark.thorough(but_each=5)
     @pytest.mark.parametrize("dim", [-1, 0, 1])
     @pytest.mark.parametrize("dtype", [np.float16, np.float32])
     @pytest.mark.parametrize("bias", [True, False])

@@ -300,6 +300,7 @@ def mlp(group: popxl.ReplicaGrouping) -> Callable[..., popxl.Tensor]:
     return build
 
 
+@pytest.mark.thorough(but_each=5)
 @both_ways
 @each_grouping
 @pytest.mark.parametrize("dtype", [popxl.float32, popxl.float16], ids=lambda dtype: dtype.name)

@@ -109,6 +109,7 @@ def test_every_tutorial_is_listed() -> None:
     assert found == PROGRAMS.keys() | MODULES, "new tutorials need a row here"
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("tutorial", sorted({program.split("/")[0] for program in PROGRAMS}))
 def test_tutorial(tutorial: str) -> None:
     """Its programs run, and print what they are to, and all that its text shows. (One test, as they take long.)"""
@@ -136,6 +137,7 @@ def by_process(output: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_program_for_several_processes_runs_alone() -> None:
     """And learns as much as several together, which print what its text shows."""
     alone = run("9_several_processes/several_processes.py", launcher=())

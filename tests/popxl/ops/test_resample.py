@@ -39,6 +39,7 @@ def with_gradient(op: Callable[..., Any], t: Array, g: Array, *rest: Array) -> t
 SCALES = [2.0, 3.0, 1.5, 0.3, 0.7, 2.3, 1 / 3, 0.5, 1.1]
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize(("mode", "nearest"), MODES)
 def test_to_the_seventh_digit(mode, nearest, coordinates) -> None:
@@ -52,6 +53,7 @@ def test_to_the_seventh_digit(mode, nearest, coordinates) -> None:
         np.testing.assert_allclose(result, expected, rtol=near, atol=near, err_msg=str(s))
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize(("mode", "nearest"), MODES)
@@ -167,6 +169,7 @@ BORDERS = [
 ]
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("size", "scale", "ratio"), [((2, 3), 1.0, 2), ((1, 1), 0.25, 1), ((5, 2), 2.0, 3)], ids=str)
 def test_regions_and_their_gradients(dtype, size, scale, ratio) -> None:

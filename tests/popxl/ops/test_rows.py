@@ -16,10 +16,34 @@ from popxl.errors import PopxlError
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate, store
 from tests.popxl.ops.rows import ROWS
-from tests.popxl.ops.rows.schema import Fed, Rule, Sample, function_of, values
+from tests.popxl.ops.rows.schema import Fed, Row, Rule, Sample, function_of, telling, values
 
 Array = np.ndarray
 rows = pytest.mark.parametrize("row", ROWS, ids=repr)
+
+TOGETHER = 8
+"""So many rows are one program, as each program takes some time to compile whatever is in it."""
+
+
+def batches(rows: list[Row]) -> Any:
+    """The parameter `batch`: some rows at a time. Each is a part of the name of the test."""
+    parts = [rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER)]
+    return pytest.mark.parametrize("batch", parts, ids=[" ".join(map(repr, part)) for part in parts])
+
+
+def check_together(check: Callable[[list[tuple[Row, list[Sample]]]], None], batch: list[Row], of: Any) -> None:
+    """Check some samples, those that `of` says, of rows in one program. If that fails, each row by itself."""
+    every = [(row, samples) for row in batch if (samples := of(row))]
+    try:
+        check(every)
+    except Exception:
+        for row, samples in every:
+            try:
+                check([(row, samples)])
+            except Exception as problem:
+                problem.add_note(f"In the row {row.name!r}.")
+                raise
+        raise  # none fails by itself
 
 
 def test_every_op_has_a_row() -> None:
@@ -144,41 +168,58 @@ def test_declaration(row) -> None:
 # What it computes ---------------------------------------------------------------------------------------------------
 
 
-@rows
-def test_numbers(row) -> None:
-    """All samples, and their in-place forms, in one program."""
+def check_numbers(every: list[tuple[Row, list[Sample]]]) -> None:
+    """Samples of rows, and their in-place forms, in one program."""
     ir = popxl.Ir()
     feeds: dict[Any, Array] = {}
-    expected: list[tuple[Array, Any]] = []
+    expected: list[tuple[Row, Array, Any]] = []
     streams: list[popxl.DeviceToHostStream] = []
 
-    def expect(results: Any, values: list[Array], what: Any) -> None:
+    def expect(row: Row, results: Any, values: list[Array], what: Any) -> None:
         tensors = list(flat(results))
         assert len(tensors) == len(values), what
         streams.extend(store(tensors))
-        expected.extend((value, what) for value in values)
+        expected.extend((row, value, what) for value in values)
 
     with ir.main_graph, popxl.in_sequence():
-        for sample in row.samples:
+        for row, sample in ((row, sample) for row, samples in every for sample in samples):
             operands = tensors_for(sample.operands, feeds)
             results = (row.build or row.op)(*operands, **sample.attributes)
             values = meant(row, sample)
-            expect(results, values, (row.name, sample))
+            expect(row, results, values, (row.name, sample))
             if row.overwrites:
-                expect(operands[0], values, (row.name, sample, "overwritten"))
+                expect(row, operands[0], values, (row.name, sample, "overwritten"))
             elif any(isinstance(t, popxl.Tensor) for t in flat(operands)):
                 untouched = [t for t in flat(operands) if isinstance(t, popxl.Tensor)]
-                expect(untouched, arrays_of(sample.operands), (row.name, sample, "not to be touched"))
+                expect(row, untouched, arrays_of(sample.operands), (row.name, sample, "not to be touched"))
             if row.inplace and fits(sample, values):
                 operands = tensors_for(sample.operands)
                 results = function_of(row.inplace.name)(*operands, **sample.attributes)
-                expect(results, values, (row.inplace.name, sample))
+                expect(row, results, values, (row.inplace.name, sample))
                 if not row.inplace.view:
-                    expect(operands[0], values, (row.inplace.name, sample, "overwritten"))
+                    expect(row, operands[0], values, (row.inplace.name, sample, "overwritten"))
     with popxl.Session(ir, "ipu_model") as session:
         outputs = session.run(feeds)
-    for stream, (value, what) in zip(streams, expected, strict=True):
+    for stream, (row, value, what) in zip(streams, expected, strict=True):
         assert_close(outputs[stream], value, row.tolerance, what)
+
+
+def others(row: Row) -> list[Sample]:
+    """The samples that are not telling: one more dtype, one more mode."""
+    found = telling(row.samples)
+    return [sample for sample in row.samples if not any(sample is other for other in found)]
+
+
+@batches(ROWS)
+def test_numbers(batch) -> None:
+    """Of the samples, one for each kind of dtypes."""
+    check_together(check_numbers, batch, lambda row: telling(row.samples))
+
+
+@pytest.mark.thorough
+@batches([row for row in ROWS if others(row)])
+def test_numbers_of_all_samples(batch) -> None:
+    check_together(check_numbers, batch, others)
 
 
 def fits(sample: Sample, values: list[Array]) -> bool:
@@ -281,30 +322,28 @@ def nested(form: Callable[..., Any], sample: Any, tensors: tuple[Any, ...]) -> A
     return form(*map(operand, sample.operands), **sample.attributes)
 
 
+def directions(size: int) -> Array:
+    """Along each element; or, where these are many, along a few random mixtures of all of them. One in each row."""
+    if size <= 24:
+        return np.eye(size)
+    return np.random.default_rng(size).choice([-1, 1], (8, size)) / np.sqrt(size)
+
+
 def differences(row, sample: Sample, wanted: list[int], gs: list[Array]) -> list[Array]:
-    """Central differences of the NumPy meaning, in double precision."""
+    """Central differences of the NumPy meaning along `directions`, in double precision."""
     exact = [plain(a) for a in arrays_of(sample.operands)]
 
-    def total() -> float:
-        results = nested(row.meaning, sample, tuple(exact))
+    def total(i: int, changed: Array) -> float:
+        operands = (*exact[:i], changed.reshape(exact[i].shape), *exact[i + 1 :])
+        results = nested(row.meaning, sample, operands)
         return sum(
             float((r * g).sum()) for r, g in zip(results if isinstance(results, list) else [results], gs, strict=True)
         )
 
-    found = []
-    for i in wanted:
-        gradient = np.zeros(exact[i].shape)
-        for at in np.ndindex(exact[i].shape):
-            before = exact[i][at]
-            sides = []
-            for step in (1e-6, -1e-6):
-                exact[i] = exact[i].copy()
-                exact[i][at] = before + step
-                sides.append(total())
-            exact[i][at] = before
-            gradient[at] = (sides[0] - sides[1]) / 2e-6
-        found.append(gradient)
-    return found
+    def slope(i: int, direction: Array) -> float:
+        return (total(i, exact[i].ravel() + 1e-6 * direction) - total(i, exact[i].ravel() - 1e-6 * direction)) / 2e-6
+
+    return [np.array([slope(i, d) for d in directions(exact[i].size)]) for i in wanted]
 
 
 def smooth(row, sample: Sample) -> bool:
@@ -317,28 +356,64 @@ def smooth(row, sample: Sample) -> bool:
     )
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.differentiable and not row.steps], ids=repr)
-def test_gradient(row) -> None:
+def check_gradients(every: list[tuple[Row, list[Sample]]]) -> None:
     """Against differences; float16 roughly. The view forms, too."""
-    calls = []
-    for sample in row.samples:
-        arrays = arrays_of(sample.operands)
-        wanted = [i for i in row.differentiable if i < len(arrays) and arrays[i].dtype.kind == "f"]
-        if wanted and smooth(row, sample) and not kinked(row, sample):
-            gs = [
-                np.random.default_rng(i).uniform(-2, 2, r.shape).astype(r.dtype)
-                for i, r in enumerate(meant(row, sample))
-            ]
-            calls.append((row.build or row.op, sample, wanted, gs))
-            if row.inplace and row.inplace.view:
-                calls.append((function_of(row.inplace.name), sample, wanted, gs))
-    assert calls
-    for (_, sample, wanted, gs), found in zip(calls, gradients(calls), strict=True):
+    calls: list[tuple[Callable[..., Any], Sample, list[int], list[Array]]] = []
+    rows = []
+    for row, sample in ((row, sample) for row, samples in every for sample in samples):
+        gs = [
+            np.random.default_rng(i).uniform(-2, 2, r.shape).astype(r.dtype) for i, r in enumerate(meant(row, sample))
+        ]
+        forms = [row.build or row.op, *([function_of(row.inplace.name)] if row.inplace and row.inplace.view else [])]
+        calls += [(form, sample, wanted_of(row, sample), gs) for form in forms]
+        rows += [row] * len(forms)
+    for row, (_, sample, wanted, gs), found in zip(rows, calls, gradients(calls), strict=True):
         expected = differences(row, sample, wanted, gs)
         for g, wish in zip(found, expected, strict=True):
             half = g.dtype == np.float16 or gs[0].dtype == np.float16
             near = 1e-2 if half else max(row.tolerance, 2e-5)
-            np.testing.assert_allclose(g, wish, rtol=near, atol=near, err_msg=f"{row.name}{sample}")
+            found_slopes = directions(g.size) @ g.ravel().astype(np.float64)
+            np.testing.assert_allclose(found_slopes, wish, rtol=near, atol=near, err_msg=f"{row.name}{sample}")
+
+
+def wanted_of(row: Row, sample: Sample) -> list[int]:
+    """The operands whose gradients are asked for."""
+    arrays = arrays_of(sample.operands)
+    return [i for i in row.differentiable if i < len(arrays) and arrays[i].dtype.kind == "f"]
+
+
+def with_gradient(row: Row, samples: list[Sample]) -> list[Sample]:
+    """Those of the samples whose gradients differences tell."""
+    return [s for s in samples if wanted_of(row, s) and smooth(row, s) and not kinked(row, s)]
+
+
+def telling_gradients(row: Row) -> list[Sample]:
+    """Some, also of ops that have many: what they have in common is tested by the numbers of all."""
+    found = with_gradient(row, telling(row.samples))
+    assert found, row
+    return found[:: -(-len(found) // MOST_GRADIENTS)]
+
+
+MOST_GRADIENTS = 6
+
+
+def other_gradients(row: Row) -> list[Sample]:
+    usual = telling_gradients(row)
+    return [s for s in with_gradient(row, row.samples) if not any(s is other for other in usual)]
+
+
+DIFFERENTIABLE = [row for row in ROWS if row.differentiable and not row.steps]
+
+
+@batches(DIFFERENTIABLE)
+def test_gradient(batch) -> None:
+    check_together(check_gradients, batch, telling_gradients)
+
+
+@pytest.mark.thorough
+@batches([row for row in DIFFERENTIABLE if len(row.samples) > 1])
+def test_gradient_of_all_samples(batch) -> None:
+    check_together(check_gradients, batch, other_gradients)
 
 
 def kinked(row, sample: Sample) -> bool:
@@ -346,12 +421,21 @@ def kinked(row, sample: Sample) -> bool:
     return any((a == 0).any() for a in arrays_of(sample.operands) if a.dtype.kind == "f")
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.rules], ids=repr)
-def test_gradient_where_it_is_a_choice(row) -> None:
-    calls = [(row.op, r, [i for i, g in enumerate(r.gives) if g is not None], [np.asarray(r.g)]) for r in row.rules]
-    for r, found in zip(row.rules, gradients(calls), strict=True):
+def check_rules(every: list[tuple[Row, list[Rule]]]) -> None:
+    calls = [
+        (row.op, r, [i for i, g in enumerate(r.gives) if g is not None], [np.asarray(r.g)])
+        for row, rules in every
+        for r in rules
+    ]
+    names = [row.name for row, rules in every for _ in rules]
+    for name, (_, r, _, _), found in zip(names, calls, gradients(calls), strict=True):
         for g, wish in zip(found, [g for g in r.gives if g is not None], strict=True):
-            assert_close(g, wish, 1e-6, (row.name, r))
+            assert_close(g, wish, 1e-6, (name, r))
+
+
+@batches([row for row in ROWS if row.rules])
+def test_gradient_where_it_is_a_choice(batch) -> None:
+    check_together(check_rules, batch, lambda row: row.rules)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.keeps is not None], ids=repr)

@@ -33,6 +33,7 @@ def gradient(op: Any, t: Array, g: Array) -> Array:
 # topk ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("axis", [0, 1, -1])

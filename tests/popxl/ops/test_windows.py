@@ -95,6 +95,7 @@ def functional(name: str, n: int) -> Any:
 SHAPES = {1: (2, 4, 11), 2: (2, 4, 9, 8), 3: (2, 4, 5, 6, 7)}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 1)}
 DIMENSIONS = pytest.mark.parametrize("n", [1, 2, 3])
+GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
 
 CONVS: dict[int, list[tuple[Any, ...]]] = {  # stride, padding, dilation
     1: [((), (), ()), ((2,), (1, 1), (1,)), ((3,), (0, 2), (2,)), ((1,), (-1, 4), ())],
@@ -103,8 +104,10 @@ CONVS: dict[int, list[tuple[Any, ...]]] = {  # stride, padding, dilation
 }
 
 
+@pytest.mark.thorough(but_each=4)
 @DIMENSIONS
-def test_conv_is_that_of_torch(n) -> None:
+@GROUPS
+def test_conv_is_that_of_torch(n, groups) -> None:
     """Which pads alike on both sides; so its operand is padded before."""
 
     def of_torch(t: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
@@ -113,14 +116,15 @@ def test_conv_is_that_of_torch(n) -> None:
         return functional("conv", n)(t, weight, stride=stride or 1, dilation=dilation or 1, groups=groups)
 
     pairs = []
-    for case, groups in itertools.product(CONVS[n], (1, 2, 4)):
+    for case in CONVS[n]:
         arguments = {**dict(zip(("stride", "padding", "dilation"), case, strict=True)), "groups": groups}
         arrays = [values("float32", SHAPES[n]), values("float32", (8, 4 // groups, *KERNELS[n]))]
         pairs.append(Alike(conv, arguments, functools.partial(of_torch, **arguments), arrays))
     assert_like_torch(pairs)
 
 
-@DIMENSIONS
+@pytest.mark.thorough(but_each=3)
+@pytest.mark.parametrize("n", [2, 1, 3])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_same_and_valid_are_those_of_torch(n) -> None:
     """For strides of 1; torch has one `same`, where the odd zero is at the end."""
@@ -141,11 +145,13 @@ TRANSPOSES: dict[int, list[tuple[Any, ...]]] = {  # stride, padding at either si
 }
 
 
+@pytest.mark.thorough(but_each=4)
 @DIMENSIONS
-def test_conv_transpose_is_that_of_torch(n) -> None:
+@GROUPS
+def test_conv_transpose_is_that_of_torch(n, groups) -> None:
     """By padding, and by the shape that it leads to."""
     pairs = []
-    for (stride, padding, more), groups in itertools.product(TRANSPOSES[n], (1, 2, 4)):
+    for stride, padding, more in TRANSPOSES[n]:
         arrays = [values("float32", SHAPES[n]), values("float32", (4, 3, *(k + 2 for k in KERNELS[n])))]
         arguments = {"stride": stride, "output_padding": more, "groups": groups}
         of_torch = functools.partial(
@@ -246,7 +252,8 @@ TIES: list[tuple[int, tuple[int, int], str, bool]] = [  # stride, padding, auto_
 ]
 
 
-@pytest.mark.parametrize("kernel", [(1,), (2,), (4,), (2, 3), (3, 1, 2)], ids=str)
+@pytest.mark.thorough(but_each=3)
+@pytest.mark.parametrize("kernel", [(2, 3), (1,), (4,), (2,), (3, 1, 2)], ids=str)
 def test_ties_of_max_pool_receive_the_whole_gradient(kernel) -> None:
     """Many ties, against one window after the other."""
     n, calls, expected = len(kernel), [], []

@@ -94,7 +94,9 @@ def test_generators_that_the_device_does_not_have(draw: Callable[[torch.Tensor],
         _drawn(draw, seed=1)
 
 
-def test_distributions_do_not_look_at_numbers_and_look_again_afterwards() -> None:
+def test_distributions_do_not_look_at_numbers_and_look_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `torch.compile` switches it off for the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     (sample,) = _drawn(lambda x: torch.distributions.Normal(x, 1 + x).sample(), seed=1)
     assert sample.std() > 0.5
     with pytest.raises(ValueError, match="scale"):

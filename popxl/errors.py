@@ -96,7 +96,7 @@ class PopxlWarning(UserWarning):
 
 
 class NarrowedNumberWarning(PopxlWarning):
-    """A 64-bit number does not fit into the 32 bits that it is narrowed to."""
+    """A number does not fit the dtype that it is given without being asked: 32 bits, or that of a tensor beside it."""
 
 
 class UnusedTransferWarning(PopxlWarning):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from popxl import ops
-from popxl.core.create import constant
+from popxl.core.create import constant, operand_beside
 from popxl.core.tensor import Constant, HostScalarTensor, Tensor, TensorLike, Variable, taken_back_on_failure
 
 __all__ = ["Operators"]
@@ -23,7 +23,7 @@ def _applied(t: Tensor, op: Callable[..., Tensor], other: Any, reflected: bool =
         return op(t, other)
     if np.size(other) == 0:
         raise ValueError(f"An operand without elements was given to an operator of {t!r}: {other!r}.")
-    operand = constant(other, t.dtype)
+    operand = operand_beside(t, other)
     with taken_back_on_failure(operand):
         return op(operand, t) if reflected else op(t, operand)
 
@@ -137,7 +137,7 @@ class Operators:
         return ops.pow(self, other)
 
     def __rpow__(self: Any, other: HostScalarTensor) -> Tensor:
-        base = constant(other, self.dtype if self.dtype.holds(other) else None)
+        base = operand_beside(self, other) if self.dtype.holds(other) else constant(other)
         with taken_back_on_failure(base):
             return ops.pow(base, self)
 

@@ -107,11 +107,30 @@ def _numbers(
     if dtype is None and downcast and log2_scale is None and nan_on_overflow is None:
         wide = as_array(data)
         if wide.size and wide.dtype in downcast_np_dtypes:
-            try:
-                return narrowed(wide, downcast_np_dtypes[wide.dtype], what)
-            except ValueError as problem:
-                warn_at(SourceLocation.of(user_frame()), str(problem), NarrowedNumberWarning)
+            fitting = _fitted(wide, downcast_np_dtypes[wide.dtype], what)
+            if fitting is not None:
+                return fitting
     return to_numpy(data, dtype, downcast, copy=copy, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
+
+
+def _fitted(array: np.ndarray, target: np.dtype[Any], what: str) -> np.ndarray | None:
+    """Numbers in a dtype that nobody has asked for; `None`, and a warning, if they do not fit."""
+    try:
+        return narrowed(array, target, what)
+    except ValueError as problem:
+        warn_at(SourceLocation.of(user_frame()), str(problem), NarrowedNumberWarning)
+        return None
+
+
+def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
+    """The constant that an operator makes of what stands beside a tensor: in the dtype of that tensor.
+
+    Nobody has asked for that dtype. So a number that does not fit is warned of, and then cast.
+    """
+    array, target = as_array(data), t.dtype.as_numpy()
+    if array.dtype != target and array.dtype.kind in "iuf" and target.kind in "iuf":
+        _fitted(array, target, f"An operand of {t!r}")
+    return constant(array, t.dtype)
 
 
 def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
-from popxl.core.create import constant
+from popxl.core.create import constant, operand_beside
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.op import Op, OpKind
 from popxl.ops.convert import cast_if_needed
@@ -363,7 +363,7 @@ def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:
     """
     if isinstance(e, Tensor):
         return _pow(t, e)
-    exponent = constant(e, t.dtype if isinstance(t, Tensor) and t.dtype.holds(e) else None)
+    exponent = operand_beside(t, e) if isinstance(t, Tensor) and t.dtype.holds(e) else constant(e)
     with taken_back_on_failure(exponent):
         return _pow(t, exponent)
 

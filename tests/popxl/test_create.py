@@ -1,5 +1,7 @@
 """`variable` and `constant`: what becomes of the data, names, replica groups, memory maps, and everything refused."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,27 @@ def test_numbers_that_32_bits_do_not_hold_are_told(ir, make):
             assert make(2**40 + 5).data == 5
         asked = [make(1e300, popxl.float32), make(2**40 + 5, popxl.int32), make(np.inf), make(1e300, downcast=False)]
     assert [t.data for t in asked] == [np.inf, 5, np.inf, 1e300]
+
+
+def test_numbers_that_do_not_fit_the_tensor_beside_them_are_told(ir):
+    told = (
+        r"An operand of Variable\[.*\]: %s does not fit %s, where it is %s\. Use numbers that fit, or a wider dtype\."
+    )
+    with ir.main_graph:
+        count, half = popxl.variable(np.array([3, 5]), name="count"), popxl.variable(1.0, popxl.float16, name="half")
+        for case, number, dtype, there in (
+            (lambda: count + 2.75, r"2\.75", "int32", "2"),
+            (lambda: 2**40 - count, "1099511627776", "int32", "0"),
+            (lambda: count**2**40, "1099511627776", "int32", "0"),
+            (lambda: half * np.float32(-1e6), r"-1000000\.0", "float16", "-inf"),
+            (lambda: 1e5**half, r"100000\.0", "float16", "inf"),
+        ):
+            with pytest.warns(PopxlWarning, match=told % (number, dtype, there)) as warned:
+                case()
+            assert [warning.filename for warning in warned] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [count + 2.0, half * np.inf, half + 0.1, half - 3, count == 0.5]
 
 
 @makers

@@ -12,7 +12,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError, TensorTruthWarning, UndefinedValue
+from popxl.errors import NarrowedNumberWarning, PopxlError, TensorTruthWarning, UndefinedValue
 from popxl.tensor import Constant, Variable
 
 F32 = popxl.float32
@@ -283,7 +283,8 @@ def test_numbers_on_the_left_and_right(ir, run):
 def test_numbers_take_the_dtype_of_the_tensor(ir, run):
     with ir.main_graph:
         integer, half, flag = popxl.constant(5), popxl.constant(2.0, popxl.float16), popxl.constant(True)
-        results = [integer + 1.7, half * 1e6, flag & 2, 1.7 + integer]
+        with pytest.warns(NarrowedNumberWarning, match="does not fit"):
+            results = [integer + 1.7, half * 1e6, flag & 2, 1.7 + integer]
     assert [t.dtype for t in results] == [popxl.int32, popxl.float16, popxl.bool, popxl.int32]
     assert run(ir, *results) == [6, np.inf, True, 6]
 

@@ -1,15 +1,17 @@
 """Every lowering, beside PyTorch: results and gradients, in float32 and float16.
 
-All rows run in float32. In float16, of each family those do that bring an operator which no row before them has: other
-settings of an operator mean the same in all dtypes. `OPERATORS=all` runs all rows in float16, too.
+All rows run in float32, most of those that only set options of an operator as thorough tests. In float16, of each
+family those do that bring an operator which no row before them has: other settings of an operator mean the same in all
+dtypes. `OPERATORS=all` runs all rows in float16, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +26,41 @@ TOGETHER = 12
 
 FAMILIES = sorted(path.stem for path in (Path(__file__).parent / "rows").glob("*.py"))
 ROWS = {family: import_module(f"tests.poptorch.rows.{family}").ROWS for family in FAMILIES}
-PARTS = [
-    pytest.param(part, id=f"{family}: {part[0].name} … {part[-1].name}")
-    for family, rows in ROWS.items()
-    for part in (rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER))
-]
 
 
-@pytest.mark.parametrize("rows", PARTS)
+def usual(rows: list[Row]) -> list[Row]:
+    """The first row of each operator, as its name begins; and of the other rows, which set its options, each fourth."""
+    first = {row.name.split(",")[0].split()[0]: row for row in reversed(rows)}
+    others = [row for row in rows if row not in first.values()]
+    return [row for row in rows if row in first.values() or row in others[::4]]
+
+
+def thorough(rows: list[Row]) -> list[Row]:
+    """The other rows."""
+    found = usual(rows)
+    return [row for row in rows if row not in found]
+
+
+def parts(chosen: Callable[[list[Row]], list[Row]]) -> Any:
+    """The parameter `rows`: some rows of a family at a time."""
+    return pytest.mark.parametrize(
+        "rows",
+        [
+            pytest.param(part, id=f"{family}: {part[0].name} … {part[-1].name}")
+            for family, rows in ROWS.items()
+            for part in (chosen(rows)[i : i + TOGETHER] for i in range(0, len(chosen(rows)), TOGETHER))
+        ],
+    )
+
+
+@parts(usual)
 def test_float32(rows: list[Row]) -> None:
+    check(*((row, torch.float32) for row in rows))
+
+
+@pytest.mark.thorough
+@parts(thorough)
+def test_float32_of_other_rows(rows: list[Row]) -> None:
     check(*((row, torch.float32) for row in rows))
 
 

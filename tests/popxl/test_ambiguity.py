@@ -440,14 +440,14 @@ def test_large_graphs_are_checked_quickly(ir):
         x, v = popxl.constant(1.0), popxl.variable(0.0)
         for _ in range(5000):
             ops.negate(x)
-        start = time.perf_counter()
+        start = time.thread_time()
         check_in_place_order(ir.main_graph)
-        without = time.perf_counter() - start
+        without = time.thread_time() - start
         for _ in range(5000):
             v += x
-        start = time.perf_counter()
+        start = time.thread_time()
         check_in_place_order(ir.main_graph)
-        with_changes = time.perf_counter() - start
+        with_changes = time.thread_time() - start
     assert without < 0.1
     assert with_changes < 2
 

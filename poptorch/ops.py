@@ -16,13 +16,13 @@ from typing import Any, TypeVar, cast
 import numpy
 import torch
 
-from poptorch.ambient import current as ambient
-from poptorch.arguments import Leaf, Structure, structure_of
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.structures import Leaf, Structure, structure_of
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current
-from poptorch.dtypes import to_numpy
 from poptorch.enums import MatMulSerializationMode, OverlapMode
 from poptorch.errors import createPoptorchError
+from poptorch.placement.ambient import current as ambient
 
 __all__ = [
     "CPU",

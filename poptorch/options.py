@@ -1,8 +1,8 @@
 """`Options`: everything that can be said about how a model is compiled and run.
 
 Each group declares its settings in its class body, with what they accept and what they do here; its methods store
-them. `python -m poptorch options` prints a page of all of them. What settings are made of is in `poptorch.settings`,
-how files and JSON are read in `poptorch.option_files`.
+them. `python -m poptorch options` prints a page of all of them. What settings are made of is in
+`poptorch.settings.setting`, how files and JSON are read in `poptorch.settings.files`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from pydantic import ValidationError
 
 import popxl
-from poptorch import enums, strategies
+from poptorch import enums
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import ReplicaGroups
 from poptorch.enums import (
     CommGroupType,
     ConnectionType,
@@ -30,11 +32,10 @@ from poptorch.enums import (
     SyncPattern,
 )
 from poptorch.errors import Error
-from poptorch.logging_ import logger
-from poptorch.option_files import ConfigFileError, run_calls, run_lines
-from poptorch.replica_groups import ReplicaGroups
-from poptorch.settings import NO_EFFECT, Group, OptionsDict, group, setting, table
-from poptorch.strategies import PipelinedExecution, _IExecutionStrategy
+from poptorch.placement import strategies
+from poptorch.placement.strategies import PipelinedExecution, _IExecutionStrategy
+from poptorch.settings.files import ConfigFileError, run_calls, run_lines
+from poptorch.settings.setting import NO_EFFECT, Group, OptionsDict, group, setting, table
 from popxl.options import SessionOptions
 
 _Group = TypeVar("_Group", bound=OptionsDict)

@@ -18,7 +18,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from poptorch.ambient import Ambient
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
@@ -45,7 +44,8 @@ from poptorch.capture.torch_private import (
 from poptorch.capture.trace import Trace, Value
 from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, with_masks_of_bools
 from poptorch.errors import createPoptorchError
-from poptorch.weights import Attributes, not_rebound
+from poptorch.placement.ambient import Ambient
+from poptorch.run.weights import Attributes, not_rebound
 
 __all__ = ["Captured", "Tracer", "capture", "current"]
 

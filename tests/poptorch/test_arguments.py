@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
-from poptorch.arguments import (
+from poptorch.base.replica_groups import ReplicaGroups
+from poptorch.base.structures import (
     Batching,
     Binder,
     Feeder,
@@ -22,7 +23,6 @@ from poptorch.arguments import (
 from poptorch.enums import CommGroupType, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
-from poptorch.replica_groups import ReplicaGroups
 
 Point = namedtuple("Point", "x y")
 

@@ -17,8 +17,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import poptorch
-from poptorch import blocks
-from poptorch.ambient import (
+from poptorch.enums import AutoStage, Liveness, MultiConvPlanType, OutputMode
+from poptorch.errors import Error
+from poptorch.options import Options
+from poptorch.placement import blocks
+from poptorch.placement.ambient import (
     Ambient,
     Placement,
     Site,
@@ -28,7 +31,7 @@ from poptorch.ambient import (
     current,
     isRunningOnIpu,
 )
-from poptorch.blocks import (
+from poptorch.placement.blocks import (
     Attribute,
     BeginBlock,
     Block,
@@ -38,10 +41,7 @@ from poptorch.blocks import (
     module_repr,
     removeBlocks,
 )
-from poptorch.enums import AutoStage, Liveness, MultiConvPlanType, OutputMode
-from poptorch.errors import Error
-from poptorch.options import Options
-from poptorch.strategies import (
+from poptorch.placement.strategies import (
     ParallelPhasedExecution,
     Phase,
     PipelinedExecution,

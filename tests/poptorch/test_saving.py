@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import optim
-from poptorch.saving import digest_of
+from poptorch.run.saving import digest_of
 
 THREE = torch.tensor([3.0])
 

@@ -61,9 +61,9 @@ import torch
 
 import popxl
 from poptorch import optim
-from poptorch.dtypes import device_dtype
+from poptorch.base.dtypes import device_dtype
+from poptorch.base.logging_ import logger
 from poptorch.errors import Error, createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.lowering.operands import as_bfloat16
 from popxl import ops
 from popxl.errors import PopxlError

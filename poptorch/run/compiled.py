@@ -1,7 +1,8 @@
 """`Compiled`: a compiled model, and what goes to and comes from its device.
 
-It is made of a model (`Compiled.of`) or of a file (`poptorch.saving`). It knows arrays and tensors, and one structure
-of arguments. Who holds the truth about weights, and when anything is transferred, is decided in `poptorch.executor`.
+It is made of a model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and one
+structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
+`poptorch.run.executor`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.ambient import capturing, check_overlapped_io, check_placement
-from poptorch.arguments import Batching, Feeder, Signature, Structure, result_structure, structure_of
+from poptorch.base.dtypes import device_dtype, to_numpy
+from poptorch.base.structures import Batching, Feeder, Signature, Structure, result_structure, structure_of
 from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import Captured, capture
-from poptorch.devices import chosen_device
-from poptorch.dtypes import device_dtype, to_numpy
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.lowering.control import WATCH
 from poptorch.ops import HostFunction
 from poptorch.options import Options
-from poptorch.program import Program, Returned
-from poptorch.times import Times
-from poptorch.updates import Update
-from poptorch.weights import hook_problem
+from poptorch.placement.ambient import capturing, check_overlapped_io, check_placement
+from poptorch.program.program import Program, Returned
+from poptorch.program.updates import Update
+from poptorch.run.devices import chosen_device
+from poptorch.run.times import Times
+from poptorch.run.weights import hook_problem
 from popxl.errors import DeviceError
 from popxl.tensor import Variable
 from runtime.program.host_arrays import Outputs

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.dtypes import to_numpy
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
-from poptorch.logging_ import logger
-from poptorch.replica_groups import GroupedParameter
 
 __all__ = [
     "Attributes",

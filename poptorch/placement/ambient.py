@@ -1,7 +1,8 @@
 """What holds for the operation that is being captured: its block, its scopes; and what a whole program's blocks allow.
 
 The tracer opens one `Ambient` for each capture (`capturing`) and asks it for the `Site` of every operation that
-arrives. The annotations in `poptorch.blocks` change it; outside a capture they find none (`current`) and do nothing.
+arrives. The annotations in `poptorch.placement.blocks` change it; outside a capture they find none (`current`) and do
+nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from poptorch.base.logging_ import logger
 from poptorch.enums import Liveness, OutputMode
 from poptorch.errors import Error
-from poptorch.logging_ import logger
-from poptorch.strategies import (
+from poptorch.placement.strategies import (
     BlockId,
     ParallelPhasedExecution,
     PipelinedExecution,

@@ -4,7 +4,7 @@ Arguments are bound by the signature of `forward`. Their structure is learnt onc
 hold, where, of which shape and type, and what else. A later call must fit; then all that is left of it is a list of
 tensors. The same structures put results together. What rows of a tensor which micro-batch gets is `Batching`.
 
-Values of other tensors than arguments are found in `weights.py`.
+Values of other tensors than arguments are found in `run/weights.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 
-from poptorch.dtypes import to_numpy
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import ReplicaGroups
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
-from poptorch.logging_ import logger
-from poptorch.replica_groups import ReplicaGroups
 
 if TYPE_CHECKING:  # a data loader's worker process finds the tensors in batches without JAX, which options import
     from poptorch.options import Options

@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
@@ -45,7 +46,6 @@ from poptorch.capture.trace import Trace, Value
 from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, with_masks_of_bools
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
-from poptorch.run.weights import Attributes, not_rebound
 
 __all__ = ["Captured", "Tracer", "capture", "current"]
 

@@ -21,7 +21,6 @@ import torch
 
 import popxl
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Batching
 from poptorch.capture.losses import final_loss
 from poptorch.capture.outline import outlined
 from poptorch.capture.trace import Value
@@ -32,6 +31,7 @@ from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import narrowed, together
 from poptorch.options import Options
+from poptorch.program.batching import Batching
 from poptorch.program.updates import Update
 from popxl import ops
 from popxl.tensor import Variable

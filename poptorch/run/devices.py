@@ -5,7 +5,7 @@ from __future__ import annotations
 import popart
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
-from poptorch.placement.ambient import MAX_UNITS
+from poptorch.program.allowed import MAX_UNITS
 
 __all__ = ["chosen_device", "ipuHardwareIsAvailable", "ipuHardwareVersion"]
 

@@ -27,6 +27,7 @@ import popxl
 from poptorch import optim, profiling
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
+from poptorch.capture.attributes import Attributes
 from poptorch.capture.torch_private import uncompiled, without_modes
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import createPoptorchError
@@ -111,7 +112,7 @@ class PoplarExecutor:
         self._options = _own_options(options or Options(), training)
         self._module = model if isinstance(model, torch.nn.Module) else None
         self._call = model
-        self._attributes = weights.Attributes(self._module)
+        self._attributes = Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run

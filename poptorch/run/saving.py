@@ -34,11 +34,13 @@ from pydantic import BaseModel, ConfigDict
 import popxl
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ReplicaGroups
-from poptorch.base.structures import Batching, Signature, structure_of
+from poptorch.base.structures import structure_of
 from poptorch.enums import ConnectionType, VariableRetrievalMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
+from poptorch.program.batching import Batching
 from poptorch.run import weights
+from poptorch.run.arguments import Signature
 from poptorch.run.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.compiled import Compiled, Ends, Result
 from poptorch.run.devices import chosen_device

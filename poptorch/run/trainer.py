@@ -17,7 +17,8 @@ from poptorch.base.logging_ import logger
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
-from poptorch.program.updates import LOSS_SCALE_FACTOR, Update, rule_of
+from poptorch.program.rules import rule_of
+from poptorch.program.updates import LOSS_SCALE_FACTOR, Update
 from poptorch.run.as_data import OptimizerData
 from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
@@ -34,7 +35,7 @@ class Trainer:
         optimizer: the optimiser, of poptorch or of torch.
 
     Raises:
-        AssertionError, ValueError: if no model can be trained with that; see `poptorch.program.updates.rule_of`.
+        AssertionError, ValueError: if no model can be trained with that; see `poptorch.program.rules.rule_of`.
 
     Attributes:
         optimizer: the optimiser that was set last.

@@ -42,9 +42,12 @@ ELSEWHERE = {
     "poptorch.ctc_beam_search_decoder": "test_ops",
     "poptorch.custom_op": "test_ops",
     "poptorch.fps": "test_ops",
+    "poptorch.get_rng_state": "test_random",
+    "poptorch.manual_seed": "test_random",
     "poptorch.nearest": "test_ops",
     "poptorch.set_overlap_for_input": "test_programs_in_use",
     "poptorch.set_overlap_for_output": "test_programs_in_use",
+    "poptorch.set_rng_state": "test_random",
 }
 """Operators that have no row, since they mean something on the device alone, and where they are tested."""
 

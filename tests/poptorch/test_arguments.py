@@ -10,19 +10,12 @@ torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
 from poptorch.base.replica_groups import ReplicaGroups
-from poptorch.base.structures import (
-    Batching,
-    Binder,
-    Feeder,
-    ICustomArgParser,
-    Signature,
-    parser_of,
-    registerCustomArgParser,
-    structure_of,
-)
+from poptorch.base.structures import ICustomArgParser, parser_of, registerCustomArgParser, structure_of
 from poptorch.enums import CommGroupType, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
+from poptorch.program.batching import Batching, Feeder
+from poptorch.run.arguments import Binder, Signature
 
 Point = namedtuple("Point", "x y")
 

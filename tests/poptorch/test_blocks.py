@@ -21,16 +21,7 @@ from poptorch.enums import AutoStage, Liveness, MultiConvPlanType, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.placement import blocks
-from poptorch.placement.ambient import (
-    Ambient,
-    Placement,
-    Site,
-    capturing,
-    check_overlapped_io,
-    check_placement,
-    current,
-    isRunningOnIpu,
-)
+from poptorch.placement.ambient import Ambient, Site, capturing, current, isRunningOnIpu
 from poptorch.placement.blocks import (
     Attribute,
     BeginBlock,
@@ -49,6 +40,7 @@ from poptorch.placement.strategies import (
     ShardedExecution,
     Stage,
 )
+from poptorch.program.allowed import Placement, check_overlapped_io, check_placement
 
 AUTO = PipelinedExecution(AutoStage.AutoIncrement)
 

@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, ReplicaGroups
+from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
-from poptorch.run.weights import Attributes, Instrumented, Trainings, not_rebound, read, tensors_of, write
+from poptorch.run.weights import Instrumented, Trainings, read, tensors_of, write
 
 
 class Model(torch.nn.Module):

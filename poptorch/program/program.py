@@ -22,9 +22,9 @@ import torch
 import popxl
 from poptorch.base.logging_ import logger
 from poptorch.capture.losses import final_loss
+from poptorch.capture.model import Captured
 from poptorch.capture.outline import outlined
 from poptorch.capture.trace import Value
-from poptorch.capture.tracer import Captured
 from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import Emission

@@ -10,9 +10,9 @@ import torch
 
 from poptorch.base.structures import structure_of
 from poptorch.capture.host_function import HostFunction
+from poptorch.capture.model import Captured, capture
 from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Node, Trace, Value, with_values
-from poptorch.capture.tracer import Captured, capture
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.lowering.control import WATCH

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 import popxl
 from poptorch.base.dtypes import device_dtype, to_numpy
+from poptorch.capture.model import capture
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.tracer import capture
 from poptorch.lowering import Emission, has_lowering
 from poptorch.lowering.emission import spec_of
 from poptorch.placement.ambient import capturing

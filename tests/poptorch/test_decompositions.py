@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional as F
 
+from poptorch.capture.model import capture
 from poptorch.capture.trace import Node
-from poptorch.capture.tracer import capture
 from poptorch.lowering import has_lowering
 from poptorch.placement.ambient import capturing
 from poptorch.placement.strategies import PipelinedExecution

@@ -45,9 +45,9 @@ ELSEWHERE = {
     "poptorch.get_rng_state": "test_random",
     "poptorch.manual_seed": "test_random",
     "poptorch.nearest": "test_ops",
+    "poptorch.set_rng_state": "test_random",
     "poptorch.set_overlap_for_input": "test_programs_in_use",
     "poptorch.set_overlap_for_output": "test_programs_in_use",
-    "poptorch.set_rng_state": "test_random",
 }
 """Operators that have no row, since they mean something on the device alone, and where they are tested."""
 

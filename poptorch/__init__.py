@@ -4,28 +4,16 @@
     output, loss = model(input, target)
 
 The model is captured once (`poptorch.capture`), written as an Ir of popxl (`poptorch.lowering`, `poptorch.program`),
-and run by a `popxl.Session`. `poptorch.executor` is where to begin reading.
+and run by a `popxl.Session` (`poptorch.run`). `poptorch.run.executor` is where to begin reading.
 """
 
 from poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from poptorch._impl import createPoptorchError
-from poptorch.ambient import isRunningOnIpu
-from poptorch.arguments import ICustomArgParser, registerCustomArgParser
-from poptorch.async_data import AsynchronousDataAccessor
-from poptorch.blocks import (
-    Attribute,
-    BeginBlock,
-    Block,
-    BlockFunction,
-    MultiConv,
-    NameScope,
-    module_repr,
-    print,
-    removeBlocks,
-)
+from poptorch.base.logging_ import setLogLevel
+from poptorch.base.structures import ICustomArgParser, registerCustomArgParser
 from poptorch.capture.ids import getIpuTensorId
-from poptorch.dataloader import DataLoader
-from poptorch.devices import ipuHardwareIsAvailable, ipuHardwareVersion
+from poptorch.data.accessor import AsynchronousDataAccessor
+from poptorch.data.loader import DataLoader
 from poptorch.enums import (
     AutoStage,
     CommGroupType,
@@ -44,9 +32,6 @@ from poptorch.enums import (
     VariableRetrievalMode,
 )
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
-from poptorch.executor import PoplarExecutor, inferenceModel, load, sessionOf, trainingModel
-from poptorch.hooks import registerPostCompileHook, registerPreCompileHook
-from poptorch.logging_ import setLogLevel
 from poptorch.lowering.control import registerCustomOp
 from poptorch.ops import (
     CPU,
@@ -68,7 +53,19 @@ from poptorch.ops import (
     set_overlap_for_output,
 )
 from poptorch.options import ConfigFileError, Options, TensorLocationSettings
-from poptorch.strategies import (
+from poptorch.placement.ambient import isRunningOnIpu
+from poptorch.placement.blocks import (
+    Attribute,
+    BeginBlock,
+    Block,
+    BlockFunction,
+    MultiConv,
+    NameScope,
+    module_repr,
+    print,
+    removeBlocks,
+)
+from poptorch.placement.strategies import (
     BlockId,
     ParallelPhasedExecution,
     Phase,
@@ -77,6 +74,9 @@ from poptorch.strategies import (
     ShardedExecution,
     Stage,
 )
+from poptorch.run.devices import ipuHardwareIsAvailable, ipuHardwareVersion
+from poptorch.run.executor import PoplarExecutor, inferenceModel, load, sessionOf, trainingModel
+from poptorch.run.hooks import registerPostCompileHook, registerPreCompileHook
 from popxl import __version__
 
 __all__ = [

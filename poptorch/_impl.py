@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from poptorch import weights
 from poptorch.errors import createPoptorchError
-from poptorch.executor import PoplarExecutor
+from poptorch.run import weights
+from poptorch.run.executor import PoplarExecutor
 
 __all__ = [
     "PoplarExecutor",

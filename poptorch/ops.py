@@ -16,13 +16,13 @@ from typing import Any, TypeVar, cast
 import numpy
 import torch
 
-from poptorch.ambient import current as ambient
-from poptorch.arguments import Leaf, Structure, structure_of
+from poptorch.base.structures import Leaf, structure_of
+from poptorch.capture.host_function import HostFunction
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current
-from poptorch.dtypes import to_numpy
 from poptorch.enums import MatMulSerializationMode, OverlapMode
 from poptorch.errors import createPoptorchError
+from poptorch.placement.ambient import current as ambient
 
 __all__ = [
     "CPU",
@@ -362,7 +362,7 @@ def ctc_beam_search_decoder(
     if current() is not None:
         paths = torch.empty(batch, top_paths, dtype=torch.int32)
         return [torch.empty(batch, top_paths), paths, paths[..., None].expand(-1, -1, time).clone()]
-    from poptorch.lowering.ctc import beam_search  # which needs JAX, as little else on the host does
+    from poptorch.base.beam_search import beam_search  # which needs JAX, as little else on the host does
 
     given = probs.detach().numpy(), lengths.numpy().astype("int32")
     found = beam_search(*given, blank=blank, beam_width=beam_width, top_paths=top_paths)
@@ -607,51 +607,6 @@ def _attribute(key: Any, value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max:
         raise createPoptorchError(f"custom_op: the attribute {key!r} is {value!r}, which float32 cannot hold.")
     return value
-
-
-class HostFunction:
-    """A function that a program calls on the host.
-
-    Args:
-        name: of the op.
-        function: the function.
-        given: the structure of its arguments `args, kwargs`.
-
-    Attributes:
-        problems: what it has raised in this run, or another function that has the same list.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any], given: Structure) -> None:
-        self._name, self._function, self._given = name, function, given
-        self.problems: list[Exception] = []
-
-    def result(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """What it returns for arguments with these tensors."""
-        args, kwargs = self._given.rebuild(tensors)
-        return self._function(*args, **kwargs)
-
-    def arrays(self, given: Iterable[numpy.ndarray], wanted: Sequence[numpy.ndarray]) -> list[numpy.ndarray]:
-        """What it makes of arrays: arrays like those wanted, or these themselves after there was a problem."""
-        if not self.problems:
-            try:
-                with torch.no_grad():
-                    return self._checked(self.result(map(torch.from_numpy, given)), wanted)
-            except Exception as problem:  # whatever it is, and here nobody can catch it: `Compiled.run` raises it
-                self.problems.append(problem)
-        return list(wanted)
-
-    def _checked(self, result: Any, wanted: Sequence[numpy.ndarray]) -> list[numpy.ndarray]:
-        tensors = structure_of(result, self._name).tensors(result)
-        found = [to_numpy(t).copy() for t in tensors]  # the function may keep them, and overwrite them
-        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in wanted]:
-            have, expected = (
-                ", ".join(f"{list(a.shape)} of {a.dtype}" for a in arrays) or "no tensors" for arrays in (found, wanted)
-            )
-            raise createPoptorchError(
-                f"CPU: {self._name} has returned {have}. When the model was compiled, it returned {expected} for "
-                "zeros, and has to always."
-            )
-        return found
 
 
 class CPU:

@@ -1,9 +1,9 @@
 """The optimisers of poptorch: torch's SGD, Adam, AdamW and RMSprop with a few numbers more, and LAMB.
 
-On the CPU they are torch's. In a wrapped model none of their Python code runs: `poptorch.updates` reads what they say,
-and the program on the device does the rest. There an optimiser has state of its own, which `state_dict` reads and
-`load_state_dict` writes. `optimizer.state` shows it in PyTorch's form, for optimisers of torch, too; see
-`poptorch.mirrored`.
+On the CPU they are torch's. In a wrapped model none of their Python code runs: `poptorch.program.updates` reads what
+they say, and the program on the device does the rest. There an optimiser has state of its own, which `state_dict` reads
+and `load_state_dict` writes. `optimizer.state` shows it in PyTorch's form, for optimisers of torch, too; see
+`poptorch.run.mirrored`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from poptorch.logging_ import logger
+from poptorch.base.logging_ import logger
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 

@@ -1,539 +1,47 @@
 """`Options`: everything that can be said about how a model is compiled and run.
 
 Each group declares its settings in its class body, with what they accept and what they do here; its methods store
-them. `python -m poptorch options` prints a page of all of them. What settings are made of is in `poptorch.settings`,
-how files and JSON are read in `poptorch.option_files`.
+them. Here is the whole; the groups within it are in `poptorch.settings.groups`, what settings are made of in
+`poptorch.settings.setting`, how files and JSON are read in `poptorch.settings.files`. `python -m poptorch options`
+prints a page of all settings.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import ValidationError
 
 import popxl
-from poptorch import enums, strategies
-from poptorch.enums import (
-    CommGroupType,
-    ConnectionType,
-    HalfFloatCastingBehavior,
-    MeanReductionStrategy,
-    OutputMode,
-    ReductionType,
-    SyncPattern,
+from poptorch import enums
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import ReplicaGroups
+from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.placement import strategies
+from poptorch.placement.strategies import PipelinedExecution, _IExecutionStrategy
+from poptorch.settings.files import ConfigFileError, run_calls, run_lines
+from poptorch.settings.groups import (
+    TensorLocationSettings,
+    _DistributedOptions,
+    _JitOptions,
+    _PopartOptions,
+    _PrecisionOptions,
+    _TensorLocationOptions,
+    _TrainingOptions,
 )
-from poptorch.errors import Error
-from poptorch.logging_ import logger
-from poptorch.option_files import ConfigFileError, run_calls, run_lines
-from poptorch.replica_groups import ReplicaGroups
-from poptorch.settings import NO_EFFECT, Group, OptionsDict, group, setting, table
-from poptorch.strategies import PipelinedExecution, _IExecutionStrategy
-from popxl.options import SessionOptions
-
-_Group = TypeVar("_Group", bound=OptionsDict)
+from poptorch.settings.setting import NO_EFFECT, Group, OptionsDict, group, positive, setting, strings, table
 
 __all__ = ["Anchor", "ConfigFileError", "Options", "TensorLocationSettings", "options_page"]
 
 
-def _positive(value: int) -> bool:
-    return value > 0
-
-
-def _strings(value: Iterable[object]) -> bool:
-    return all(isinstance(each, str) for each in value)
-
-
 def _fraction(value: float) -> bool:
     return 0 <= value <= 1
-
-
-class TensorLocationSettings(OptionsDict):
-    """Where tensors of one kind are stored.
-
-    Example:
-        >>> import poptorch
-        >>> options = poptorch.Options()
-        >>> location = poptorch.TensorLocationSettings().useOnChipStorage(False)
-        >>> _ = options.TensorLocations.setActivationLocation(location)
-    """
-
-    min_elements_for_off_chip: int | None = setting(
-        None, NO_EFFECT, "minElementsForOffChip", kind=int | None, shown="unset"
-    )
-    min_elements_for_replicated_tensor_sharding: int | None = setting(
-        None, NO_EFFECT, "minElementsForReplicatedTensorSharding", kind=int | None, shown="unset"
-    )
-    use_on_chip_storage: bool | None = setting(None, NO_EFFECT, "useOnChipStorage", kind=bool | None, shown="unset")
-    use_replicated_tensor_sharding: bool | None = setting(
-        None, NO_EFFECT, "useReplicatedTensorSharding", kind=bool | None, shown="unset"
-    )
-    use_io_tiles_to_load: bool | None = setting(None, NO_EFFECT, "useIOTilesToLoad", kind=bool | None, shown="unset")
-    use_io_tiles_to_store: bool | None = setting(None, NO_EFFECT, "useIOTilesToStore", kind=bool | None, shown="unset")
-
-    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
-        """Keep tensors of fewer elements on the device."""
-        return self._set(min_elements_for_off_chip=min_elements)
-
-    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Do not split tensors of fewer elements over replicas."""
-        return self._set(min_elements_for_replicated_tensor_sharding=min_elements)
-
-    def useOnChipStorage(self, use: bool | None = True) -> TensorLocationSettings:
-        """Store the tensors in the device's memory (True), in the host's (False), or where it suits (None)."""
-        return self._set(use_on_chip_storage=use)
-
-    def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Split the tensors over the replicas, each of which stores a part."""
-        return self._set(use_replicated_tensor_sharding=use)
-
-    def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
-        """Load the tensors through IO tiles."""
-        return self._set(use_io_tiles_to_load=use)
-
-    def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
-        """Store the tensors through IO tiles."""
-        return self._set(use_io_tiles_to_store=use)
-
-
-class _TensorLocationOptions(OptionsDict):
-    """Where tensors are stored; `options.TensorLocations`. It never changes a number.
-
-    Example:
-        >>> import poptorch
-        >>> options = poptorch.Options()
-        >>> location = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
-        >>> _ = options.TensorLocations.numIOTiles(32).setOptimizerLocation(location)
-    """
-
-    num_io_tiles: int | None = setting(
-        None,
-        "no effect here, but overlapped IO needs some",
-        "numIOTiles",
-        kind=int | None,
-        valid=lambda count: count is None or (32 <= count <= 192 and count % 2 == 0),
-        expects="an even number from 32 to 192",
-        words="numIOTiles must be an even number between 32 and 192.",
-        shown="none",
-    )
-    activation_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setActivationLocation", shown="unset"
-    )
-    weight_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setWeightLocation", shown="unset"
-    )
-    optimizer_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setOptimizerLocation", shown="unset"
-    )
-    accumulator_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setAccumulatorLocation", shown="unset"
-    )
-
-    def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
-        """Set tiles aside for transfers.
-
-        Args:
-            num_tiles: an even number from 32 to 192.
-        """
-        return self._set(num_io_tiles=num_tiles)
-
-    def setActivationLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where activations are stored."""
-        return self._set(activation_location=location)
-
-    def setWeightLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where weights are stored."""
-        return self._set(weight_location=location)
-
-    def setOptimizerLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where the state of the optimiser is stored."""
-        return self._set(optimizer_location=location)
-
-    def setAccumulatorLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where accumulated gradients are stored."""
-        return self._set(accumulator_location=location)
-
-
-class _TrainingOptions(OptionsDict):
-    """What concerns training only; `options.Training`.
-
-    Example:
-        >>> import poptorch
-        >>> options = poptorch.Options()
-        >>> _ = options.Training.gradientAccumulation(4)
-        >>> options.Training.gradient_accumulation
-        4
-    """
-
-    gradient_accumulation: int = setting(
-        1,
-        "gradients of this many micro-batches are accumulated before each optimiser step",
-        "gradientAccumulation",
-        valid=_positive,
-        expects="a positive integer",
-    )
-    accumulation_and_replication_reduction_type: ReductionType = setting(
-        ReductionType.Mean,
-        "the step uses the mean, or the sum, of the gradients of all micro-batches and replicas",
-        "accumulationAndReplicationReductionType",
-        valid=lambda reduction: reduction in (ReductionType.Sum, ReductionType.Mean),
-        expects="ReductionType.Sum or ReductionType.Mean",
-        error=ValueError,
-        shown="Mean",
-    )
-    mean_accumulation_and_replication_reduction_strategy: MeanReductionStrategy = setting(
-        MeanReductionStrategy.Post,
-        "when a mean is divided, which decides its rounding and whether float16 gradients overflow",
-        "setMeanAccumulationAndReplicationReductionStrategy",
-        shown="Post; Running if the optimiser accumulates in float16",
-    )
-    automatic_loss_scaling: bool = setting(
-        False, "the loss scale is state of the program, adjusted to the gradients in float16", "setAutomaticLossScaling"
-    )
-    convolution_dithering: bool | None = setting(
-        None, NO_EFFECT, "setConvolutionDithering", kind=bool | None, shown="unset"
-    )
-
-    @property
-    def meanAccumulationAndReplicationReductionStrategy(self) -> MeanReductionStrategy:
-        """When a mean is divided."""
-        return self.mean_accumulation_and_replication_reduction_strategy
-
-    def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
-        """Accumulate the gradients of so many micro-batches before each step of the optimiser.
-
-        A call then takes so many times the rows, and layers that look at the batch still see one micro-batch.
-
-        Args:
-            gradient_accumulation: the number of micro-batches.
-
-        Raises:
-            AssertionError: if it is no positive integer.
-        """
-        return self._set(gradient_accumulation=gradient_accumulation)
-
-    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> _TrainingOptions:
-        """Step by the mean, or by the sum, of the gradients of all micro-batches and replicas.
-
-        It is independent of the reduction in the loss itself.
-
-        Args:
-            reduction_type: `Mean` or `Sum`.
-
-        Raises:
-            ValueError: if it is anything else.
-        """
-        return self._set(accumulation_and_replication_reduction_type=reduction_type)
-
-    def setMeanAccumulationAndReplicationReductionStrategy(
-        self, mean_reduction_strategy: MeanReductionStrategy
-    ) -> _TrainingOptions:
-        """When to divide, where the step is by a mean.
-
-        Args:
-            mean_reduction_strategy: `Running` cannot overflow; `Post` is faster; `PostAndLoss` is deprecated.
-        """
-        return self._set(mean_accumulation_and_replication_reduction_strategy=mean_reduction_strategy)
-
-    def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
-        """Adjust the loss scale during training, so that gradients in float16 neither overflow nor vanish.
-
-        After each step it is halved if a gradient in float16 was greater than an eighth of the largest number of
-        float16, or was none, in any micro-batch; else it is doubled, up to 2¹⁵. Where all gradients are in float32 it
-        stays. `optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"]` is what `loss_scaling` is multiplied by in
-        the next run, and a tensor that is anchored under `"finalLossScale"` is the product.
-        """
-        return self._set(automatic_loss_scaling=enabled)
-
-    def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
-        """Lay convolutions out from different tiles."""
-        return self._set(convolution_dithering=enabled)
-
-
-class _PrecisionOptions(OptionsDict):
-    """How numbers are rounded and checked; `options.Precision`.
-
-    Example:
-        >>> import poptorch
-        >>> options = poptorch.Options()
-        >>> _ = options.Precision.enableFloatingPointExceptions(True)
-    """
-
-    floating_point_exceptions: bool = setting(
-        False,
-        "an operation that makes NaN or an infinity of other numbers (0/0, x/0, 0*inf, an overflow, the root of a "
-        "negative number), and a comparison of NaN, raises an Error; the program runs op by op for that, which is slow",
-        "enableFloatingPointExceptions",
-    )
-    stochastic_rounding: bool = setting(False, NO_EFFECT, "enableStochasticRounding")
-    partials_type: torch.dtype = setting(
-        torch.float,
-        NO_EFFECT,
-        "setPartialsType",
-        valid=lambda dtype: dtype in (torch.float, torch.half),
-        expects="torch.float or torch.half",
-        error=ValueError,
-    )
-    half_float_casting: HalfFloatCastingBehavior = setting(
-        HalfFloatCastingBehavior.Default, f"{NO_EFFECT}; deprecated", "halfFloatCasting", shown="Default"
-    )
-    running_statistics_always_float: bool = setting(True, f"{NO_EFFECT}; deprecated", "runningStatisticsAlwaysFloat")
-
-    def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
-        """Raise an `Error` where a running program divides by zero, overflows, makes NaN or compares it. It is slow."""
-        return self._set(floating_point_exceptions=enabled)
-
-    def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
-        """Round results in float16 up or down at random, so that they are right on average."""
-        return self._set(stochastic_rounding=enabled)
-
-    def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
-        """The type in which matrix products and convolutions accumulate.
-
-        Args:
-            dtype: `torch.float` or `torch.half`.
-
-        Raises:
-            ValueError: if it is another.
-        """
-        return self._set(partials_type=dtype)
-
-    def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> _PrecisionOptions:
-        """Deprecated, and without effect: operands of mixed types follow PyTorch's rules."""
-        return _deprecated(self._set(half_float_casting=half_float_casting), "Precision.halfFloatCasting")
-
-    def runningStatisticsAlwaysFloat(self, value: bool) -> _PrecisionOptions:
-        """Deprecated, and without effect: running statistics have the type of their buffers."""
-        return _deprecated(self._set(running_statistics_always_float=value), "Precision.runningStatisticsAlwaysFloat")
-
-
-class _JitOptions(OptionsDict):
-    """What concerned PyTorch's JIT compiler; `options.Jit`. Nothing is left of it."""
-
-    trace_model: bool = setting(
-        False,
-        f"{NO_EFFECT}; deprecated",
-        "traceModel",
-        valid=lambda trace_model: not trace_model,
-        expects="False: models are no longer traced by PyTorch's JIT compiler",
-        error=ValueError,
-    )
-
-    def traceModel(self, trace_model: bool) -> _JitOptions:
-        """Deprecated, and without effect.
-
-        Raises:
-            ValueError: if it is True: models are no longer traced by PyTorch's JIT compiler.
-        """
-        return _deprecated(self._set(trace_model=trace_model), "Jit.traceModel")
-
-
-def _deprecated(group: _Group, method: str) -> _Group:
-    logger.warning("Options.%s is deprecated and has no effect; leave it out.", method)
-    return group
-
-
-_OMPI_NAMES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-
-
-def _environment_integer(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    try:
-        return default if text is None else int(text)
-    except ValueError:
-        raise ValueError(f"The environment variable {name} is {text!r}; expected an integer.") from None
-
-
-class _DistributedOptions(OptionsDict):
-    """Which of several processes this is; `options.Distributed`.
-
-    Example:
-        >>> import poptorch
-        >>> options = poptorch.Options()
-        >>> options.Distributed.configureProcessId(0, 2).numProcesses
-        2
-    """
-
-    process_id: int = setting(
-        0,
-        "which part of the data set this process reads",
-        "configureProcessId",
-        make=lambda: _environment_integer(_OMPI_NAMES[1], 0),
-        shown="the environment variable OMPI_COMM_WORLD_RANK, or 0",
-    )
-    num_processes: int = setting(
-        1,
-        "how many parts the data set is in",
-        "configureProcessId",
-        valid=_positive,
-        expects="a positive integer",
-        make=lambda: _environment_integer(_OMPI_NAMES[0], 1),
-        shown="the environment variable OMPI_COMM_WORLD_SIZE, or 1",
-    )
-
-    @property
-    def processId(self) -> int:
-        """The number of this process, from 0."""
-        return self.process_id
-
-    @property
-    def numProcesses(self) -> int:
-        """The number of processes."""
-        return self.num_processes
-
-    distributed_process_id, num_distributed_processes = processId, numProcesses
-
-    def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
-        """Say which process this is.
-
-        Args:
-            process_id: its number, from 0.
-            num_processes: how many there are.
-
-        Raises:
-            AssertionError: if there is no such process.
-        """
-        if isinstance(process_id, int) and isinstance(num_processes, int) and not 0 <= process_id < num_processes:
-            raise AssertionError(
-                f"Distributed.configureProcessId: `process_id` is {process_id} of {num_processes} processes; expected "
-                "a number from 0 to one less than their number."
-            )
-        return self._set(process_id=process_id, num_processes=num_processes)
-
-    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> _DistributedOptions:
-        """Read from the environment which process this is; done at first with the names that OpenMPI uses.
-
-        Args:
-            var_num_processes: the variable with the number of processes; they are 1 if it is not set.
-            var_process_id: the variable with the number of this process; it is 0 if it is not set.
-
-        Raises:
-            ValueError: if one is no integer.
-            AssertionError: if there is no such process.
-        """
-        return self.configureProcessId(
-            _environment_integer(var_process_id, 0), _environment_integer(var_num_processes, 1)
-        )
-
-    def disable(self) -> _DistributedOptions:
-        """Be the only process, whatever the environment says."""
-        return self.configureProcessId(0, 1)
-
-
-_SESSION_OPTIONS = frozenset(SessionOptions.model_fields) | frozenset(
-    """accumulateOuterFragmentSettings accumulationAndReplicationReductionType accumulationFactor
-    accumulatorTensorLocationSettings activationTensorLocationSettings autodiffSettings
-    automaticLossScalingSettings autoRecomputation batchSerializationSettings bufferingDepthMap
-    compilationProgressLogger compilationProgressTotal compileEngine convolutionOptions
-    createHostTransferableTensorWithOffset createImplicitPipeliningFwdOnlyProgram customCodeletCompileFlags
-    customCodelets defaultBufferingDepth defaultPrefetchBufferingDepth delayVarUpdates developerSettings
-    disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams dotOpNames
-    enableConstantFoldingOfMultipleConsumers enableExplicitIR enableFloatingPointChecks
-    enableFullyConnectedPass enableGradientAccumulation enableLoadAndOffloadRNGState enableMergeExchange
-    enableNonStableSoftmax enableOutlining enableOutliningCopyCostPruning enablePipelining
-    enablePrefetchDatastreams enableRngStateManagement enableSerializedMatmuls enableStableNorm
-    enableSupportedDataTypeCasting ensureFp32LossScaleTensor executionPhaseSettings experimentalSettings
-    exportPoplarComputationGraph exportPoplarVertexGraph finalDotOp firstDotOp gclOptions groupHostSync
-    groupNormStridedChannelGrouping hardwareInstrumentations implicitPipeliningEnabled
-    instrumentWithHardwareCycleCounter kahnTieBreaker looseThresholdAtPeak lstmOptions matmulOptions
-    meanAccumulationAndReplicationReductionStrategy mergeVarUpdate mergeVarUpdateMemThreshold
-    optimizerStateTensorLocationSettings opxAliasChecking opxModifyChecking outlineSequenceBreakCost
-    outlineThreshold prefetchBufferingDepthMap rearrangeAnchorsOnHost rearrangeStreamsOnHost
-    replicatedCollectivesSettings reportOptions saveInitializersToFile
-    scheduleNonWeightUpdateGradientConsumersEarly separateCallOpPdfs serializedPoprithmsShiftGraphsDir
-    stashAllTensorsInferencePipeline strictOpVersions subgraphCopyingStrategy swapLimitScheduler
-    syntheticDataMode tensorLocationSettingsOverride timeLimitScheduler transitiveClosureOptimizationThreshold
-    updatableNamedBuffers useLoopCandidateCreator weightTensorLocationSettings""".split()
-)
-
-
-class _PopartOptions(OptionsDict):
-    """Session options by their own names, for programs that reach below poptorch; `options._Popart`."""
-
-    options: dict[str, Any] = setting(
-        {},
-        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`) have their effect there, and "
-        "others none; a name that no session option has raises an Error",
-        "set",
-    )
-    patterns: dict[str, bool] = setting({}, NO_EFFECT, "setPatterns")
-    patterns_level: int = setting(2, NO_EFFECT, "setPatterns")
-    engine_options: dict[str, str] = setting(
-        {},
-        NO_EFFECT,
-        "setEngineOptions",
-        valid=lambda options: _strings([*options, *options.values()]),
-        expects="a dict of strings",
-    )
-
-    def set(self, key: str, value: Any) -> _PopartOptions:
-        """Set one session option.
-
-        Args:
-            key: its name, `"decomposeGradSum"`; or that of a part of it, `"batchSerializationSettings.factor"`.
-            value: its value; `check` looks at its type.
-
-        Raises:
-            Error: if there is no such option.
-        """
-        if key.split(".")[0] not in _SESSION_OPTIONS:
-            raise Error(
-                f"Unknown session option {key!r}: `options._Popart.set` takes the names of PopART's session options."
-            )
-        return self._set(options={**self.options, key: value})
-
-    def setPatterns(self, patterns: Mapping[str, bool], level: int = 2) -> _PopartOptions:
-        """Switch rewriting patterns on or off.
-
-        Args:
-            patterns: whether to use each.
-            level: which others to use, from 0 (none) to 3 (all).
-        """
-        return self._set(patterns=dict(patterns), patterns_level=level)
-
-    def setEngineOptions(self, engine_options: Mapping[str, str]) -> _PopartOptions:
-        """Set options of the engine, replacing those set before."""
-        return self._set(engine_options=dict(engine_options))
-
-    def check(self) -> None:
-        """To be called when a model is compiled: whether all values are of types that session options have.
-
-        Raises:
-            Error: if one is not a bool, a number, a string, an enum, or a list or dictionary of these.
-        """
-        for key, value in self.options.items():
-            if not _is_session_value(value):
-                raise Error(
-                    f"Session option {key!r} is {value!r}, a {type(value).__name__}; expected a bool, a number, a "
-                    "string, an enum, or a list or dictionary of these."
-                )
-
-    def apply(self, to: SessionOptions) -> None:
-        """Set the options of an Ir that were set here, but for the number of replicas, which it knows.
-
-        Raises:
-            Error: if one does not take its value.
-        """
-        for key, value in self.options.items():
-            if key in SessionOptions.model_fields and "replica" not in key.lower():
-                try:
-                    setattr(to, key, value)
-                except ValidationError as problem:
-                    raise Error(f"Session option {key!r} is {value!r}: {problem.errors()[0]['msg']}.") from None
-
-
-def _is_session_value(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return _strings(value) and all(map(_is_session_value, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return all(map(_is_session_value, value))
-    return isinstance(value, (bool, int, float, str))
 
 
 @dataclass(frozen=True)
@@ -604,14 +112,14 @@ class Options(OptionsDict):
         1,
         "optimiser steps (forward passes, in inference) of one call, which takes so many times the rows",
         "deviceIterations",
-        valid=_positive,
+        valid=positive,
         expects="a positive integer",
     )
     replication_factor: int = setting(
         1,
         "copies of the model that work at the same time, each on its part of the rows",
         "replicationFactor",
-        valid=_positive,
+        valid=positive,
         expects="a positive integer",
     )
     input_group_size: int = setting(1, "so many replicas receive the same rows", "inputReplicaGrouping")
@@ -680,7 +188,7 @@ class Options(OptionsDict):
         [],
         "frames whose file contains one of these are skipped, where it is said who made an operation",
         "sourceLocationExcludes",
-        valid=_strings,
+        valid=strings,
         expects="a list of strings",
         make=_library_folders,
         shown="the folders of torch and of this library",
@@ -689,7 +197,7 @@ class Options(OptionsDict):
         [],
         "the buffers that `copyNamedBuffersToDevice` writes",
         "updatableNamedBuffers",
-        valid=_strings,
+        valid=strings,
         expects="a list of strings",
         shown="none",
     )

@@ -28,10 +28,15 @@ ADDONS = """
     transforms.autodiff transforms.available_memory_proportion transforms.batch_serialisation transforms.pipelining
     transforms.recomputation transforms.repeat_graph transforms.use_fc_pass utils variable_factory
 """.split()
-POPTORCH = ["poptorch", "poptorch.optim", "poptorch.profiling"]
+POPTORCH = """
+    _impl _poplar_executor _utils enums errors ops optim options popdist.poptorch poptorch_core profiling testing
+""".split()
 
 
-@pytest.mark.parametrize("path", [*(f"popxl.{p}" for p in POPXL), *(f"popxl_addons.{p}" for p in ADDONS), *POPTORCH])
+PATHS = [*(f"popxl.{p}" for p in POPXL), *(f"popxl_addons.{p}" for p in ADDONS), *(f"poptorch.{p}" for p in POPTORCH)]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_paths_that_programs_import(path: str) -> None:
     if path.startswith("poptorch"):
         pytest.importorskip("torch")
@@ -92,3 +97,9 @@ def test_private_files_of_popxl_stand_on_a_floor() -> None:
     """A file directly under `popxl/` is a path that users import."""
     files = {path.stem for path in (ROOT / "popxl").glob("*.py")} - {"__init__", "__main__"}
     assert files == {p for p in POPXL if "." not in p and not (ROOT / "popxl" / p).is_dir()} | {"compat", "operators"}
+
+
+def test_private_files_of_poptorch_stand_in_a_folder() -> None:
+    """A file directly under `poptorch/` is a path that users import."""
+    files = {path.stem for path in (ROOT / "poptorch").glob("*.py")} - {"__init__", "__main__"}
+    assert files == {path for path in POPTORCH if "." not in path}

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import Data, View
 from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
-from poptorch.dtypes import to_numpy
 
 __all__ = ["CALL", "outlined"]
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.ambient import Ambient
+from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
+from poptorch.placement.ambient import Ambient
 from popxl.base.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Recorder", "View"]

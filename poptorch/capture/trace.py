@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.ambient import Site
+from poptorch.placement.ambient import Site
 from popxl.base.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Node", "Trace", "Value", "View", "values_in"]

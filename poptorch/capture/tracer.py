@@ -1,4 +1,4 @@
-"""`capture`: run a function on tensors without numbers, and write down what it does.
+"""`Tracer`: what PyTorch does is heard, and written down.
 
 Two modes of PyTorch listen. One hears of each op, after PyTorch has worked out dtypes, broadcasting and autograd; one,
 above it, of the functions that are better kept whole: losses, norms, recurrent layers, whatever has a name of its own
@@ -7,53 +7,48 @@ in a printed graph. Ops for which there is no lowering are replaced by what PyTo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from poptorch.ambient import Ambient
 from poptorch.capture.indexing import getitem, setitem
-from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
-from poptorch.capture.seeding import seeding
 from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
-    DynamicOutputShapeException,
     FakeTensor,
     TorchDispatchMode,
-    UnsupportedOperatorException,
     decomposition,
     fake_mode,
-    forget_history,
     in_transform,
-    one_by_one,
-    unlogged_errors,
-    unvalidated_distributions,
-    with_tensors,
-    without_compile,
     without_modes,
     written_arguments,
 )
-from poptorch.capture.trace import Trace, Value
+from poptorch.capture.trace import Trace
 from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, with_masks_of_bools
 from poptorch.errors import createPoptorchError
-from poptorch.weights import Attributes, not_rebound
+from poptorch.placement.ambient import Ambient
 
-__all__ = ["Captured", "Tracer", "capture", "current"]
+__all__ = ["CANNOT_READ", "Again", "Tracer", "current", "going_on"]
 
 _OVERWRITING = frozenset(
     f"aten.{name}_"
     for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")
 ) | {"aten.uniform_", "aten.zero_"}
 """Ops in place that do not look at what they overwrite. Their names keep the underscore."""
+
+
+CANNOT_READ = (
+    "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever numbers "
+    "come. Choose by them with `torch.where` or `poptorch.cond`, index with `index_select`, `gather` or "
+    "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
+)
+"""What is said where a model reads a number."""
 
 
 class Tracer:
@@ -181,7 +176,9 @@ class Tracer:
         """What a function gives that reads the numbers of a tensor."""
         numbers = None if in_transform() else self.recorder.numbers_of(args[0])
         if numbers is None:
-            raise createPoptorchError(f"{_READ} It is needed here ({self.recorder.source()}): {function.__name__}.")
+            raise createPoptorchError(
+                f"{CANNOT_READ} It is needed here ({self.recorder.source()}): {function.__name__}."
+            )
         with self.suspended(), without_modes():
             return function(numbers.clone(), *args[1:], **kwargs)
 
@@ -196,10 +193,10 @@ class Tracer:
         """PyTorch is to differentiate what was done: of what functions that were kept whole are made it knows nothing.
 
         Raises:
-            _Again: if there was one.
+            Again: if there was one.
         """
         if self._has_whole and not in_transform():
-            raise _Again
+            raise Again
 
     def is_known(self, t: torch.Tensor) -> bool:
         """Whether the numbers of a tensor are the same in every run."""
@@ -390,7 +387,7 @@ _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__fo
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
-class _Again(BaseException):
+class Again(BaseException):
     """A capture has to begin anew, with nothing kept whole. No `except Exception` of a model's is to stop it."""
 
 
@@ -406,32 +403,13 @@ def _whole(function: Any) -> Whole | None:
         return None
 
 
-# A whole module -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A module's `forward`, written down.
-
-    Attributes:
-        trace: what it does; its inputs are those given, then the tensors of the module.
-        inputs: the values of the tensors given.
-        state: the values that the module's parameters and buffers have at the beginning, by name.
-        written: the values that they have at the end, of those that are overwritten.
-        written_inputs: the same, of the tensors given, by position.
-        result: what `forward` returned, of tensors without numbers; the outputs of `trace` are the values of these.
-        hooks: what has hooks on gradients, in words: they have no effect.
-        read: the buffers whose numbers have become a part of the program, with these numbers.
-    """
-
-    trace: Trace
-    inputs: list[Value]
-    state: dict[str, Value]
-    written: dict[str, Value]
-    written_inputs: dict[int, Value]
-    result: Any
-    hooks: list[str]
-    read: dict[str, torch.Tensor]
+def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:
+    """Whether a tensor is an attribute of a module, of one within, of its class; or in a list or dictionary there."""
+    for each in module.modules() if module is not None else ():
+        namespaces = [vars(each), *map(vars, type(each).__mro__)]
+        if any(t is leaf for leaf in pytree.tree_leaves([list(names.values()) for names in namespaces])):
+            return True
+    return False
 
 
 _tracers: list[Tracer] = []
@@ -442,221 +420,11 @@ def current() -> Tracer | None:
     return _tracers[-1] if _tracers else None
 
 
-def capture(
-    forward: Callable[[list[torch.Tensor]], Any],
-    tensors: Sequence[torch.Tensor],
-    module: torch.nn.Module | None,
-    *,
-    ambient: Ambient,
-    lowered: Callable[[str, str], bool],
-    flatten: Callable[[Any], list[torch.Tensor]] = lambda result: _tensors_in(result),
-    grouped: Collection[str] = (),
-    excludes: Sequence[str] = (),
-    with_scopes: bool = True,
-) -> Captured:
-    """Write down what a function does.
-
-    One that has PyTorch make gradients runs twice: the second time all is written down op by op, of which PyTorch knows
-    the derivatives.
-
-    Args:
-        forward: the function, of a list of tensors.
-        tensors: tensors of the shapes and dtypes that it is to be given.
-        module: the module whose parameters and buffers it uses, if any. It is afterwards as it was before.
-        ambient: the placement that holds.
-        lowered: whether there is a lowering for an op of this name and overload.
-        flatten: gives the tensors in its result.
-        grouped: names of parameters of which `forward` sees the first row.
-        excludes: files that no user wants to be pointed to.
-        with_scopes: whether ops know the path of the module that runs them.
-
-    Raises:
-        poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them.
-    """
-
-    def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module)
-        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes)
-
-    try:
-        return once(keeps_whole=True)
-    except _Again:
-        vars(ambient).update(vars(Ambient(ambient._strategy)))  # blocks are numbered anew
-    return once(keeps_whole=False)
-
-
-def _capture(
-    tracer: Tracer,
-    forward: Callable[[list[torch.Tensor]], Any],
-    tensors: Sequence[torch.Tensor],
-    module: torch.nn.Module | None,
-    flatten: Callable[[Any], list[torch.Tensor]],
-    grouped: Collection[str],
-    with_scopes: bool,
-) -> Captured:
-    recorder = tracer.recorder
-    state = dict(_tensors_of(module))
-    fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
-    inputs = [tracer.fake(t.detach()) for t in tensors]
-    input_values = [recorder.new_input(t) for t in inputs]
-    state_values: dict[str, Value] = {}
-    by_tensor: dict[int, Value] = {}
-    for key, t in fakes.items():  # tied tensors are one value
-        numbers = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
-        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, numbers)
-    tracer.hooks += _module_hooks()
-    tracer.hooks += [f"The parameter {name}" for name, t in state.items() if _is_hooked(t)]
-    tracer.hooks += [
-        f"The module {path or type(each).__name__}"
-        for path, each in (torch.nn.Module.named_modules(module) if module is not None else ())
-        if each._backward_hooks or each._backward_pre_hooks
-    ]
-    with ExitStack() as stack:
-        stack.enter_context(recorder.leaving_numbers())
-        if module is not None:
-            stack.enter_context(Attributes(module).restored())
-            stack.enter_context(with_tensors(module, fakes))
-            stack.enter_context(not_rebound(module))
-            stack.enter_context(averaging())
-            stack.enter_context(recurrent_in_any_dtype())
-            if with_scopes:
-                stack.enter_context(_scopes(module, recorder.scopes))
-        _tracers.append(tracer)
-        stack.callback(_tracers.pop)
-        stack.enter_context(seeding(recorder))
-        stack.enter_context(unvalidated_distributions())
-        stack.enter_context(unlogged_errors())
-        stack.enter_context(one_by_one())
-        stack.enter_context(without_compile())
-        stack.enter_context(tracer.listening())
-        try:
-            result = forward(list(inputs))
-        except UNREADABLE as problem:
-            where = recorder.source(_last_frame(problem))
-            raise createPoptorchError(f"{_unreadable(problem)} It is needed here ({where}): {problem}") from problem
-        except UnsupportedOperatorException as problem:
-            where = recorder.source(_last_frame(problem))
-            raise createPoptorchError(
-                f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
-                "rows and columns. Pad nested tensors before the model."
-            ) from problem
-        except (RuntimeError, TypeError, ValueError) as problem:
-            problem.args = tuple(map(_as_eager_says, problem.args))
-            raise
-        returned = flatten(result)
-        leaves = [recorder.value_of(t) for t in returned]
-        ends = [recorder.value_of(t) for t in inputs]
-        state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
-        for key, where in recorder.read.items():
-            if state_ends[key] is not state_values[key]:
-                raise createPoptorchError(
-                    f"{_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it is "
-                    "another one in each run."
-                )
-        recorder.trace.outputs = leaves
-        trace = recorder.finish()
-        with tracer.suspended():
-            for t in returned:
-                forget_history(t)
-    return Captured(
-        trace=trace,
-        inputs=input_values,
-        state=state_values,
-        written={key: end for key, end in state_ends.items() if end is not state_values[key]},
-        written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
-        result=result,
-        hooks=tracer.hooks,
-        read={key: state[key].detach().clone() for key in recorder.read},
-    )
-
-
-def _module_hooks() -> list[str]:
-    """Hooks on gradients of all modules there are."""
-    private = torch.nn.modules.module
-    return ["Every module"] if private._global_backward_hooks or private._global_backward_pre_hooks else []
-
-
-def _is_hooked(t: torch.Tensor) -> bool:
-    return bool(t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks)
-
-
-def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:
-    """Whether a tensor is an attribute of a module, of one within, of its class; or in a list or dictionary there."""
-    for each in module.modules() if module is not None else ():
-        namespaces = [vars(each), *map(vars, type(each).__mro__)]
-        if any(t is leaf for leaf in pytree.tree_leaves([list(names.values()) for names in namespaces])):
-            return True
-    return False
-
-
-def _as_eager_says(text: Any) -> Any:
-    """A part of an error of PyTorch, which names the types of what it was given."""
-    return text.replace("FakeTensor", "Tensor") if isinstance(text, str) else text
-
-
-def _last_frame(problem: BaseException) -> FrameType | None:
-    """Where something was raised."""
-    last = problem.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last and last.tb_frame
-
-
-def _unreadable(problem: Exception) -> str:
-    if isinstance(problem, DynamicOutputShapeException):
-        return (
-            "The shape of a tensor cannot depend on numbers in another one: a model becomes one program, in which all "
-            "shapes are fixed. Keep the shape, with `torch.where(mask, x, 0)` in place of `x[mask]`, or state it where "
-            "a function has an `output_size` or `minlength`."
-        )
-    return _READ
-
-
-_READ = (
-    "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever numbers "
-    "come. Choose by them with `torch.where` or `poptorch.cond`, index with `index_select`, `gather` or "
-    "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
-)
-
-
-def _tensors_in(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def _first_row(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach()[0].requires_grad_(parameter.requires_grad)
-
-
-def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers: a tied one under each of its names, those of a module used twice under its first."""
-    modules = dict(torch.nn.Module.named_modules(module)) if module is not None else {}
-    for kind in ("_parameters", "_buffers"):
-        for path, each in modules.items():
-            for name, t in getattr(each, kind).items():
-                if t is not None:
-                    yield f"{path}.{name}" if path else name, t
-
-
 @contextmanager
-def _scopes(module: torch.nn.Module, scopes: list[str]) -> Iterator[None]:
-    """Keep a list of the paths of the modules that are running."""
-    paths = {each: path for path, each in module.named_modules()}
-    entered: list[bool] = []
-
-    def enter(each: torch.nn.Module, args: Any) -> None:
-        entered.append(bool(paths.get(each)))
-        if entered[-1]:
-            scopes.append(paths[each])
-
-    def leave(each: torch.nn.Module, args: Any, result: Any) -> None:
-        if entered and entered.pop():
-            scopes.pop()
-
-    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+def going_on(tracer: Tracer) -> Iterator[None]:
+    """Have `current` give this capture, during a block."""
+    _tracers.append(tracer)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        _tracers.pop()

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
+from poptorch.capture.host_function import HostFunction
 from poptorch.capture.outline import CALL
 from poptorch.capture.trace import Trace
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
-from poptorch.ops import HostFunction
 from popxl import OpKind, ops
 from popxl.errors import DeviceError, PopxlError
 from popxl.op import Effect

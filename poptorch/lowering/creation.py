@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.dtypes import to_numpy
+from poptorch.base.dtypes import to_numpy
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, broadcast, together
 from poptorch.lowering.registry import jax_op, lowers

@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import popxl
+from poptorch.base.dtypes import device_dtype
 from poptorch.capture.trace import Node, Trace, Value
-from poptorch.dtypes import device_dtype
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.operands import broadcast, narrowed, reshaped
 from poptorch.lowering.registry import lowering_of

@@ -14,8 +14,8 @@ from jax import lax
 from torch.utils import _pytree as pytree
 
 import popxl
+from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import LOOKED_AT, Data, View
-from poptorch.dtypes import to_numpy
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, reshaped, together
 from poptorch.lowering.registry import jax_op, lowers

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any, Literal, NoReturn
 
 import poptorch
-from poptorch.logging_ import logger
+from poptorch.base.logging_ import logger
 from poptorch.options import _DistributedOptions
-from poptorch.settings import group
+from poptorch.settings.setting import group
 from popxl.base.distributed import Instance, launched
 from runtime import processes
 

@@ -16,13 +16,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 import popxl
-from poptorch.ambient import capturing
+from poptorch.base.dtypes import device_dtype, to_numpy
+from poptorch.capture.model import capture
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.tracer import capture
-from poptorch.dtypes import device_dtype, to_numpy
 from poptorch.lowering import Emission, has_lowering
 from poptorch.lowering.emission import spec_of
-from poptorch.strategies import PipelinedExecution
+from poptorch.placement.ambient import capturing
+from poptorch.placement.strategies import PipelinedExecution
 from popxl import ops
 from popxl.transforms.autodiff import leading_to
 

@@ -9,20 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
-from poptorch.arguments import (
-    Batching,
-    Binder,
-    Feeder,
-    ICustomArgParser,
-    Signature,
-    parser_of,
-    registerCustomArgParser,
-    structure_of,
-)
+from poptorch.base.replica_groups import ReplicaGroups
+from poptorch.base.structures import ICustomArgParser, parser_of, registerCustomArgParser, structure_of
 from poptorch.enums import CommGroupType, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
-from poptorch.replica_groups import ReplicaGroups
+from poptorch.program.batching import Batching, Feeder
+from poptorch.run.arguments import Binder, Signature
 
 Point = namedtuple("Point", "x y")
 

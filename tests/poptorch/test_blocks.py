@@ -17,18 +17,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import poptorch
-from poptorch import blocks
-from poptorch.ambient import (
-    Ambient,
-    Placement,
-    Site,
-    capturing,
-    check_overlapped_io,
-    check_placement,
-    current,
-    isRunningOnIpu,
-)
-from poptorch.blocks import (
+from poptorch.enums import AutoStage, Liveness, MultiConvPlanType, OutputMode
+from poptorch.errors import Error
+from poptorch.options import Options
+from poptorch.placement import blocks
+from poptorch.placement.ambient import Ambient, Site, capturing, current, isRunningOnIpu
+from poptorch.placement.blocks import (
     Attribute,
     BeginBlock,
     Block,
@@ -38,10 +32,7 @@ from poptorch.blocks import (
     module_repr,
     removeBlocks,
 )
-from poptorch.enums import AutoStage, Liveness, MultiConvPlanType, OutputMode
-from poptorch.errors import Error
-from poptorch.options import Options
-from poptorch.strategies import (
+from poptorch.placement.strategies import (
     ParallelPhasedExecution,
     Phase,
     PipelinedExecution,
@@ -49,6 +40,7 @@ from poptorch.strategies import (
     ShardedExecution,
     Stage,
 )
+from poptorch.program.allowed import Placement, check_overlapped_io, check_placement
 
 AUTO = PipelinedExecution(AutoStage.AutoIncrement)
 

@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset  # noqa: E402
 
-from poptorch.arguments import ICustomArgParser, registerCustomArgParser  # noqa: E402
-from poptorch.async_data import AsynchronousDataAccessor  # noqa: E402
-from poptorch.dataloader import DataLoader  # noqa: E402
+from poptorch.base.structures import ICustomArgParser, registerCustomArgParser  # noqa: E402
+from poptorch.data.accessor import AsynchronousDataAccessor  # noqa: E402
+from poptorch.data.loader import DataLoader  # noqa: E402
 from poptorch.enums import CommGroupType, DataLoaderMode, SharingStrategy  # noqa: E402
 from poptorch.errors import Error  # noqa: E402
 from poptorch.options import Options  # noqa: E402
@@ -607,7 +607,7 @@ PROGRAM = """
 import os, sys, time
 import torch
 sys.path.insert(0, {root!r})
-from poptorch.async_data import AsynchronousDataAccessor
+from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.enums import SharingStrategy
 
 class Slow(torch.utils.data.Dataset):
@@ -693,7 +693,7 @@ def test_worker_process_starts_without_jax():
         package = types.ModuleType("poptorch")
         package.__path__ = [{str(ROOT / "poptorch")!r}]
         sys.modules["poptorch"] = package
-        import poptorch.async_data, poptorch.data_worker, poptorch.samplers
+        import poptorch.data.accessor, poptorch.data.worker, poptorch.data.samplers
         assert "jax" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

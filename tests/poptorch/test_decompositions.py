@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional as F
 
-from poptorch.ambient import capturing
+from poptorch.capture.model import capture
 from poptorch.capture.trace import Node
-from poptorch.capture.tracer import capture
 from poptorch.lowering import has_lowering
-from poptorch.strategies import PipelinedExecution
+from poptorch.placement.ambient import capturing
+from poptorch.placement.strategies import PipelinedExecution
 
 
 def _nodes(frozen: bool) -> list[Node]:

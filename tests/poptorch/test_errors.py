@@ -20,10 +20,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import poptorch
-from poptorch import enums, logging_, poptorch_core
+from poptorch import enums, poptorch_core
 from poptorch._impl import createPoptorchError
+from poptorch.base import logging_
+from poptorch.base.logging_ import logger, setLogLevel, trace
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
-from poptorch.logging_ import logger, setLogLevel, trace
 from poptorch.profiling import Channel
 
 # Errors

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import ConnectionType, OutputMode, optim
-from poptorch.executor import PoplarExecutor
+from poptorch.run.executor import PoplarExecutor
 
 
 class Model(torch.nn.Module):

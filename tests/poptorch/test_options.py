@@ -19,8 +19,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import popxl
-from poptorch import strategies
-from poptorch.blocks import MultiConv
 from poptorch.enums import (
     CommGroupType,
     ConnectionType,
@@ -32,7 +30,9 @@ from poptorch.enums import (
 )
 from poptorch.errors import Error
 from poptorch.options import Anchor, ConfigFileError, Options, TensorLocationSettings, options_page
-from poptorch.settings import NO_EFFECT, Group, OptionsDict, Setting
+from poptorch.placement import strategies
+from poptorch.placement.blocks import MultiConv
+from poptorch.settings.setting import NO_EFFECT, Group, OptionsDict, Setting
 
 VARIABLES = """POPTORCH_DEFAULT_OPTIONS POPTORCH_CACHE_DIR POPTORCH_IPU_MODEL POPTORCH_SMALL_IPU_MODEL
 POPLAR_ENGINE_OPTIONS PVTI_OPTIONS OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK""".split()

@@ -25,8 +25,8 @@ import poptorch
 from poptorch._impl import rewrapModelIfNecessary, unwrapModelIfNecessary
 from poptorch._poplar_executor import PoplarExecutor
 from poptorch._utils import combine_batch_tensors_gen
-from poptorch.blocks import BeginBlock, BlockFunction
-from poptorch.compiled import Compiled
+from poptorch.placement.blocks import BeginBlock, BlockFunction
+from poptorch.run.compiled import Compiled
 from runtime.program.host_arrays import Outputs
 
 X = torch.arange(12.0).reshape(3, 4)

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import optim
-from poptorch.compiled import Compiled
-from poptorch.executor import PoplarExecutor
+from poptorch.run.compiled import Compiled
+from poptorch.run.executor import PoplarExecutor
 
 
 class Model(torch.nn.Module):

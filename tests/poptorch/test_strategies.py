@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from poptorch.enums import AutoStage, Liveness
-from poptorch.strategies import (
+from poptorch.placement.strategies import (
     ParallelPhasedExecution,
     Phase,
     PipelinedExecution,

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import popxl  # noqa: E402
 from poptorch import optim  # noqa: E402
 from poptorch.errors import Error  # noqa: E402
-from poptorch.updates import Update  # noqa: E402
+from poptorch.program.updates import Update  # noqa: E402
 from popxl import TensorByRef, ops  # noqa: E402
 
 STEPS = 10

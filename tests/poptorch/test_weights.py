@@ -14,10 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
+from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, ReplicaGroups
+from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
-from poptorch.replica_groups import GroupedParameter, ParameterProxy, ReplicaGroups
-from poptorch.weights import Attributes, Instrumented, Trainings, not_rebound, read, tensors_of, write
+from poptorch.run.weights import Instrumented, Trainings, read, tensors_of, write
 
 
 class Model(torch.nn.Module):
@@ -272,7 +273,7 @@ def test_saving_needs_no_poptorch_to_load(module, training):
     assert torch.load(file, weights_only=True)["scale"] == 2
     file = io.BytesIO()
     torch.save(module, file)
-    assert b"poptorch.weights" not in file.getvalue()
+    assert b"poptorch.run.weights" not in file.getvalue()
     file.seek(0)
     assert torch.load(file, weights_only=False)(torch.zeros(2, 3)).shape == (2, 3)
 

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
-from poptorch.compiled import Compiled
-from poptorch.executor import PoplarExecutor
+from poptorch.run.compiled import Compiled
+from poptorch.run.executor import PoplarExecutor
 
 
 class Model(torch.nn.Module):

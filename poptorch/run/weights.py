@@ -11,28 +11,23 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from poptorch.dtypes import to_numpy
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
-from poptorch.logging_ import logger
-from poptorch.replica_groups import GroupedParameter
 
 __all__ = [
-    "Attributes",
     "Instrumented",
     "Trainings",
     "hook_problem",
-    "not_rebound",
     "put_on",
     "read",
     "take_off",
@@ -41,9 +36,6 @@ __all__ = [
 ]
 
 Groupings = Mapping[str, GroupedParameter]
-
-_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-
 
 # Values ---------------------------------------------------------------------------------------------------------------
 
@@ -452,144 +444,4 @@ def _watched_class(original: Any, refs: tuple[weakref.ref[Instrumented], ...], k
     same = {"__module__": original.__module__, "__doc__": original.__doc__}
     return type(original)(
         f"Poptorch{original.__name__}", (kind, original), {"_original": original, "_refs": refs, **same}
-    )
-
-
-# During a capture -----------------------------------------------------------------------------------------------------
-
-
-class Attributes:
-    """The attributes that a module and those in it have now; what is set on them later is not among them.
-
-    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. Lists, dictionaries and sets
-    among them stay the same objects, and what these hold is looked at when the attributes are given to the modules.
-
-    Args:
-        module: the module; `None` has none.
-
-    Raises:
-        Error: if it is, or has, one of `torch.jit`, which has no such attributes.
-
-    Example:
-        >>> module = torch.nn.Dropout()
-        >>> attributes = Attributes(module)
-        >>> module.eval().training
-        False
-        >>> with attributes.restored():
-        ...     module.training
-        True
-    """
-
-    def __init__(self, module: torch.nn.Module | None) -> None:
-        modules = [] if module is None else list(torch.nn.Module.modules(module))
-        for each in modules:
-            if isinstance(each, torch.jit.ScriptModule):
-                name = getattr(each, "original_name", type(each).__name__)
-                raise createPoptorchError(
-                    f"{name} is a module that `torch.jit` has made. Wrap "
-                    "the module it was made of; functions of `torch.jit.script` may be used within."
-                )
-        self._values = [(vars(each), dict(vars(each))) for each in modules]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Give the modules these attributes during a block, and afterwards those that they had before it.
-
-        What lists, dictionaries and sets among the attributes held before the block they hold again after it.
-        """
-        before = [(namespace, dict(namespace)) for namespace, _ in self._values]
-        contents = [(each, copy.copy(each)) for _, values in self._values for each in _containers(values)]
-        try:
-            _set(self._values)
-            yield
-        finally:
-            for each, content in contents:
-                _restore(each, content)
-            _set(before)
-
-
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-"""Attributes that every module has; PyTorch looks after what these hold."""
-
-_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
-
-
-def _containers(attributes: Mapping[str, Any]) -> list[Any]:
-    """The containers whose contents may change, among attributes and in each other."""
-    found: dict[int, Any] = {}
-    waiting = [value for name, value in attributes.items() if name not in _OF_MODULES]
-    while waiting:
-        each = waiting.pop()
-        if not (type(each) in _CONTAINERS or isinstance(each, tuple)) or id(each) in found:
-            continue
-        found[id(each)] = each
-        waiting += each.values() if isinstance(each, dict) else each
-    return [each for each in found.values() if not isinstance(each, tuple)]
-
-
-def _restore(container: Any, content: Any) -> None:
-    """Have a container hold what a copy of it holds."""
-    if len(container) == len(content) and all(map(is_, _flat(container), _flat(content))):
-        return
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(content)
-
-
-def _flat(container: Any) -> Iterable[Any]:
-    return chain.from_iterable(container.items()) if isinstance(container, dict) else container
-
-
-def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for namespace, wanted in values:
-        namespace.clear()
-        namespace.update(wanted)
-
-
-@contextmanager
-def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
-    """Check that a block leaves every parameter and buffer where it is, and restore them in any case.
-
-    What is new is removed. Batch norms may do what they like.
-
-    Args:
-        module: the module whose `forward` runs in the block.
-
-    Raises:
-        Error: if a parameter or buffer is reassigned or removed, after the block.
-
-    Example:
-        >>> module = torch.nn.Linear(2, 3)
-        >>> with not_rebound(module):
-        ...     y = module(torch.ones(2))
-    """
-    places = []
-    for path, each in [] if module is None else torch.nn.Module.named_modules(module):
-        for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
-            places.append((kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors)))
-    try:
-        yield
-        for kind, prefix, exempt, tensors, before in places:
-            for name, tensor in before.items():
-                if not exempt and tensors.get(name) is not tensor:
-                    raise _rebound(kind, prefix + name, name in tensors, tensor is None)
-    finally:
-        _set((tensors, before) for _, _, _, tensors, before in places)
-
-
-def _rebound(kind: str, name: str, is_there: bool, was_none: bool) -> Exception:
-    if was_none:
-        return createPoptorchError(
-            f"{kind} {name} is None, and is made within the model when running forward. What a device keeps from run "
-            "to run has to be there before: make it in `__init__`, or keep what is the same in every run in a plain "
-            "attribute."
-        )
-    if is_there:
-        return createPoptorchError(
-            f"{kind} {name} is reassigned within the model when calling the forward method. This is not supported. "
-            f"Consider using self.{name}.copy_(src) to copy data from a source tensor, where src is the name of the "
-            "source tensor."
-        )
-    return createPoptorchError(
-        f"{kind} {name} is removed from the model when calling the forward method. This is not supported. A model "
-        f"keeps its parameters and buffers; to change the numbers, use self.{name}.copy_(src)."
     )

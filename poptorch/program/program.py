@@ -20,19 +20,19 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.arguments import Batching
+from poptorch.base.logging_ import logger
 from poptorch.capture.losses import final_loss
+from poptorch.capture.model import Captured
 from poptorch.capture.outline import outlined
 from poptorch.capture.trace import Value
-from poptorch.capture.tracer import Captured
 from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import narrowed, together
 from poptorch.options import Options
-from poptorch.updates import Update
+from poptorch.program.batching import Batching
+from poptorch.program.updates import Update
 from popxl import ops
 from popxl.tensor import Variable
 from popxl.transforms.autodiff import GradGraphInfo, leading_to
@@ -99,7 +99,7 @@ class Program:
         ir: an empty Ir, of whose replicas this process has as many as `batching` says.
         captured: the model.
         leaves: names of its inputs.
-        host: the values of its parameters and buffers, by name, as `poptorch.weights.read` gives them.
+        host: the values of its parameters and buffers, by name, as `poptorch.run.weights.read` gives them.
         batching: how the rows of a call are dealt.
         options: the options.
         returned: the results.

@@ -5,7 +5,7 @@ shared memory. What travels through the pipe between the processes is only the n
 again, and how to put the batch together. Neither side polls: each sleeps until the other has something to say, and
 notices at once, by the end of the pipe, if the other is gone. Shared memory has no name that could outlive them.
 
-This is the side of the program; the other one is `data_worker.py`. Batches themselves are made in `dataloader.py`.
+This is the side of the program; the other one is `worker.py`. Batches themselves are made in `loader.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from poptorch.arguments import Structure
-from poptorch.data_worker import (
+from poptorch.base.structures import Structure
+from poptorch.data.worker import (
     Begin,
     Failure,
     Filled,

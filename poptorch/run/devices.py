@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import popart
-from poptorch.ambient import MAX_UNITS
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
+from poptorch.program.allowed import MAX_UNITS
 
 __all__ = ["chosen_device", "ipuHardwareIsAvailable", "ipuHardwareVersion"]
 

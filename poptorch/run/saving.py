@@ -9,9 +9,9 @@ The file is a ZIP archive of four parts:
 
 All of it is read as data: no Python object is unpickled and nothing is imported, so the module that `poptorch.load`
 returns is a plain one. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they come
-back as objects of their classes where the program has these, and else as ones like them; see `poptorch.as_data`. Models
-whose arguments or results hold other objects of classes of one's own cannot be saved. The session does hold machine
-code, which runs when the model is called. Load files from those only whom you would let run programs.
+back as objects of their classes where the program has these, and else as ones like them; see `poptorch.run.as_data`.
+Models whose arguments or results hold other objects of classes of one's own cannot be saved. The session does hold
+machine code, which runs when the model is called. Load files from those only whom you would let run programs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 import popxl
-from poptorch import weights
-from poptorch.arguments import Batching, Signature, structure_of
-from poptorch.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
-from poptorch.compiled import Compiled, Ends, Result
-from poptorch.devices import chosen_device
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import GroupedParameter, ReplicaGroups
+from poptorch.base.structures import structure_of
 from poptorch.enums import ConnectionType, VariableRetrievalMode
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.options import Options
-from poptorch.replica_groups import GroupedParameter, ReplicaGroups
-from poptorch.trainer import Trainer
+from poptorch.program.batching import Batching
+from poptorch.run import weights
+from poptorch.run.arguments import Signature
+from poptorch.run.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
+from poptorch.run.compiled import Compiled, Ends, Result
+from poptorch.run.devices import chosen_device
+from poptorch.run.trainer import Trainer
 from popxl.base.files import OF_ARCHIVES, digest, parsed, replace_file
 from popxl.errors import PopxlError
 

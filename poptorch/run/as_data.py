@@ -23,11 +23,11 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from poptorch import enums, optim
-from poptorch.arguments import parser_of
+from poptorch.base.structures import parser_of
 from poptorch.errors import createPoptorchError
 from poptorch.options import Anchor, Options, TensorLocationSettings
-from poptorch.settings import OptionsDict, Setting
-from poptorch.strategies import _IExecutionStrategy
+from poptorch.placement.strategies import _IExecutionStrategy
+from poptorch.settings.setting import OptionsDict, Setting
 from popxl.options import OF_THE_RUN
 
 __all__ = ["OptimizerData", "from_data", "options_from_data", "options_to_data", "to_data"]

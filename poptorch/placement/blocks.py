@@ -1,6 +1,7 @@
 """Annotations within a model: which block an operation belongs to, its name scopes and attributes, multi-convolutions.
 
-They speak to the capture that is going on (`poptorch.ambient`). On a plain CPU run there is none, and they do nothing.
+They speak to the capture that is going on (`poptorch.placement.ambient`). On a plain CPU run there is none, and they do
+nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from poptorch.ambient import Ambient, current
 from poptorch.enums import MultiConvPlanType
 from poptorch.errors import Error
-from poptorch.settings import NO_EFFECT, OptionsDict, setting
-from poptorch.strategies import BlockId
+from poptorch.placement.ambient import Ambient, current
+from poptorch.placement.strategies import BlockId
+from poptorch.settings.setting import NO_EFFECT, OptionsDict, setting
 
 __all__ = [
     "Attribute",

@@ -1,17 +1,17 @@
 """`Compiled`: a compiled model, and what goes to and comes from its device.
 
-It is made of a model (`Compiled.of`) or of a file (`poptorch.saving`). It knows arrays and tensors, and one structure
-of arguments. Who holds the truth about weights, and when anything is transferred, is decided in `poptorch.executor`.
+It is made of a model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and one
+structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
+`poptorch.run.executor`.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,23 +19,19 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.ambient import capturing, check_overlapped_io, check_placement
-from poptorch.arguments import Batching, Feeder, Signature, Structure, result_structure, structure_of
-from poptorch.capture.recorder import Data
-from poptorch.capture.trace import Node, Trace, Value, with_values
-from poptorch.capture.tracer import Captured, capture
-from poptorch.devices import chosen_device
-from poptorch.dtypes import device_dtype, to_numpy
+from poptorch.base.dtypes import device_dtype, to_numpy
+from poptorch.base.structures import Structure, result_structure
+from poptorch.capture.host_function import HostFunction
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
-from poptorch.lowering import has_lowering
-from poptorch.lowering.control import WATCH
-from poptorch.ops import HostFunction
 from poptorch.options import Options
-from poptorch.program import Program, Returned
-from poptorch.times import Times
-from poptorch.updates import Update
-from poptorch.weights import hook_problem
+from poptorch.program.batching import Batching, Feeder
+from poptorch.program.program import Program, Returned
+from poptorch.program.updates import Update
+from poptorch.run.arguments import Signature
+from poptorch.run.captured import captured_model, constant_of, host_functions_of
+from poptorch.run.devices import chosen_device
+from poptorch.run.times import Times
 from popxl.errors import DeviceError
 from popxl.tensor import Variable
 from runtime.program.host_arrays import Outputs
@@ -205,10 +201,10 @@ class Compiled:
         """
         signature = Signature(module.forward if module is not None else model, args, kwargs)
         batching = Batching.of(options, update is not None)
-        captured = _captured(model, module, signature, batching, options, update is not None, list(grouped))
+        captured = captured_model(model, module, signature, batching, options, update is not None, list(grouped))
         mode, period = options.output_mode, options.output_return_period
         outputs = captured.trace.outputs
-        constants = {i: data for i, value in enumerate(outputs) if (data := _constant(value)) is not None}
+        constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
         returned = [Returned(value, mode, period) for i, value in enumerate(outputs) if i not in constants]
         returned += anchors.values()
         returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
@@ -234,7 +230,7 @@ class Compiled:
             popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
             seed,
             options.Precision.floating_point_exceptions,
-            _host_functions(captured.trace),
+            host_functions_of(captured.trace),
             captured.read,
             options.synthetic_data,
         )
@@ -451,138 +447,10 @@ class Compiled:
         return {name: np.asarray(found[v]) for name, v in variables.items()}
 
 
-def _captured(
-    model: Callable[..., Any],
-    module: torch.nn.Module | None,
-    signature: Signature,
-    batching: Batching,
-    options: Options,
-    training: bool,
-    grouped: list[str],
-) -> Captured:
-    micro_batch = [
-        torch.empty(batching.micro_batch_shape(leaf.shape, leaf.name), dtype=leaf.dtype) for leaf in signature.leaves
-    ]
-
-    def forward(tensors: list[torch.Tensor]) -> Any:
-        args, kwargs = signature.arguments(tensors)
-        return model(*args, **kwargs)
-
-    with capturing(options.execution_strategy) as ambient:
-        captured = capture(
-            forward,
-            micro_batch,
-            module,
-            ambient=ambient,
-            lowered=has_lowering,
-            flatten=lambda result: structure_of(result, "result").tensors(result),
-            grouped=grouped,
-            excludes=options.source_location_excludes,
-            with_scopes=options.module_namescope_enabled,
-        )
-    if training and captured.hooks:
-        raise hook_problem(captured.hooks[0])
-    given = set(map(id, captured.trace.inputs))
-    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
-        raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
-    if options.Precision.floating_point_exceptions:
-        _watch_comparisons(captured.trace)
-    if ambient.overlaps:
-        _check_overlaps(captured)
-        check_overlapped_io(options, options.output_mode)
-    options._Popart.check()
-    check_placement([node.site for node in captured.trace.nodes], options, training)
-    return captured
-
-
-def _check_overlaps(captured: Captured) -> None:
-    """Whether what is to be transferred during computations are inputs and results, which nothing else looks at."""
-    inputs, outputs = captured.inputs, captured.trace.outputs
-    nodes = list(_all_nodes(captured.trace))
-    for node in nodes:
-        if node.op == "poptorch.set_overlap_for_input":
-            (value,) = node.inputs
-            if not any(value is each for each in inputs):
-                raise createPoptorchError(
-                    f"{node}: the tensor is no input of the model. Mark inputs before any other op."
-                )
-            others = [each for each in nodes if each is not node and any(value is v for v in each.inputs)]
-            if others or any(value is each for each in outputs):
-                raise createPoptorchError(
-                    "poptorch.set_overlap_for_input must be the only op applied to an input. This is not the case for "
-                    f"input {inputs.index(value)} to the model. Another is {others[0] if others else 'its return'}: "
-                    "use the result of set_overlap_for_input in its place."
-                )
-        if node.op == "poptorch.set_overlap_for_output":
-            count = sum(each is node.results[0] for each in outputs)
-            if not count:
-                raise createPoptorchError(
-                    f"{node}: the tensor is no result of the model. Return the result of set_overlap_for_output."
-                )
-            if count > 1:
-                raise createPoptorchError(
-                    "poptorch.set_overlap_for_output cannot be used with a tensor that is returned twice. Please check "
-                    "all returned tensors including those nested in tuples/lists."
-                )
-
-
-def _all_nodes(trace: Trace) -> Iterator[Node]:
-    """The ops of a function, and those of the functions that they run."""
-    for node in trace.nodes:
-        yield node
-        for inner in node.traces:
-            yield from _all_nodes(inner)
-
-
-_COMPARISONS = frozenset(f"aten.{name}" for name in ("lt", "le", "gt", "ge", "eq", "ne"))
-
-
-def _watch_comparisons(trace: Trace) -> None:
-    """Have the program look for NaN in what it compares: a comparison makes none, so a run op by op says nothing."""
-    nodes: list[Node] = []
-    for node in trace.nodes:
-        for inner in node.traces:
-            _watch_comparisons(inner)
-        compared = dict.fromkeys(node.inputs)
-        is_test = node.op in ("aten.eq", "aten.ne") and len(compared) < len(node.inputs)  # `x != x` asks for NaN
-        if node.op in _COMPARISONS and not is_test:
-            watched: dict[Value, Value] = {}
-            for value in compared:
-                if value.dtype.is_floating_point:
-                    looking = {"inputs": [value], "name": WATCH, "attributes": (("where", str(node)),)}
-                    look = Node("poptorch.custom_op", "", looking, node.site, node.scope, node.source)
-                    watched[value] = Value(value.shape, value.dtype, made_by=look, requires_grad=False)
-                    look.results = [watched[value]]
-                    nodes.append(look)
-            node.arguments = with_values(node.arguments, partial(_in_place_of, watched))
-        nodes.append(node)
-    trace.nodes[:] = nodes
-
-
-def _in_place_of(others: Mapping[Value, Value], value: Value) -> Value:
-    return others.get(value, value)
-
-
-def _host_functions(trace: Trace) -> Iterator[HostFunction]:
-    """The functions of the host that a captured function calls."""
-    for node in _all_nodes(trace):
-        if node.op == "poptorch.cpu":
-            yield node.arguments["function"]
-
-
 def _memory(t: torch.Tensor) -> np.ndarray:
     """The memory of a tensor, as an array of numbers of whatever kind."""
     t = t.detach()
     return (t.view(torch.int16) if t.dtype is torch.bfloat16 else t).numpy()  # NumPy does not have that type
-
-
-def _constant(value: Value) -> torch.Tensor | None:
-    """The numbers of a value that a model does not compute."""
-    made_by = value.made_by
-    while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
-        made_by = made_by.inputs[0].made_by
-    data = made_by.arguments.get("data") if made_by is not None else None
-    return data.tensor if isinstance(data, Data) else None
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:

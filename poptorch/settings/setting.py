@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import difflib
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-__all__ = ["NO_EFFECT", "Group", "OptionsDict", "Setting", "group", "setting", "table"]
+__all__ = ["NO_EFFECT", "Group", "OptionsDict", "Setting", "group", "positive", "setting", "strings", "table"]
 
 NO_EFFECT = "no effect here"
 """What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
@@ -193,6 +193,16 @@ def _own(value: Any) -> Any:
     if isinstance(value, OptionsDict):
         return value.clone()
     return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+
+def positive(value: int) -> bool:
+    """Whether a number may be set that has to be positive."""
+    return value > 0
+
+
+def strings(value: Iterable[object]) -> bool:
+    """Whether there are strings only."""
+    return all(isinstance(each, str) for each in value)
 
 
 def table(group: type[OptionsDict], title: str, path: str) -> str:

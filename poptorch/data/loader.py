@@ -1,7 +1,7 @@
 """`DataLoader`: PyTorch's, with batches that hold the rows of a whole call of a wrapped model.
 
 It decides which elements make a batch; loading is PyTorch's, and that ahead of time and in another process is
-`AsynchronousDataAccessor`'s, in `async_data.py`.
+`AsynchronousDataAccessor`'s, in `accessor.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from poptorch.async_data import AsynchronousDataAccessor, Rebatched
-from poptorch.data_worker import forking
+from poptorch.base.logging_ import logger
+from poptorch.data.accessor import AsynchronousDataAccessor, Rebatched
+from poptorch.data.samplers import JoinedBatches, Share
+from poptorch.data.worker import forking
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.options import Options
 from poptorch.profiling import Channel
-from poptorch.samplers import JoinedBatches, Share
 
 __all__ = ["DataLoader"]
 

@@ -1,8 +1,8 @@
 """`PoplarExecutor`: a wrapped model, as a user has it.
 
 It decides when a model is compiled, who holds the truth about weights and the state of the optimiser, and when either
-is transferred. What is compiled is in `poptorch.compiled`; how host modules notice that they are read, in
-`poptorch.weights`; the optimiser and its state, in `poptorch.trainer`; files, in `poptorch.saving`.
+is transferred. What is compiled is in `poptorch.run.compiled`; how host modules notice that they are read, in
+`poptorch.run.weights`; the optimiser and its state, in `poptorch.run.trainer`; files, in `poptorch.run.saving`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch import hooks, optim, profiling, saving, weights
-from poptorch.blocks import module_repr
+from poptorch import optim, profiling
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
+from poptorch.capture.attributes import Attributes
 from poptorch.capture.torch_private import uncompiled, without_modes
-from poptorch.compiled import Compiled
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.options import Options
-from poptorch.program import Returned
-from poptorch.replica_groups import GroupedParameter, ParameterProxy
-from poptorch.strategies import PipelinedExecution, ShardedExecution
-from poptorch.times import Latency, Times
-from poptorch.trainer import Trainer, needs_running_mean, with_running_mean
+from poptorch.placement.blocks import module_repr
+from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
+from poptorch.program.program import Returned
+from poptorch.run import hooks, saving, weights
+from poptorch.run.compiled import Compiled
+from poptorch.run.times import Latency, Times
+from poptorch.run.trainer import Trainer, needs_running_mean, with_running_mean
 from popxl.looking.estimate import estimate_of
 from popxl.session import CompilationProgress, compilation_progress
 
@@ -110,7 +112,7 @@ class PoplarExecutor:
         self._options = _own_options(options or Options(), training)
         self._module = model if isinstance(model, torch.nn.Module) else None
         self._call = model
-        self._attributes = weights.Attributes(self._module)
+        self._attributes = Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
@@ -496,7 +498,7 @@ class PoplarExecutor:
 
     @_traced("saveExecutableToFile")
     def save(self, filename: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Save the compiled model. There is no code in the file but what XLA has compiled; see `poptorch.saving`.
+        """Save the compiled model. There is no code in the file but what XLA has compiled; see `poptorch.run.saving`.
 
         Named tuples, dataclasses and subclasses of dictionaries among arguments and results are saved by their fields.
         In a program that has imported their classes they come back as these; in another, as named tuples and

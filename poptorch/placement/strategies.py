@@ -1,7 +1,7 @@
 """Which blocks of a model run where and when: stages, phases, and the four strategies made of them.
 
 No strategy changes a number. What is here is plain data and its rules; where an operation is put while a model is
-captured is found in `poptorch.ambient`.
+captured is found in `poptorch.placement.ambient`.
 """
 
 from __future__ import annotations

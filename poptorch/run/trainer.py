@@ -12,15 +12,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import popxl
 from poptorch import optim
-from poptorch.as_data import OptimizerData
-from poptorch.compiled import Compiled
-from poptorch.dtypes import to_numpy
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.logging_ import logger
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
-from poptorch.mirrored import MirroredState, loads_exactly
 from poptorch.options import Options
-from poptorch.updates import LOSS_SCALE_FACTOR, Update, rule_of
+from poptorch.program.rules import rule_of
+from poptorch.program.updates import LOSS_SCALE_FACTOR, Update
+from poptorch.run.as_data import OptimizerData
+from poptorch.run.compiled import Compiled
+from poptorch.run.mirrored import MirroredState, loads_exactly
 
 __all__ = ["Trainer", "needs_running_mean", "with_running_mean"]
 
@@ -34,7 +35,7 @@ class Trainer:
         optimizer: the optimiser, of poptorch or of torch.
 
     Raises:
-        AssertionError, ValueError: if no model can be trained with that; see `poptorch.updates.rule_of`.
+        AssertionError, ValueError: if no model can be trained with that; see `poptorch.program.rules.rule_of`.
 
     Attributes:
         optimizer: the optimiser that was set last.
@@ -43,7 +44,7 @@ class Trainer:
         numbers: its variable numbers, as the program has them.
         device: its state on the device. It is the optimiser's own, if that is one of poptorch.
 
-    While there is a program, `optimizer.state` shows the state, too, in PyTorch's form: see `poptorch.mirrored`.
+    While there is a program, `optimizer.state` shows the state, too, in PyTorch's form: see `poptorch.run.mirrored`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,10 +1,9 @@
-"""What goes into a wrapped model and comes out of it: bound to parameters, taken apart into tensors, dealt to replicas.
+"""Values taken apart into tensors, and put together again: what goes into a model, what comes out, what is loaded.
 
-Arguments are bound by the signature of `forward`. Their structure is learnt once, at compilation: which tensors they
-hold, where, of which shape and type, and what else. A later call must fit; then all that is left of it is a list of
-tensors. The same structures put results together. What rows of a tensor which micro-batch gets is `Batching`.
+A structure is learnt once: which tensors a value holds, where, of which shape and type, and what else. A later value
+must fit; then all that is left of it is a list of tensors. The same structures put results together.
 
-Values of other tensors than arguments are found in `weights.py`.
+Nothing here imports JAX: a data loader's worker process finds the tensors in batches without it.
 """
 
 from __future__ import annotations
@@ -12,35 +11,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import inspect
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 
-from poptorch.dtypes import to_numpy
-from poptorch.enums import OutputMode
-from poptorch.errors import Error, createPoptorchError
-from poptorch.logging_ import logger
-from poptorch.replica_groups import ReplicaGroups
-
-if TYPE_CHECKING:  # a data loader's worker process finds the tensors in batches without JAX, which options import
-    from poptorch.options import Options
+from poptorch.errors import createPoptorchError
 
 __all__ = [
-    "Batching",
-    "Binder",
-    "Feeder",
+    "MAY_BE_THE_LAST",
     "ICustomArgParser",
     "Leaf",
-    "Signature",
     "Structure",
+    "hidden_problem",
+    "holds_tensor",
     "parser_of",
     "parsers",
     "registerCustomArgParser",
@@ -215,12 +204,12 @@ def result_structure(result: Any) -> Structure:
     """
     structure = structure_of(result, "result")
     for name, constant in structure.constants():
-        if _holds_tensor(constant, FakeTensor):
-            raise _hidden(f"The {name} of the model", constant)
+        if holds_tensor(constant, FakeTensor):
+            raise hidden_problem(f"The {name} of the model", constant)
     return structure
 
 
-def _hidden(what: str, constant: Any) -> Exception:
+def hidden_problem(what: str, constant: Any) -> Exception:
     kind = type(constant).__name__
     return createPoptorchError(
         f"{what} is a {kind} that holds tensors, which are not found there. Put tensors into tuples, lists, "
@@ -228,7 +217,7 @@ def _hidden(what: str, constant: Any) -> Exception:
     )
 
 
-def _holds_tensor(value: Any, kind: type[torch.Tensor]) -> bool:
+def holds_tensor(value: Any, kind: type[torch.Tensor]) -> bool:
     """Whether a tensor of some kind can be reached from an object, however that keeps it: a set, an attribute."""
     seen: set[int] = set()
     left = [value]
@@ -267,7 +256,7 @@ class Leaf(Structure):
             raise _mismatch(f"Type mismatch for {self.name}: expected {self.dtype} but got {value.dtype}")
         if value.shape != self.shape:
             last = (
-                _MAY_BE_THE_LAST if self.shape[1:] == value.shape[1:] and _rows(value.shape) < _rows(self.shape) else ""
+                MAY_BE_THE_LAST if self.shape[1:] == value.shape[1:] and _rows(value.shape) < _rows(self.shape) else ""
             )
             raise _mismatch(
                 f"Shape mismatch for {self.name}: expected {torch.Size(self.shape)} but got {value.shape}", last
@@ -487,7 +476,7 @@ def _rows(shape: Sequence[int]) -> int:
     return shape[0] if len(shape) else 1
 
 
-_MAY_BE_THE_LAST = (
+MAY_BE_THE_LAST = (
     " If this is the last batch of a data set that does not divide evenly, leave it out: "
     "`poptorch.DataLoader(..., drop_last=True)`, as it is by default, or `drop_last=True` of PyTorch's."
 )
@@ -498,329 +487,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
     return bool(a == b) or bool(a != a and b != b)
-
-
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
-class Binder:
-    """The parameters of a `forward`, and how arguments get to them.
-
-    Args:
-        forward: the function. One without a signature, such as some of torch's, takes any positional arguments.
-
-    Example:
-        >>> binder = Binder(lambda x, y=2, *, scale=1.0: x * y)
-        >>> binder.bind((torch.ones(1),), {"scale": 3.0})
-        {'x': tensor([1.]), 'y': 2, 'scale': 3.0}
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._title = getattr(forward, "__qualname__", type(forward).__name__)
-        try:
-            self._signature = inspect.signature(forward)
-        except ValueError:
-            self._signature = inspect.signature(lambda *args: None)
-        self.parameters = parameters = self._signature.parameters
-        self.defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        self.rest: str | None = next((n for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
-        self._open = {n for n, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        self.extra: str | None = next(iter(self._open - {self.rest}), None)
-        simple = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-        self._positional = tuple(parameters) if simple else None
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The value of every parameter, in the order of the signature, defaults included.
-
-        Raises:
-            Error: if a mandatory parameter has no value.
-            AssertionError: for an unknown keyword, too many arguments, or two values for one parameter.
-        """
-        if not kwargs and self._positional is not None and len(args) == len(self._positional):
-            return dict(zip(self._positional, args, strict=True))
-        try:
-            bound = self._signature.bind_partial(*args, **kwargs)
-        except TypeError as problem:
-            raise AssertionError(f"{self._title}{self._signature}: {problem}.") from None
-        given = bound.arguments
-        missing = [n for n in self._signature.parameters if not (n in given or n in self.defaults or n in self._open)]
-        if missing:
-            raise createPoptorchError(
-                "; ".join(f"Mandatory parameter {name} missing" for name in missing)
-                + f". The model takes {self._signature}."
-            )
-        bound.apply_defaults()
-        return bound.arguments
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The names of the parameters that a call gives a value, which can be bound."""
-        return list(self._signature.bind_partial(*args, **kwargs).arguments)
-
-    def unbind(self, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments `args, kwargs` of a call in which parameters have these values, as `bind` returns them."""
-        bound = inspect.BoundArguments(self._signature, values)
-        return bound.args, bound.kwargs
-
-
-class Signature:
-    """What a model is compiled for: the structure of its arguments, the shapes and types of their tensors, constants.
-
-    Args:
-        forward: the function, whose parameters the arguments are for.
-        args: positional arguments of the first call.
-        kwargs: keyword arguments of the first call.
-
-    Raises:
-        Error, AssertionError: if they cannot be bound; see `Binder.bind`.
-        Error: if there are tensors in them that cannot be found. (Functions and modules may have their own.)
-
-    Attributes:
-        leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
-
-    Example:
-        >>> forward = lambda x, mask=None: x
-        >>> signature = Signature(forward, (torch.zeros(4, 3),), {})
-        >>> signature.leaves
-        (Leaf(name='x', shape=(4, 3), dtype=torch.float32),)
-        >>> (x,) = signature.check((torch.ones(4, 3),), {})  # an error for one of another shape
-        >>> args, kwargs = signature.arguments([torch.zeros(2, 3)])  # the arguments for a micro-batch
-    """
-
-    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._binder = Binder(forward)
-        values = self._binder.bind(args, kwargs)
-        self._given = self._binder.given(args, kwargs)
-        self._positional = len(args)
-        self._structures = {name: structure_of(value, name) for name, value in values.items()}
-        self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
-        for structure in self._structures.values():
-            for name, constant in structure.constants():
-                if not callable(constant) and _holds_tensor(constant, torch.Tensor):
-                    raise _hidden(f"The argument {name}", constant)
-        dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
-        if dicts:
-            logger.warning(
-                "Dictionaries among the arguments (%s): their keys are compiled in; later calls need the same.",
-                ", ".join(dicts),
-            )
-
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the function."""
-        return self._binder.parameters
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call, which must fit. They are the caller's own, unconverted, in the order of `leaves`.
-
-        Raises:
-            Error: if arguments do not match those compiled with. It names the argument and both sides.
-            AssertionError: if they cannot be bound; see `Binder.bind`.
-        """
-        values = self._binder.bind(args, kwargs)
-        tensors: list[torch.Tensor] = []
-        try:
-            for structure, value in zip(self._structures.values(), values.values(), strict=True):
-                structure.collect(value, tensors)
-        except Error as problem:
-            if differences := self._differences(args, kwargs):
-                raise createPoptorchError(f"{differences}{problem.message}") from None
-            raise
-        return tensors
-
-    def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """In which arguments a call differs from the first, each in a sentence."""
-        given = self._binder.given(args, kwargs)
-        missing = [name for name in self._given if name not in given]
-        unexpected = [name for name in given if name not in self._given]
-        return (
-            f"Number of positional arguments mismatch: expected {self._positional} arguments but got {len(args)}. "
-            * (len(args) != self._positional)
-            + f"Missing arguments: {', '.join(missing)}. " * bool(missing)
-            + f"Unexpected arguments: {', '.join(unexpected)}. " * bool(unexpected)
-        )
-
-    def arguments(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`."""
-        left = iter(tensors)
-        return self._binder.unbind({name: structure.build(left) for name, structure in self._structures.items()})
-
-
-def _has_dict(value: Any) -> bool:
-    if parser_of(value) is not None:
-        return False
-    return isinstance(value, dict) or (isinstance(value, (tuple, list)) and any(map(_has_dict, value)))
-
-
-# Rows -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How the rows of a call are dealt to its micro-batches, and how those of results are put together.
-
-    Rows are ordered by device iteration, then accumulation step, then group of replicas, then within the micro-batch.
-
-    Attributes:
-        device_iterations: how often a run goes through the model, with an update each in training.
-        gradient_accumulation: micro-batches for each update; 1 for inference.
-        groups: of replicas that are given the same rows.
-
-    Example:
-        >>> batching = Batching(2, 3, ReplicaGroups(4))
-        >>> batching.micro_batch_shape((96, 10), "x")
-        (4, 10)
-        >>> batching.deal(np.zeros((96, 10))).shape
-        (6, 4, 4, 10)
-    """
-
-    device_iterations: int
-    gradient_accumulation: int
-    groups: ReplicaGroups
-
-    @classmethod
-    def of(cls, options: Options, training: bool) -> Batching:
-        """The batching that options ask for."""
-        accumulation = options.Training.gradient_accumulation if training else 1
-        return cls(options.device_iterations, accumulation, options.input_groups)
-
-    @property
-    def micro_batches(self) -> int:
-        """How many micro-batches each replica goes through in a run."""
-        return self.device_iterations * self.gradient_accumulation
-
-    @property
-    def factor(self) -> int:
-        """How many micro-batches the rows given to a call make up."""
-        return self.micro_batches * self.groups.count
-
-    def micro_batch_shape(self, shape: Sequence[int], name: str) -> tuple[int, ...]:
-        """The shape of what `forward` sees of a tensor.
-
-        Args:
-            shape: of the tensor given to a call. Without dimensions it counts as one row.
-            name: of the argument, for the message.
-
-        Raises:
-            AssertionError: if its rows cannot be divided evenly.
-        """
-        factor = self.factor
-        if factor == 1:
-            return tuple(shape)
-        rows = shape[0] if len(shape) else 1
-        if not len(shape) or rows % factor:
-            raise AssertionError(
-                f"Invalid batch dimension: the argument {name} has {rows} rows in the shape {list(shape)}, which do "
-                f"not make up {factor} micro-batches of equal size: deviceIterations ({self.device_iterations}) * "
-                f"replicationFactor ({self.groups.replicas}) / size of inputReplicaGrouping ({self.groups.size}) * "
-                f"Training.gradientAccumulation ({self.gradient_accumulation}). Stack the rows of a whole run in the "
-                f"first dimension: a multiple of {factor}.{_MAY_BE_THE_LAST}"
-            )
-        return (rows // factor, *shape[1:])
-
-    def deal(self, array: np.ndarray) -> np.ndarray:
-        """The rows of a call, dealt to micro-batches and replicas.
-
-        Args:
-            array: rows for all micro-batches, of a shape that `micro_batch_shape` accepts.
-
-        Returns:
-            The micro-batches, in the shape `[micro-batches of a replica, replicas, *micro-batch]`, where each of the
-            first two is left out if it is 1. A view, unless several replicas share their rows.
-        """
-        micro_batch = self.micro_batch_shape(array.shape, "array")
-        dealt = array.reshape(self.micro_batches, self.groups.count, *micro_batch)
-        if self.groups.size > 1:
-            dealt = dealt[:, list(self.groups.assignment)]
-        return dealt.reshape((*(n for n in dealt.shape[:2] if n > 1), *micro_batch))
-
-    @staticmethod
-    def join(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The rows of a result, in the order in which `deal` takes rows.
-
-        Args:
-            array: the results of micro-batches and replicas, with leading dimensions as `deal` makes them.
-            shape: of the result of one micro-batch.
-
-        Returns:
-            All rows in one dimension: `[n * rows, ...]`. Results without dimensions become `[n]`; a single one stays as
-            it is.
-        """
-        n = math.prod(array.shape[: array.ndim - len(shape)])
-        if n == 1:
-            return array.reshape(shape)
-        return array.reshape(n * (shape[0] if len(shape) else 1), *shape[1:])
-
-    def returned(self, mode: OutputMode, period: int = 1) -> int:
-        """How many results of each replica a run returns.
-
-        Args:
-            mode: the output mode, other than `Default`.
-            period: for `EveryN`: return those of every `period`-th device iteration.
-
-        Raises:
-            AssertionError: if the period is not positive, or does not divide the number of device iterations.
-        """
-        match mode:
-            case OutputMode.All:
-                return self.micro_batches
-            case OutputMode.EveryN:
-                if period < 1 or self.device_iterations % period:
-                    raise AssertionError(
-                        f"The output return period is {period}; with OutputMode.EveryN it should be a divisor of "
-                        f"deviceIterations ({self.device_iterations})."
-                    )
-                return self.micro_batches // period
-        return 1
-
-
-class Feeder:
-    """Turns the tensors of calls into the arrays that a program is fed with. An executor keeps one, for its warnings.
-
-    Args:
-        batching: how rows are dealt.
-
-    Example:
-        >>> feeder = Feeder(Batching(2, 1, ReplicaGroups(1)))
-        >>> (labels,) = feeder.arrays([torch.tensor([1, 2])], ["labels"])
-        >>> labels.shape, labels.dtype
-        ((2, 1), dtype('int32'))
-    """
-
-    def __init__(self, batching: Batching) -> None:
-        self.batching = batching
-        self._warned: set[str] = set()
-
-    def arrays(self, tensors: Iterable[torch.Tensor], names: Iterable[str]) -> list[np.ndarray]:
-        """The arrays for one run, in the types of the device; see `Batching.deal`. They may share memory with tensors.
-
-        Warns, once, of tensors that are not contiguous, and of ones that require a gradient.
-
-        Args:
-            tensors: as `Signature.check` returns them.
-            names: of them, for the warnings.
-
-        Raises:
-            Error: for a dtype that the device does not have.
-        """
-        arrays = []
-        for tensor, name in zip(tensors, names, strict=True):
-            if not tensor.is_contiguous():
-                self._warn_once(
-                    "contiguous",
-                    f"The argument {name} is not contiguous: it is copied at every call. Call `.contiguous()` on it "
-                    "where it is made to avoid that.",
-                )
-                tensor = tensor.contiguous()
-            if tensor.requires_grad:
-                self._warn_once(
-                    "requires_grad",
-                    f"The argument {name} requires a gradient, which a wrapped model does not compute for its inputs: "
-                    "it is detached.",
-                )
-            arrays.append(self.batching.deal(to_numpy(tensor)))
-        return arrays
-
-    def _warn_once(self, about: str, message: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            logger.warning(message)

@@ -38,17 +38,11 @@ are given by name, so a step may be in any graph that has its parameters and its
     (array([0.63, 1.26], dtype=float32), array([3.4, 6.8], dtype=float32))
 
 (A stream, because writing one variable of a session uploads the host's values of all.)
-
-Below, an optimiser is a formula: a function of the parameter, its gradient and the state, which returns their new
-contents. What it takes besides are the numbers of a parameter group, under torch's names and with torch's defaults;
-those after the star shape the formula and cannot be variable. In a program everything is computed in float32 and
-rounded once.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -61,273 +55,35 @@ import torch
 
 import popxl
 from poptorch import optim
-from poptorch.dtypes import device_dtype
+from poptorch.base.dtypes import device_dtype
+from poptorch.base.logging_ import logger
 from poptorch.errors import Error, createPoptorchError
-from poptorch.logging_ import logger
-from poptorch.lowering.operands import as_bfloat16
+from poptorch.program.rules import (
+    BETAS,
+    FIXED,
+    RULES,
+    SGD,
+    VELOCITY,
+    WHOLE,
+    Array,
+    Kept,
+    Key,
+    Number,
+    attribute_of,
+    attributes_of,
+    numbers_of,
+    op_kind,
+    rule_of,
+    usual_attributes,
+)
 from popxl import ops
-from popxl.errors import PopxlError
 from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
-__all__ = ["State", "Update", "rule_of"]
+__all__ = ["State", "Update"]
 
-Array = Any
-Number = Any  # of a formula: a plain number, or an array of one element
-Key = tuple[int | None, str]  # a number of a parameter group, or (`None`) of the whole optimiser, and its name
 Tensors = Mapping[str, popxl.Tensor]
 
-
-# Formulas -----------------------------------------------------------------------------------------------------------
-
-
-def _plus(x: Array, factor: Number, y: Array) -> Array:
-    """x + factor y, where nothing is added for the plain number 0."""
-    return x if isinstance(factor, float) and factor == 0 else x + factor * y
-
-
-def _moving(average: Array, value: Array, beta: Number) -> Array:
-    return beta * average + (1 - beta) * value
-
-
-def _direction(m: Array, v: Array, t: Array | None, beta1: Number, beta2: Number, eps: Number) -> Array:
-    """What Adam steps along, per learning rate: the moments are corrected if the number `t` of the step is given."""
-    if t is not None:
-        m, v = m / _correction(beta1, t), v / _correction(beta2, t)
-    return m / (jnp.sqrt(v) + eps)
-
-
-def _correction(beta: Number, t: Array) -> Array:
-    """1 - beta ** t, in a form that keeps its digits where beta is close to 1."""
-    exact = isinstance(beta, float)
-    return -jnp.expm1(t * (jnp.log(beta) if not exact else math.log(beta) if beta else -math.inf))
-
-
-def sgd(
-    w: Array,
-    g: Array,
-    v: Array | None = None,
-    lr: Number = 1e-3,
-    momentum: Number = 0.0,
-    dampening: Number = 0.0,
-    weight_decay: Number = 0.0,
-    nesterov: Number = False,
-    velocity_scaling: Number = 1.0,
-) -> tuple[Array, ...]:
-    d = _plus(g, weight_decay, w)
-    if v is None:  # the momentum always is 0
-        return (w - lr * (1 - dampening) * d,)
-    v = momentum * v + (1 - dampening) * velocity_scaling * d
-    step = jnp.where(nesterov, velocity_scaling * d + momentum * v, v)
-    return w - lr / velocity_scaling * step, v
-
-
-def adam(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-) -> tuple[Array, ...]:
-    d = _plus(g, weight_decay, w)
-    m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
-    return w - lr * _direction(m, v, t, beta1, beta2, eps), m, v
-
-
-def adamw(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
-) -> tuple[Array, ...]:
-    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
-    return w - lr * _plus(_direction(m, v, t, beta1, beta2, eps), weight_decay, w), m, v
-
-
-def lamb(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
-    max_weight_norm: Number = 65500.0,
-    *,
-    bias_correction: bool = True,
-) -> tuple[Array, ...]:
-    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
-    x = _plus(_direction(m, v, t if bias_correction else None, beta1, beta2, eps), weight_decay, w)
-    length, step = jnp.minimum(jnp.linalg.norm(w.ravel()), max_weight_norm), jnp.linalg.norm(x.ravel())
-    ratio = jnp.where((length == 0) | (step == 0), 1, length / step)
-    return w - lr * ratio * x, m, v
-
-
-def rmsprop(
-    w: Array,
-    g: Array,
-    s: Array,
-    a: Array | None = None,
-    b: Array | None = None,
-    lr: Number = 1e-2,
-    alpha: Number = 0.99,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    momentum: Number = 0.0,
-    *,
-    centered: bool = False,
-    use_tf_variant: bool = False,
-) -> tuple[Array | None, ...]:
-    d = _plus(g, weight_decay, w)
-    s, variance = (_moving(s, d * d, alpha),) * 2
-    if a is not None:  # centred
-        a = _moving(a, d, alpha)
-        variance = jnp.maximum(s - a * a, 0)  # rounding may leave less than nothing
-    q = d / (jnp.sqrt(variance + eps) if use_tf_variant else jnp.sqrt(variance) + eps)
-    q = lr * q if use_tf_variant else q
-    b = None if b is None else momentum * b + q
-    step = q if b is None else b
-    return w - (step if use_tf_variant else lr * step), s, a, b
-
-
-# Declarations -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor that an optimiser keeps for each parameter.
-
-    Attributes:
-        operand: what the formula calls it.
-        name: what dictionaries of state call it.
-        torch_name: what PyTorch calls it.
-        type_from: the attribute of the optimiser that gives its type.
-        needs: a number without which it is not kept: one that is constant and 0, or false.
-        ones: a flag with which it starts at 1, not 0.
-    """
-
-    operand: str
-    name: str
-    torch_name: str
-    type_from: str
-    needs: str = ""
-    ones: str = ""
-
-
-class _Rule:
-    """An optimiser: its name, its formula as an op that works in place, what it keeps, and the numbers it takes.
-
-    Attributes:
-        numbers: numbers of a parameter group, with their defaults.
-        counts: steps are counted, as PyTorch counts them.
-        takes_count: the formula takes the number of the step.
-    """
-
-    def __init__(
-        self, name: str, formula: Callable[..., tuple[Array | None, ...]], *kept: _Kept, counts: bool = True
-    ) -> None:
-        self.name = name
-        self.kept = kept
-        self.counts = counts
-        tensors = ("w", *(k.operand for k in kept))
-        parameters = inspect.signature(formula).parameters
-        self.takes_count = "t" in parameters
-        self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
-        changed = tuple(p for p in parameters if p in tensors)
-        self.step = _op(
-            name,
-            _in_float32(formula, changed),
-            shape=_no_result,
-            traits=[Overwrites(*changed, aliased=False), Colocated(*changed, "g")],
-        )
-
-
-def _op(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.OpKind:
-    """Declare an op without a gradient, by default one that makes a float32 number of tensors anywhere."""
-    common: dict[str, Any] = {
-        "shape": lambda *operands, **attributes: popxl.TensorSpec((), popxl.float32),
-        "traits": [Colocated()],
-    }
-    return popxl.OpKind(name, lowering, gradient=None, key=f"poptorch.{name}", **common | settings)
-
-
-def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple[str, ...]) -> Callable[..., Any]:
-    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept.
-
-    The attribute `narrow` says that the parameter has bfloat16 numbers.
-    """
-    own = list(inspect.signature(formula).parameters.values())
-    scale = inspect.Parameter("scale", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0)
-    narrow = inspect.Parameter("narrow", inspect.Parameter.KEYWORD_ONLY, default=False)
-    last = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in own)
-    signature = inspect.Signature([*own[:last], scale, *own[last:], narrow])
-
-    def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
-        given = signature.bind(*operands, **named).arguments
-        is_narrow = given.pop("narrow", False)
-        wide = {name: x.astype(jnp.float32) if hasattr(x, "astype") else x for name, x in given.items()}
-        wide["g"] = wide["g"] * wide.pop("scale", 1.0)
-        w, *others = formula(**wide)
-        found = (as_bfloat16(w) if is_narrow else w, *others)
-        return tuple(x for name, x in zip(changed, found, strict=False) if given.get(name) is not None)
-
-    lowering.__signature__ = signature  # type: ignore[attr-defined]
-    return lowering
-
-
-def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.TensorSpec, ...]:
-    if g.shape != w.shape or any(isinstance(t, popxl.Tensor) and t.shape not in (w.shape, ()) for t in others):
-        raise PopxlError(f"the gradient and the state have to have the shape of the parameter, {w.shape}.")
-    return ()
-
-
-_FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
-_MOMENTS = (_Kept("m", "Accl1", "exp_avg", _FIRST), _Kept("v", "Accl2", "exp_avg_sq", _SECOND))
-
-_VELOCITY = _Kept("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
-
-_SGD = _Rule("SGD", sgd, _VELOCITY, counts=False)
-_ADAM = _Rule("Adam", adam, *_MOMENTS)
-_ADAMW = _Rule("AdamW", adamw, *_MOMENTS)
-_LAMB = _Rule("LAMB", lamb, *_MOMENTS)
-_RMSPROP = _Rule(
-    "RMSprop",
-    rmsprop,
-    _Kept("s", "Accl1", "square_avg", _SECOND, ones="use_tf_variant"),
-    _Kept("a", "Accl2", "grad_avg", _FIRST, needs="centered"),
-    _Kept("b", "Accl3", "momentum_buffer", _FIRST, needs="momentum"),
-)
-_RULES: dict[type, _Rule] = {  # torch's AdamW is an Adam, so it comes first
-    torch.optim.SGD: _SGD,
-    torch.optim.AdamW: _ADAMW,
-    torch.optim.Adam: _ADAM,
-    torch.optim.RMSprop: _RMSPROP,
-    optim.LAMB: _LAMB,
-}
-_WHOLE: dict[str, Any] = {  # what is the same for all groups
-    "loss_scaling": 1.0,
-    "max_grad_norm": math.inf,
-    "bias_correction": True,
-    "use_tf_variant": False,
-    "use_combined_accum": False,
-    **dict.fromkeys(("accum_type", "velocity_accum_type", _FIRST, _SECOND), torch.float32),
-}
-_FIXED = {"bias_correction", "use_tf_variant", "use_combined_accum", "centered"}  # flags that shape a program
-_BETAS = ("beta1", "beta2")
 _ANEW = "To compile it anew, make a new wrapper or call `destroy()`."
 _NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
@@ -340,7 +96,7 @@ LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
 
 def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[Array]], Array]) -> popxl.OpKind:
     """Declare an op that makes one number of any number of tensors."""
-    return _op(name, lambda *ts: combine([each(t.astype(jnp.float32)) for t in ts]))
+    return op_kind(name, lambda *ts: combine([each(t.astype(jnp.float32)) for t in ts]))
 
 
 _sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
@@ -349,7 +105,7 @@ _largest = _summary(
     lambda t: jnp.max(jnp.where(jnp.isnan(t), jnp.inf, jnp.abs(t)), initial=0),  # NaN is what infinities become
     lambda ms: jnp.max(jnp.stack(ms)),
 )
-_number = _op("Number", lambda values, *, index: values[index])
+_number = op_kind("Number", lambda values, *, index: values[index])
 
 
 def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limit: Number = math.inf) -> Array:
@@ -359,7 +115,7 @@ def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limi
     return jnp.minimum(1, limit / (jnp.sqrt(squares) / loss_scale + 1e-6)) / loss_scale  # as torch's clip_grad_norm_
 
 
-_gradient_scale = _op("GradientScale", _for_true_units)
+_gradient_scale = op_kind("GradientScale", _for_true_units)
 
 _TOO_LARGE = 65504 / 8  # an eighth of float16's range
 _LOSS_SCALES = 2.0**-15, 2.0**15
@@ -372,12 +128,9 @@ def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tupl
     return (scale / loss_scaling,)
 
 
-_adjust = _op(
+_adjust = op_kind(
     "LossScaleUpdate", _adjusted, shape=lambda *operands: (), traits=[Overwrites("factor", aliased=False), Colocated()]
 )
-
-
-# What a program needs -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -437,7 +190,7 @@ class Update:
     ) -> None:
         self._rule = rule_of(optimizer)
         self._groups = len(optimizer.param_groups)
-        if type(optimizer) not in (*_RULES, getattr(optim, self._rule.name)):
+        if type(optimizer) not in (*RULES, getattr(optim, self._rule.name)):
             logger.warning(
                 "%s is a subclass of an optimiser: a wrapped model reads the numbers of %s from it, and what its own "
                 "code does has no effect.",
@@ -448,12 +201,14 @@ class Update:
             optimizer, optim.Optimizer
         ):
             logger.warning(optim.NOT_MAXIMISED, self._rule.name)
-        self._numbers = _numbers(optimizer, self._rule)
+        self._numbers = numbers_of(optimizer, self._rule)
         self._automatic = automatic_loss_scaling
         self._slots = [key for key in self._numbers if self._varies(optimizer, key)]
         self._groupings = dict(replica_groupings or {})
         self._relaxed = relaxed_checks
-        self._known = {kind: names | _usual(kind, self._rule) for kind, names in _attributes(optimizer).items()}
+        self._known = {
+            kind: names | usual_attributes(kind, self._rule) for kind, names in attributes_of(optimizer).items()
+        }
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
@@ -484,7 +239,7 @@ class Update:
                 f"The model was compiled with {self._rule.name}, and this optimizer is {rule.name}. {_ANEW}"
             )
         self._tell_unknown(optimizer)
-        numbers = _numbers(optimizer, rule)
+        numbers = numbers_of(optimizer, rule)
         if len(optimizer.param_groups) != self._groups:
             raise createPoptorchError(
                 f"The model was compiled with an optimizer of {self._groups} parameter groups, and this one has "
@@ -510,7 +265,7 @@ class Update:
         for name in self.names:
             own = {number: numbers[self._key(name, number)] for number in self._rule.numbers}
             shown = {_shown(number): value for number, value in own.items()}
-            if self._rule is _SGD:
+            if self._rule is SGD:
                 rate = own["lr"] * (1 - own["dampening"])
                 shown |= {
                     "scaledLearningRate0": rate / scale,
@@ -588,9 +343,9 @@ class Update:
             found[STEP] = torch.tensor(max(steps.values(), default=0.0))
         return found
 
-    def _state_scale(self, kept: _Kept, parameter: str, values: np.ndarray) -> float:
+    def _state_scale(self, kept: Kept, parameter: str, values: np.ndarray) -> float:
         """What a program's state is multiplied by: a velocity may have a scale of its own."""
-        if kept is not _VELOCITY:
+        if kept is not VELOCITY:
             return 1.0
         key = self._key(parameter, "velocity_scaling")
         return float(values[self._slots.index(key)] if key in self._slots else self._numbers[key])
@@ -714,7 +469,7 @@ class Update:
         return _number(values, index=self._slots.index(key), results=[shown])
 
     def _key(self, parameter: str, number: str) -> Key:
-        return (None if number in _WHOLE else self._group_of[parameter], number)
+        return (None if number in WHOLE else self._group_of[parameter], number)
 
     # What is kept, and what varies ------------------------------------------------------------------------------------
 
@@ -741,21 +496,21 @@ class Update:
         group, name = key
         if self._automatic and name == "loss_scaling":
             return True
-        if isinstance(self._numbers[key], torch.dtype) or name in _FIXED:
+        if isinstance(self._numbers[key], torch.dtype) or name in FIXED:
             return False
         if name == "velocity_scaling" and not self._numbers[None, "use_combined_accum"]:
             return False
         if isinstance(optimizer, optim.Optimizer):
-            attribute = _attribute(name)
+            attribute = attribute_of(name)
             return attribute in optimizer.variable_attrs and not optimizer.variable_attrs.isConstant(attribute)
-        default = _WHOLE[name] if group is None else self._rule.numbers[name]
-        return name == "lr" or (name not in ("alpha", "nesterov", *_BETAS) and self._numbers[key] != default)
+        default = WHOLE[name] if group is None else self._rule.numbers[name]
+        return name == "lr" or (name not in ("alpha", "nesterov", *BETAS) and self._numbers[key] != default)
 
     def _tell_unknown(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell, once, of attributes that nothing was known of at first: they have no effect."""
         tell = logger.debug if self._relaxed else logger.warning
-        for kind, names in _attributes(optimizer).items():
-            known = self._known.setdefault(kind, _usual(kind, self._rule))
+        for kind, names in attributes_of(optimizer).items():
+            known = self._known.setdefault(kind, usual_attributes(kind, self._rule))
             if unknown := sorted(names - known):
                 tell("Ignoring unexpected %s in %s optimizer: %s", kind, self._rule.name, unknown)
                 known |= names
@@ -766,89 +521,17 @@ def _beside(t: popxl.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if t.location[0] is None else popxl.ipu(t.location[0])
 
 
-# What an optimiser says ---------------------------------------------------------------------------------------------
-
-
-def rule_of(optimizer: torch.optim.Optimizer) -> _Rule:
-    """The rule of an optimiser's class, after a look at what none supports.
-
-    Raises:
-        AssertionError: for another class, or parameter groups that differ in `centered`.
-        ValueError: for `amsgrad`, and for `use_tf_variant` where there is none.
-    """
-    rule = next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
-    if rule is None:
-        raise AssertionError(
-            f"Unsupported optimizer type {type(optimizer).__name__}. Expected one of `poptorch.optim` (SGD, Adam, "
-            "AdamW, RMSprop, LAMB), or torch's SGD, Adam, AdamW or RMSprop."
-        )
-    if rule is _ADAM and optimizer.defaults.get("decoupled_weight_decay"):
-        rule = _ADAMW
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ValueError(f"{rule.name}: `amsgrad` is not supported; leave it out.")
-    if getattr(optimizer, "use_tf_variant", False) and rule is not _RMSPROP:
-        raise ValueError(f"{rule.name}: there is no `use_tf_variant` of it; only RMSprop has one.")
-    if len({bool(group.get("centered")) for group in optimizer.param_groups}) > 1:
-        raise AssertionError("RMSprop: all parameter groups must have the same `centered`.")
-    return rule
-
-
-def _numbers(optimizer: torch.optim.Optimizer, rule: _Rule) -> dict[Key, Any]:
-    """All that an optimiser says, by group (`None` for the whole) and name."""
-    found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in _WHOLE.items()}
-    combined = found[None, "use_combined_accum"]
-    for i, group in enumerate(optimizer.param_groups):
-        for name, default in rule.numbers.items():
-            if name in _BETAS:
-                found[i, name] = _plain(group["betas"][_BETAS.index(name)], default)
-            elif name == "velocity_scaling" and not combined:
-                found[i, name] = default
-            elif name not in _WHOLE:
-                found[i, name] = _plain(group.get(name), default)
-    return found
-
-
-def _plain(value: Any, default: Any) -> Any:
-    """A number (tensors, too, may say it), flag or type; the default for `None`."""
-    if value is None:
-        return default
-    return value if isinstance(value, bool | torch.dtype) else float(value)
-
-
-def _attribute(number: str) -> str:
-    """The attribute of an optimiser that a number of a formula is from."""
-    return "betas" if number in _BETAS else number
-
-
 def _shown(number: str) -> str:
     """`"weight_decay"` → `"weightDecay"`."""
     first, *others = ("learning_rate" if number == "lr" else number).split("_")
     return first + "".join(other.capitalize() for other in others)
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Names of the attributes of an optimiser, by what a message calls them."""
-    return {
-        "optimizer attribute": {name for name in vars(optimizer) if not name.startswith("_")},
-        "default group variable": set(optimizer.defaults),
-        **{f"group {i} attribute": set(group) for i, group in enumerate(optimizer.param_groups)},
-    }
-
-
-def _usual(kind: str, rule: _Rule) -> set[str]:
-    """Names of attributes that optimisers of a rule have, in poptorch or torch."""
-    own = getattr(optim, rule.name)
-    if kind == "optimizer attribute":
-        return {*inspect.signature(own).parameters, "param_groups", "defaults", "state", "variable_attrs", "device"}
-    numbers = {_attribute(name) for name in rule.numbers if name not in _WHOLE}
-    return numbers | {"params", "amsgrad", "decoupled_weight_decay", *optim.TORCH_ONLY}
-
-
 def _constant_changed(key: Key, before: Any, now: Any, ours: bool) -> Error:
     group, number = key
-    name = _attribute(number)
+    name = attribute_of(number)
     where = f"{name!r}" if group is None else f"{name!r} of group {group}"
-    variable = not isinstance(now, torch.dtype) and number not in _FIXED
+    variable = not isinstance(now, torch.dtype) and number not in FIXED
     remedy = ""
     if variable and ours:
         remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile."

@@ -1,0 +1,60 @@
+"""A function of the host in the middle of a program: how it is called there, and what becomes of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.structures import Structure, structure_of
+from poptorch.errors import createPoptorchError
+
+__all__ = ["HostFunction"]
+
+
+class HostFunction:
+    """A function that a program calls on the host.
+
+    Args:
+        name: of the op.
+        function: the function.
+        given: the structure of its arguments `args, kwargs`.
+
+    Attributes:
+        problems: what it has raised in this run, or another function that has the same list.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], given: Structure) -> None:
+        self._name, self._function, self._given = name, function, given
+        self.problems: list[Exception] = []
+
+    def result(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """What it returns for arguments with these tensors."""
+        args, kwargs = self._given.rebuild(tensors)
+        return self._function(*args, **kwargs)
+
+    def arrays(self, given: Iterable[np.ndarray], wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What it makes of arrays: arrays like those wanted, or these themselves after there was a problem."""
+        if not self.problems:
+            try:
+                with torch.no_grad():
+                    return self._checked(self.result(map(torch.from_numpy, given)), wanted)
+            except Exception as problem:  # whatever it is, and here nobody can catch it: `Compiled.run` raises it
+                self.problems.append(problem)
+        return list(wanted)
+
+    def _checked(self, result: Any, wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
+        tensors = structure_of(result, self._name).tensors(result)
+        found = [to_numpy(t).copy() for t in tensors]  # the function may keep them, and overwrite them
+        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in wanted]:
+            have, expected = (
+                ", ".join(f"{list(a.shape)} of {a.dtype}" for a in arrays) or "no tensors" for arrays in (found, wanted)
+            )
+            raise createPoptorchError(
+                f"CPU: {self._name} has returned {have}. When the model was compiled, it returned {expected} for "
+                "zeros, and has to always."
+            )
+        return found

@@ -1,0 +1,155 @@
+"""What the blocks of a whole program ask for, and whether the options allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from poptorch.enums import Liveness, OutputMode
+from poptorch.errors import Error
+from poptorch.options import Options
+from poptorch.placement.ambient import Site
+from poptorch.placement.strategies import (
+    ParallelPhasedExecution,
+    PipelinedExecution,
+    ShardedExecution,
+    _IPhasedExecution,
+)
+
+__all__ = ["MAX_UNITS", "Placement", "check_overlapped_io", "check_placement"]
+
+MAX_UNITS = 64
+"""How many units a process may ask for."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the blocks of a program ask for.
+
+    Args:
+        units: the number of units of one replica.
+        stages: the number of pipeline stages, with those of the backward pass in training; 1 if nothing is pipelined.
+        phases: the number of phases of phased execution; None without.
+    """
+
+    units: int
+    stages: int
+    phases: int | None
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether several stages work at the same time."""
+        return self.stages > 1
+
+
+def check_placement(sites: Sequence[Site], options: Options, training: bool) -> Placement:
+    """Whether the options allow what the blocks of a program ask for.
+
+    Args:
+        sites: those of the operations of `forward`, in their order.
+        options: the options of the model.
+        training: whether it is trained.
+
+    Returns:
+        What they ask for.
+
+    Raises:
+        Error: if there are too few iterations or accumulation steps for the stages of a pipeline; too many units, or a
+            number of units that is no power of two; or a phase on units of the other group.
+    """
+    strategy = options.execution_strategy
+    units = _units(sites, options)
+    if isinstance(strategy, _IPhasedExecution):
+        _check_phases(sites, strategy)
+        return Placement(units, 1, _phase_count(strategy))
+    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+        return Placement(units, _pipeline_stages(sites, options, training), None)
+    return Placement(units, 1, None)
+
+
+def _units(sites: Sequence[Site], options: Options) -> int:
+    units = 1 + max((site.unit for site in sites), default=0)
+    replicas = options.replication_factor
+    asked = units * replicas
+    if asked & (asked - 1) and not options.auto_round_num_ipus:
+        raise Error(
+            f"The model specifies the use of {asked} IPUs, however PopTorch must reserve a minimum of "
+            f"{1 << asked.bit_length()} in order to allow the model to run, because PopTorch must reserve a power of 2 "
+            f"or maximum of {MAX_UNITS} IPUs per process. Please reconfigure your model to use a different number of "
+            "IPUs or set poptorch.Options().autoRoundNumIPUs(True)."
+            + f" There are {units} for each of {replicas} replicas."
+            * (replicas > 1)
+        )
+    if asked > MAX_UNITS:
+        raise Error(
+            f"Too many IPUs requested ({asked}). Experiments that need more than {MAX_UNITS} IPUs are run by several "
+            f"processes, which `poprun` starts. Here there are {units} for each of {replicas} replicas: lower "
+            "`replicationFactor`, or use fewer units."
+        )
+    return units
+
+
+def _pipeline_stages(sites: Sequence[Site], options: Options, training: bool) -> int:
+    forward = len(list(groupby(site.unit for site in sites)))
+    if forward <= 1:
+        return 1
+    if training:
+        stages, given = 2 * forward - 1, options.Training.gradient_accumulation
+        if given < stages:
+            raise Error(
+                "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
+                f"pipeline stages ({stages}) when using poptorch.PipelinedExecution. Please note that a model with "
+                f"{forward} pipeline stages in PopTorch will have an additional {forward - 1} stages when training. It "
+                f"is {given}: accumulate over more micro-batches, or use fewer stages."
+            )
+        return stages
+    if options.device_iterations < forward:
+        raise Error(
+            "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline stages "
+            f"({forward}) of a pipelined inference model; it is {options.device_iterations}. Do more iterations, or "
+            "use fewer stages."
+        )
+    return forward
+
+
+def _check_phases(sites: Sequence[Site], strategy: _IPhasedExecution) -> None:
+    if not isinstance(strategy, ParallelPhasedExecution):
+        return
+    for site in sites:
+        if (site.phase or 0) % 2 != site.unit % 2:
+            raise Error(
+                f"ParallelPhasedExecution: block {site.block!r} of phase {site.phase} is on unit {site.unit}; even "
+                "phases must be on even units, and odd ones on odd units. Choose them: `strategy.phase(0).ipus(0, 2)`."
+            )
+
+
+def _phase_count(strategy: _IPhasedExecution) -> int:
+    leaves = strategy.liveness is not Liveness.AlwaysLive
+    return len(strategy.phases) + 3 * leaves + strategy.separate_backward_phase
+
+
+def check_overlapped_io(options: Options, output_mode: OutputMode) -> None:
+    """Whether the options allow a model that asks for overlapped transfers (`set_overlap_for_input`, `..._output`).
+
+    Args:
+        options: those of the model.
+        output_mode: the mode of its results, no longer the default.
+
+    Raises:
+        Error: unless the strategy is `ShardedExecution`, there are IO tiles, and the mode is `All` or `Sum`.
+    """
+    if not isinstance(options.execution_strategy, ShardedExecution):
+        raise Error(
+            f"Overlapped IO needs ShardedExecution; the execution strategy is {options.execution_strategy}. Choose it: "
+            "`options.setExecutionStrategy(poptorch.ShardedExecution())`."
+        )
+    if options.TensorLocations.num_io_tiles is None:
+        raise Error(
+            "Overlapped IO needs IO tiles, and there are none. Set some: `options.TensorLocations.numIOTiles(32)`."
+        )
+    if output_mode not in (OutputMode.All, OutputMode.Sum):
+        raise Error(
+            f"Overlapped IO needs the output mode All or Sum; it is {output_mode.name}. Choose one: "
+            "`options.outputMode(poptorch.OutputMode.All)`."
+        )

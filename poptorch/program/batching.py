@@ -1,0 +1,191 @@
+"""How the rows of a call are dealt to steps, micro-batches and replicas, and how those of results are put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from poptorch.base.dtypes import to_numpy
+from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import ReplicaGroups
+from poptorch.base.structures import MAY_BE_THE_LAST
+from poptorch.enums import OutputMode
+from poptorch.options import Options
+
+__all__ = ["Batching", "Feeder"]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the rows of a call are dealt to its micro-batches, and how those of results are put together.
+
+    Rows are ordered by device iteration, then accumulation step, then group of replicas, then within the micro-batch.
+
+    Attributes:
+        device_iterations: how often a run goes through the model, with an update each in training.
+        gradient_accumulation: micro-batches for each update; 1 for inference.
+        groups: of replicas that are given the same rows.
+
+    Example:
+        >>> batching = Batching(2, 3, ReplicaGroups(4))
+        >>> batching.micro_batch_shape((96, 10), "x")
+        (4, 10)
+        >>> batching.deal(np.zeros((96, 10))).shape
+        (6, 4, 4, 10)
+    """
+
+    device_iterations: int
+    gradient_accumulation: int
+    groups: ReplicaGroups
+
+    @classmethod
+    def of(cls, options: Options, training: bool) -> Batching:
+        """The batching that options ask for."""
+        accumulation = options.Training.gradient_accumulation if training else 1
+        return cls(options.device_iterations, accumulation, options.input_groups)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches each replica goes through in a run."""
+        return self.device_iterations * self.gradient_accumulation
+
+    @property
+    def factor(self) -> int:
+        """How many micro-batches the rows given to a call make up."""
+        return self.micro_batches * self.groups.count
+
+    def micro_batch_shape(self, shape: Sequence[int], name: str) -> tuple[int, ...]:
+        """The shape of what `forward` sees of a tensor.
+
+        Args:
+            shape: of the tensor given to a call. Without dimensions it counts as one row.
+            name: of the argument, for the message.
+
+        Raises:
+            AssertionError: if its rows cannot be divided evenly.
+        """
+        factor = self.factor
+        if factor == 1:
+            return tuple(shape)
+        rows = shape[0] if len(shape) else 1
+        if not len(shape) or rows % factor:
+            raise AssertionError(
+                f"Invalid batch dimension: the argument {name} has {rows} rows in the shape {list(shape)}, which do "
+                f"not make up {factor} micro-batches of equal size: deviceIterations ({self.device_iterations}) * "
+                f"replicationFactor ({self.groups.replicas}) / size of inputReplicaGrouping ({self.groups.size}) * "
+                f"Training.gradientAccumulation ({self.gradient_accumulation}). Stack the rows of a whole run in the "
+                f"first dimension: a multiple of {factor}.{MAY_BE_THE_LAST}"
+            )
+        return (rows // factor, *shape[1:])
+
+    def deal(self, array: np.ndarray) -> np.ndarray:
+        """The rows of a call, dealt to micro-batches and replicas.
+
+        Args:
+            array: rows for all micro-batches, of a shape that `micro_batch_shape` accepts.
+
+        Returns:
+            The micro-batches, in the shape `[micro-batches of a replica, replicas, *micro-batch]`, where each of the
+            first two is left out if it is 1. A view, unless several replicas share their rows.
+        """
+        micro_batch = self.micro_batch_shape(array.shape, "array")
+        dealt = array.reshape(self.micro_batches, self.groups.count, *micro_batch)
+        if self.groups.size > 1:
+            dealt = dealt[:, list(self.groups.assignment)]
+        return dealt.reshape((*(n for n in dealt.shape[:2] if n > 1), *micro_batch))
+
+    @staticmethod
+    def join(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """The rows of a result, in the order in which `deal` takes rows.
+
+        Args:
+            array: the results of micro-batches and replicas, with leading dimensions as `deal` makes them.
+            shape: of the result of one micro-batch.
+
+        Returns:
+            All rows in one dimension: `[n * rows, ...]`. Results without dimensions become `[n]`; a single one stays as
+            it is.
+        """
+        n = math.prod(array.shape[: array.ndim - len(shape)])
+        if n == 1:
+            return array.reshape(shape)
+        return array.reshape(n * (shape[0] if len(shape) else 1), *shape[1:])
+
+    def returned(self, mode: OutputMode, period: int = 1) -> int:
+        """How many results of each replica a run returns.
+
+        Args:
+            mode: the output mode, other than `Default`.
+            period: for `EveryN`: return those of every `period`-th device iteration.
+
+        Raises:
+            AssertionError: if the period is not positive, or does not divide the number of device iterations.
+        """
+        match mode:
+            case OutputMode.All:
+                return self.micro_batches
+            case OutputMode.EveryN:
+                if period < 1 or self.device_iterations % period:
+                    raise AssertionError(
+                        f"The output return period is {period}; with OutputMode.EveryN it should be a divisor of "
+                        f"deviceIterations ({self.device_iterations})."
+                    )
+                return self.micro_batches // period
+        return 1
+
+
+class Feeder:
+    """Turns the tensors of calls into the arrays that a program is fed with. An executor keeps one, for its warnings.
+
+    Args:
+        batching: how rows are dealt.
+
+    Example:
+        >>> feeder = Feeder(Batching(2, 1, ReplicaGroups(1)))
+        >>> (labels,) = feeder.arrays([torch.tensor([1, 2])], ["labels"])
+        >>> labels.shape, labels.dtype
+        ((2, 1), dtype('int32'))
+    """
+
+    def __init__(self, batching: Batching) -> None:
+        self.batching = batching
+        self._warned: set[str] = set()
+
+    def arrays(self, tensors: Iterable[torch.Tensor], names: Iterable[str]) -> list[np.ndarray]:
+        """The arrays for one run, in the types of the device; see `Batching.deal`. They may share memory with tensors.
+
+        Warns, once, of tensors that are not contiguous, and of ones that require a gradient.
+
+        Args:
+            tensors: as `Signature.check` returns them.
+            names: of them, for the warnings.
+
+        Raises:
+            Error: for a dtype that the device does not have.
+        """
+        arrays = []
+        for tensor, name in zip(tensors, names, strict=True):
+            if not tensor.is_contiguous():
+                self._warn_once(
+                    "contiguous",
+                    f"The argument {name} is not contiguous: it is copied at every call. Call `.contiguous()` on it "
+                    "where it is made to avoid that.",
+                )
+                tensor = tensor.contiguous()
+            if tensor.requires_grad:
+                self._warn_once(
+                    "requires_grad",
+                    f"The argument {name} requires a gradient, which a wrapped model does not compute for its inputs: "
+                    "it is detached.",
+                )
+            arrays.append(self.batching.deal(to_numpy(tensor)))
+        return arrays
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning(message)

@@ -1,0 +1,166 @@
+"""What a wrapped model is called with: bound to the parameters of `forward`, and compared with the first call.
+
+Values of other tensors than arguments are found in `weights.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from poptorch.base.logging_ import logger
+from poptorch.base.structures import hidden_problem, holds_tensor, parser_of, structure_of
+from poptorch.errors import Error, createPoptorchError
+
+__all__ = ["Binder", "Signature"]
+
+
+class Binder:
+    """The parameters of a `forward`, and how arguments get to them.
+
+    Args:
+        forward: the function. One without a signature, such as some of torch's, takes any positional arguments.
+
+    Example:
+        >>> binder = Binder(lambda x, y=2, *, scale=1.0: x * y)
+        >>> binder.bind((torch.ones(1),), {"scale": 3.0})
+        {'x': tensor([1.]), 'y': 2, 'scale': 3.0}
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._title = getattr(forward, "__qualname__", type(forward).__name__)
+        try:
+            self._signature = inspect.signature(forward)
+        except ValueError:
+            self._signature = inspect.signature(lambda *args: None)
+        self.parameters = parameters = self._signature.parameters
+        self.defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        self.rest: str | None = next((n for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
+        self._open = {n for n, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        self.extra: str | None = next(iter(self._open - {self.rest}), None)
+        simple = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+        self._positional = tuple(parameters) if simple else None
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The value of every parameter, in the order of the signature, defaults included.
+
+        Raises:
+            Error: if a mandatory parameter has no value.
+            AssertionError: for an unknown keyword, too many arguments, or two values for one parameter.
+        """
+        if not kwargs and self._positional is not None and len(args) == len(self._positional):
+            return dict(zip(self._positional, args, strict=True))
+        try:
+            bound = self._signature.bind_partial(*args, **kwargs)
+        except TypeError as problem:
+            raise AssertionError(f"{self._title}{self._signature}: {problem}.") from None
+        given = bound.arguments
+        missing = [n for n in self._signature.parameters if not (n in given or n in self.defaults or n in self._open)]
+        if missing:
+            raise createPoptorchError(
+                "; ".join(f"Mandatory parameter {name} missing" for name in missing)
+                + f". The model takes {self._signature}."
+            )
+        bound.apply_defaults()
+        return bound.arguments
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The names of the parameters that a call gives a value, which can be bound."""
+        return list(self._signature.bind_partial(*args, **kwargs).arguments)
+
+    def unbind(self, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments `args, kwargs` of a call in which parameters have these values, as `bind` returns them."""
+        bound = inspect.BoundArguments(self._signature, values)
+        return bound.args, bound.kwargs
+
+
+class Signature:
+    """What a model is compiled for: the structure of its arguments, the shapes and types of their tensors, constants.
+
+    Args:
+        forward: the function, whose parameters the arguments are for.
+        args: positional arguments of the first call.
+        kwargs: keyword arguments of the first call.
+
+    Raises:
+        Error, AssertionError: if they cannot be bound; see `Binder.bind`.
+        Error: if there are tensors in them that cannot be found. (Functions and modules may have their own.)
+
+    Attributes:
+        leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
+
+    Example:
+        >>> forward = lambda x, mask=None: x
+        >>> signature = Signature(forward, (torch.zeros(4, 3),), {})
+        >>> signature.leaves
+        (Leaf(name='x', shape=(4, 3), dtype=torch.float32),)
+        >>> (x,) = signature.check((torch.ones(4, 3),), {})  # an error for one of another shape
+        >>> args, kwargs = signature.arguments([torch.zeros(2, 3)])  # the arguments for a micro-batch
+    """
+
+    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._binder = Binder(forward)
+        values = self._binder.bind(args, kwargs)
+        self._given = self._binder.given(args, kwargs)
+        self._positional = len(args)
+        self._structures = {name: structure_of(value, name) for name, value in values.items()}
+        self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
+        for structure in self._structures.values():
+            for name, constant in structure.constants():
+                if not callable(constant) and holds_tensor(constant, torch.Tensor):
+                    raise hidden_problem(f"The argument {name}", constant)
+        dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
+        if dicts:
+            logger.warning(
+                "Dictionaries among the arguments (%s): their keys are compiled in; later calls need the same.",
+                ", ".join(dicts),
+            )
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function."""
+        return self._binder.parameters
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, which must fit. They are the caller's own, unconverted, in the order of `leaves`.
+
+        Raises:
+            Error: if arguments do not match those compiled with. It names the argument and both sides.
+            AssertionError: if they cannot be bound; see `Binder.bind`.
+        """
+        values = self._binder.bind(args, kwargs)
+        tensors: list[torch.Tensor] = []
+        try:
+            for structure, value in zip(self._structures.values(), values.values(), strict=True):
+                structure.collect(value, tensors)
+        except Error as problem:
+            if differences := self._differences(args, kwargs):
+                raise createPoptorchError(f"{differences}{problem.message}") from None
+            raise
+        return tensors
+
+    def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """In which arguments a call differs from the first, each in a sentence."""
+        given = self._binder.given(args, kwargs)
+        missing = [name for name in self._given if name not in given]
+        unexpected = [name for name in given if name not in self._given]
+        return (
+            f"Number of positional arguments mismatch: expected {self._positional} arguments but got {len(args)}. "
+            * (len(args) != self._positional)
+            + f"Missing arguments: {', '.join(missing)}. " * bool(missing)
+            + f"Unexpected arguments: {', '.join(unexpected)}. " * bool(unexpected)
+        )
+
+    def arguments(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`."""
+        left = iter(tensors)
+        return self._binder.unbind({name: structure.build(left) for name, structure in self._structures.items()})
+
+
+def _has_dict(value: Any) -> bool:
+    if parser_of(value) is not None:
+        return False
+    return isinstance(value, dict) or (isinstance(value, (tuple, list)) and any(map(_has_dict, value)))

@@ -1,0 +1,160 @@
+"""The capture of a model that is to be compiled: for which tensors, and what is looked at before it is a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from poptorch.base.structures import structure_of
+from poptorch.capture.host_function import HostFunction
+from poptorch.capture.model import Captured, capture
+from poptorch.capture.recorder import Data
+from poptorch.capture.trace import Node, Trace, Value, with_values
+from poptorch.errors import createPoptorchError
+from poptorch.lowering import has_lowering
+from poptorch.lowering.control import WATCH
+from poptorch.options import Options
+from poptorch.placement.ambient import capturing
+from poptorch.program.allowed import check_overlapped_io, check_placement
+from poptorch.program.batching import Batching
+from poptorch.run.arguments import Signature
+from poptorch.run.weights import hook_problem
+
+__all__ = ["captured_model", "constant_of", "host_functions_of"]
+
+
+def captured_model(
+    model: Callable[..., Any],
+    module: torch.nn.Module | None,
+    signature: Signature,
+    batching: Batching,
+    options: Options,
+    training: bool,
+    grouped: list[str],
+) -> Captured:
+    """A model, captured for arguments with such tensors, and found to be one that can be compiled.
+
+    Raises:
+        poptorch.Error: if it does nothing with tensors, or something that no program does; if its blocks or overlapped
+            transfers do not fit the options.
+    """
+    micro_batch = [
+        torch.empty(batching.micro_batch_shape(leaf.shape, leaf.name), dtype=leaf.dtype) for leaf in signature.leaves
+    ]
+
+    def forward(tensors: list[torch.Tensor]) -> Any:
+        args, kwargs = signature.arguments(tensors)
+        return model(*args, **kwargs)
+
+    with capturing(options.execution_strategy) as ambient:
+        captured = capture(
+            forward,
+            micro_batch,
+            module,
+            ambient=ambient,
+            lowered=has_lowering,
+            flatten=lambda result: structure_of(result, "result").tensors(result),
+            grouped=grouped,
+            excludes=options.source_location_excludes,
+            with_scopes=options.module_namescope_enabled,
+        )
+    if training and captured.hooks:
+        raise hook_problem(captured.hooks[0])
+    given = set(map(id, captured.trace.inputs))
+    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
+        raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
+    if options.Precision.floating_point_exceptions:
+        _watch_comparisons(captured.trace)
+    if ambient.overlaps:
+        _check_overlaps(captured)
+        check_overlapped_io(options, options.output_mode)
+    options._Popart.check()
+    check_placement([node.site for node in captured.trace.nodes], options, training)
+    return captured
+
+
+def _check_overlaps(captured: Captured) -> None:
+    """Whether what is to be transferred during computations are inputs and results, which nothing else looks at."""
+    inputs, outputs = captured.inputs, captured.trace.outputs
+    nodes = list(_all_nodes(captured.trace))
+    for node in nodes:
+        if node.op == "poptorch.set_overlap_for_input":
+            (value,) = node.inputs
+            if not any(value is each for each in inputs):
+                raise createPoptorchError(
+                    f"{node}: the tensor is no input of the model. Mark inputs before any other op."
+                )
+            others = [each for each in nodes if each is not node and any(value is v for v in each.inputs)]
+            if others or any(value is each for each in outputs):
+                raise createPoptorchError(
+                    "poptorch.set_overlap_for_input must be the only op applied to an input. This is not the case for "
+                    f"input {inputs.index(value)} to the model. Another is {others[0] if others else 'its return'}: "
+                    "use the result of set_overlap_for_input in its place."
+                )
+        if node.op == "poptorch.set_overlap_for_output":
+            count = sum(each is node.results[0] for each in outputs)
+            if not count:
+                raise createPoptorchError(
+                    f"{node}: the tensor is no result of the model. Return the result of set_overlap_for_output."
+                )
+            if count > 1:
+                raise createPoptorchError(
+                    "poptorch.set_overlap_for_output cannot be used with a tensor that is returned twice. Please check "
+                    "all returned tensors including those nested in tuples/lists."
+                )
+
+
+def _all_nodes(trace: Trace) -> Iterator[Node]:
+    """The ops of a function, and those of the functions that they run."""
+    for node in trace.nodes:
+        yield node
+        for inner in node.traces:
+            yield from _all_nodes(inner)
+
+
+_COMPARISONS = frozenset(f"aten.{name}" for name in ("lt", "le", "gt", "ge", "eq", "ne"))
+
+
+def _watch_comparisons(trace: Trace) -> None:
+    """Have the program look for NaN in what it compares: a comparison makes none, so a run op by op says nothing."""
+    nodes: list[Node] = []
+    for node in trace.nodes:
+        for inner in node.traces:
+            _watch_comparisons(inner)
+        compared = dict.fromkeys(node.inputs)
+        is_test = node.op in ("aten.eq", "aten.ne") and len(compared) < len(node.inputs)  # `x != x` asks for NaN
+        if node.op in _COMPARISONS and not is_test:
+            watched: dict[Value, Value] = {}
+            for value in compared:
+                if value.dtype.is_floating_point:
+                    looking = {"inputs": [value], "name": WATCH, "attributes": (("where", str(node)),)}
+                    look = Node("poptorch.custom_op", "", looking, node.site, node.scope, node.source)
+                    watched[value] = Value(value.shape, value.dtype, made_by=look, requires_grad=False)
+                    look.results = [watched[value]]
+                    nodes.append(look)
+            node.arguments = with_values(node.arguments, partial(_in_place_of, watched))
+        nodes.append(node)
+    trace.nodes[:] = nodes
+
+
+def _in_place_of(others: Mapping[Value, Value], value: Value) -> Value:
+    return others.get(value, value)
+
+
+def host_functions_of(trace: Trace) -> Iterator[HostFunction]:
+    """The functions of the host that a captured function calls."""
+    for node in _all_nodes(trace):
+        if node.op == "poptorch.cpu":
+            yield node.arguments["function"]
+
+
+def constant_of(value: Value) -> torch.Tensor | None:
+    """The numbers of a value that a model does not compute."""
+    made_by = value.made_by
+    while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
+        made_by = made_by.inputs[0].made_by
+    data = made_by.arguments.get("data") if made_by is not None else None
+    return data.tensor if isinstance(data, Data) else None

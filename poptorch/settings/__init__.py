@@ -1,0 +1,1 @@
+"""What `poptorch.options` is made of."""

@@ -28,7 +28,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
-from runtime.lowering.replicas import AXIS, Replicas
+from runtime.targets.replicas import AXIS, Replicas
 
 Array = Any
 

@@ -25,8 +25,8 @@ from runtime.files.executables import copied
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
-from runtime.lowering.replicas import Replicas
 from runtime.plan.structure import Structure, structure_of
+from runtime.targets.replicas import Replicas
 from runtime.timeline import Recorder
 
 Array = Any

@@ -37,7 +37,6 @@ from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import FAILURE, Channel, Channels, Failure, channels_of, prints
 from runtime.lowering.lower import Lowering, room_to_recurse
-from runtime.lowering.replicas import DividedReplicas, Replicas
 from runtime.plan.choice import REPEATED, SMALLEST, Choice
 from runtime.plan.pieces import Target
 from runtime.plan.placement import Places
@@ -47,6 +46,7 @@ from runtime.plan.structure import Structure, forget
 from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.progress import Watch
 from runtime.targets.devices import Device
+from runtime.targets.replicas import DividedReplicas, Replicas
 from runtime.timeline import Recorder, Timeline
 
 Array = Any

@@ -38,15 +38,16 @@ from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import FAILURE, Channel, Channels, Failure, channels_of, prints
 from runtime.lowering.lower import Lowering, room_to_recurse
 from runtime.plan.choice import REPEATED, SMALLEST, Choice
-from runtime.plan.pieces import Target
 from runtime.plan.placement import Places
 from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
+from runtime.plan.terms import Terms
 from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.progress import Watch
 from runtime.targets.devices import Device
 from runtime.targets.replicas import DividedReplicas, Replicas
+from runtime.targets.target import HOST, Target
 from runtime.timeline import Recorder, Timeline
 
 Array = Any
@@ -98,7 +99,8 @@ class Program:
     def __init__(self, ir: Ir, device: Device, ready: Ready | None = None, afresh: bool = False) -> None:
         main = ir.main_graph
         self.device = device
-        self.replicas = Replicas.of(ir.instance_replication_factor, device.jax_devices)
+        self._target = Target(device.jax_devices, ir.instance_replication_factor)
+        self.replicas = self._target.replicas
         self._divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         self.transfers = ir.num_host_transfers
         channels = channels_of(main)
@@ -132,6 +134,7 @@ class Program:
         self._options = ir.options
         self.is_loaded = False
         self.runs, self.run_seconds = 0, 0.0
+        self._begun = 0  # of several processes: how many runs this one has begun
         self.timeline: Timeline | None = None
         self._changing: tuple[Array, ...] | None = None
         self._constant: tuple[Array, ...] = ()
@@ -141,7 +144,7 @@ class Program:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
         smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(ir.options.calledGraphs, 1)
         places, of_places = self._placement(smallest)
-        self._targets = dict(self._targets_of(places))
+        self._terms = dict(self._terms_of(places))
         self._homes: Mapping[Any, int] = {}
         choice = Choice(main, smallest, places)
         if places is not None:
@@ -208,37 +211,34 @@ class Program:
         steps: Steps = done(Steps(self._main.ops, Choice(self._main, smallest, places), (), self._changed).planned())
         return steps.is_worthwhile()
 
-    def _targets_of(self, places: Places | None) -> Iterator[tuple[int, Target]]:
-        """What is compiled for, by IPU. Of several, IPU `i` of replica `r` is device ``r * count + i``."""
+    def _terms_of(self, places: Places | None) -> Iterator[tuple[int, Terms]]:
+        """On what terms ops are compiled, by IPU."""
         ipus = (0,) if places is None else places.ipus
         for i, ipu in enumerate(ipus):
-            replicas = self.replicas
-            if places is not None:
-                replicas = Replicas.of(self.replicas.local_count, self.device.jax_devices, len(ipus), i)
-            slots = remote.sharding(replicas, self._options)
-            yield ipu, Target(replicas, slots, self._options, self.transfers, self._wide)
+            target = self._target if places is None else self._target.of_ipu(i, len(ipus))
+            yield ipu, Terms(target, self._options, self.transfers, self._wide)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
         """The JAX devices that it runs on."""
-        used = {device for target in self._targets.values() for device in target.replicas.sharding().device_set}
+        used = {device for terms in self._terms.values() for device in terms.replicas.sharding().device_set}
         return tuple(device for device in self.device.jax_devices if device in used)
 
     @property
     def ipus(self) -> tuple[int, ...]:
         """The IPUs that are devices of their own; 0, which stands for all, if none is."""
-        return tuple(self._targets)
+        return tuple(self._terms)
 
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
         """The IPU that a variable, stream or buffer is on, if IPUs are devices of their own."""
-        if len(self._targets) == 1:
+        if len(self._terms) == 1:
             return None
         return self._homes.get(thing if not isinstance(thing, Variable) or thing.piece is None else thing.piece)
 
-    def _target(self, thing: Tensor | Channel | None) -> Target:
-        """What is compiled for where a variable, stream or buffer is."""
-        first = next(iter(self._targets))
-        return self._targets[self._homes.get(thing, first)]
+    def _terms_for(self, thing: Tensor | Channel | None) -> Terms:
+        """On what terms is compiled what uses a variable, stream or buffer."""
+        first = next(iter(self._terms))
+        return self._terms[self._homes.get(thing, first)]
 
     # The function ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Program:
         Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
         several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
         """
-        is_spread = any(target.replicas.mesh is not None for target in self._targets.values())
+        is_spread = any(terms.replicas.mesh is not None for terms in self._terms.values())
         if self.device.jax_devices[0].platform != "cpu" or not is_spread:
             return True
         parts = (part for graph in reachable(self._main) for op in graph.ops for part in op.parts)
@@ -302,13 +302,13 @@ class Program:
             return changed, self._transfers_first(fetches, self._channels)
 
         changing, constant = (tuple(map(self._of_variable, vs)) for vs in (self._changed, self._read))
-        slots = self._target(None).slots
+        slots = self._terms_for(None).slots
         changing += tuple(remote.spec(buffer, self.replicas, slots) for buffer in self._buffers)
         feeds = self._feeds(self.replicas, self._channels)
         lowered = lower(jax.jit(step, donate_argnums=0), changing, constant, feeds)
         self.text = lowered.as_text
         with Aside(1) as aside:
-            return aside.begin(lambda: self.replicas.compile(lowered)).result()
+            return aside.begin(lambda: self._target.compile(lowered)).result()
 
     def _of_one(
         self, lowering: Lowering, changing: Sequence[Array], read: Mapping[Tensor, Array], feeds: Sequence[Array]
@@ -328,18 +328,18 @@ class Program:
         steps: Steps = done(Steps(self._main.ops, choice, self._changed, self._changed).planned())
         self._homes = steps.starts | steps.homes()
         buffers = {buffer: self._homes[buffer] for buffer in self._buffers}
-        channels = {place: self._channels_in(place, steps) for place in self._targets}
+        channels = {place: self._channels_in(place, steps) for place in self._terms}
         # Of several places, some may have no streams; the only one always has its ends.
         with_ends = [place for place, here in channels.items() if here or len(channels) == 1]
         if known is None:
-            self._ends = {place: self._begin_and_end(self._targets[place], channels[place]) for place in with_ends}
+            self._ends = {place: self._begin_and_end(self._terms[place], channels[place]) for place in with_ends}
             held = []
         else:
             pairs = zip(known[::2], known[1::2], strict=False)
             self._ends = dict(zip(with_ends, pairs, strict=False))
             held = self._adopt(steps, known[2 * len(with_ends) :])
         streams = (self.inputs, self.outputs)
-        plan = Plan(steps, self._changed, self._read, buffers, *streams, channels, self._targets, self._ends, watch)
+        plan = Plan(steps, self._changed, self._read, buffers, *streams, channels, self._terms, self._ends, watch)
         del held  # by now the pieces have them
         self.text = plan.text
         return plan
@@ -351,19 +351,19 @@ class Program:
 
     def _adopt(self, steps: Steps, executables: Sequence[Any]) -> list[Structure]:
         """Have the pieces of the plan found compiled. They are, as long as somebody holds what this returns."""
-        structures = dict.fromkeys(piece.found(self._targets[piece.place]) for piece in steps.pieces())
+        structures = dict.fromkeys(piece.found(self._terms[piece.place]) for piece in steps.pieces())
         for structure, executable in zip(structures, executables, strict=True):
             if structure.executable is None:
                 structure.executable, structure.text = executable, executable.as_text
         return [*structures]
 
-    def _begin_and_end(self, target: Target, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+    def _begin_and_end(self, terms: Terms, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
         """What makes the first state of channels of the feeds, and what makes the fetches of the last state.
 
         Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
         state, for the plan to fill in, and the others are donated.
         """
-        replicas = target.replicas
+        replicas = terms.replicas
         alike = self.transfers > 1 and replicas.count == 1
 
         def of_one(feeds: Sequence[Array]) -> Any:
@@ -388,7 +388,7 @@ class Program:
         ]
         ended = lower(jax.jit(end, donate_argnums=0 if alike else ()), results)
         with Aside(1) as aside:
-            return aside.begin(lambda: (replicas.compile(started), replicas.compile(ended))).result()
+            return aside.begin(lambda: (terms.target.compile(started), terms.target.compile(ended))).result()
 
     def _begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
         """The first state of channels: the array of the transfers of each, and the number of the next one."""
@@ -429,7 +429,7 @@ class Program:
 
     def feed_sharding(self, stream: Stream) -> Any:
         """Where JAX arrays for a stream have to be: with the replicas of this process."""
-        replicas = self._target(stream).replicas
+        replicas = self._terms_for(stream).replicas
         return replicas.sharding(self._axis) if self._divided is None else SingleDeviceSharding(replicas.device)
 
     def _feeds(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
@@ -478,7 +478,7 @@ class Program:
     def buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
         """The remote buffers that the program uses: the bytes of each for one device, and whether they are on the
         host."""
-        on_host = self._target(None).slots.memory_kind == remote.HOST
+        on_host = self._terms_for(None).slots.memory_kind == HOST
         copies = self.replicas.per_device
         return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self._buffers}
 
@@ -551,7 +551,7 @@ class Program:
         """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
         slots = [None] * len(self._buffers) if self._changing is None else self._changing[len(self._changed) :]
         buffers = zip(self._in_buffers.items(), slots, strict=True)
-        self.replicas.meet("Session.weights_from_host")
+        self.replicas.meet("Session.weights_from_host", self._begun)
         with self._precision():
             changing = (
                 *(self._put(t) for t in self._changed),
@@ -562,14 +562,14 @@ class Program:
         self._changing, self._constant, self.is_loaded = changing, constant, True  # no signal comes between
 
     def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
-        target = self._target(buffer)
-        return remote.filled(buffer, variables, target.replicas, target.slots, before)
+        terms = self._terms_for(buffer)
+        return remote.filled(buffer, variables, terms.replicas, terms.slots, before)
 
     def _put(self, t: Tensor) -> Array:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
         v = self._held[t]
-        replicas = self._target(t).replicas
+        replicas = self._terms_for(t).replicas
         array = to_device(np.array(v.data), v.dtype)
         if t in self._shared:
             return replicas.place(array, replicas.sharding(None))
@@ -582,17 +582,17 @@ class Program:
         """Copy the values of all variables that the program changes from the device to the host."""
         count = len(self._changed)
         if self._changed or self.stored_to:
-            self.replicas.meet("Session.weights_to_host")
+            self.replicas.meet("Session.weights_to_host", self._begun)
         taken: list[_Taken] = []
         with self._precision():
             for t, value in zip(self._changed, self._state()[:count], strict=True):
-                replicas = self._target(t).replicas
+                replicas = self._terms_for(t).replicas
                 one_will_do = self._is_one(t) and self._divided is None
                 fetched = replicas.fetched_once(value) if one_will_do else replicas.fetched(value)
                 taken.append(self._taken_from(self._held[t], fetched))
             for (buffer, vs), slots in zip(self._in_buffers.items(), self._state()[count:], strict=True):
                 if vs and buffer in self.stored_to:
-                    fetched = self._target(buffer).replicas.fetched(slots)
+                    fetched = self._terms_for(buffer).replicas.fetched(slots)
                     for v, array in remote.parts_in(buffer, vs, fetched).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
@@ -619,7 +619,7 @@ class Program:
             if v not in changed:
                 return v.data
             t, array = changed[v]
-            return to_host(self._target(t).replicas.fetched_once(array)[0].reshape(v.shape), v.dtype)
+            return to_host(self._terms_for(t).replicas.fetched_once(array)[0].reshape(v.shape), v.dtype)
 
         with self._precision():
             return {v: value(v) for v in variables}
@@ -660,10 +660,10 @@ class Program:
         state = self._changing if self._changing is not None else self._state()
         if self._divided is not None:
             feeds = tuple(
-                self._target(s).replicas.joined(feed, self._shape_of_all(s), self._axis)
+                self._terms_for(s).replicas.joined(feed, self._shape_of_all(s), self._axis)
                 for s, feed in zip(self.inputs, feeds, strict=True)
             )
-            self._divided.runs += 1
+            self._begun += 1
         results: list[Any] = []
         try:
             if self._quick_for == (*map(type, feeds),):

@@ -13,7 +13,6 @@ differentiated in `popxl.transforms.autodiff`.
 from __future__ import annotations
 
 import inspect
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from popxl.base.names import snake
 from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import get_current_context, user_frame
 from popxl.core.tensor import Location, Tensor
@@ -138,7 +138,7 @@ class OpKind:
         self.lowering = lowering
         self.shape = shape
         self.gradient = gradient
-        self.result = result if result is not None else f"{_snake(name)}_out"
+        self.result = result if result is not None else f"{snake(name)}_out"
         self._memory: dict[tuple[Any, ...], Any] = {}
         self._renamed = operands
         self._take(tuple(traits))
@@ -390,11 +390,6 @@ def _holds_graph(value: Any) -> bool:
     return isinstance(value, Tensor | Graph)
 
 
-def _snake(name: str) -> str:
-    """`"LogicalNot"` → `"logical_not"`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
 @dataclass(frozen=True)
 class _Parameters:
     """What the parameters of a lowering say.
@@ -596,7 +591,7 @@ class Op:
         if isinstance(self._made_at, DebugRecord):
             return self._made_at
         inputs, outputs = (tuple(t.id for t in tensors) for tensors in (self.inputs, self.outputs))
-        api = _snake(self.op_type)
+        api = snake(self.op_type)
         scopes = self.name.removesuffix(self.op_type)
         return DebugRecord(api, f"{scopes}{api}", inputs, self.source.resolved, outputs)
 

@@ -11,7 +11,6 @@ What a graph touches besides its inputs (the streams, and which check failed) go
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.base.names import identifier
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first, reachable, written_inputs
 from popxl.core.tensor import Constant, Tensor
@@ -290,7 +290,7 @@ class Lowering:
             results = done(self._inline(graph, inputs, channels))
             return results.outputs, results.written, channels.take(streams)
 
-        function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "graph"
+        function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return kept(function)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from popxl.base.names import camel
 from popxl.core.tensor import Tensor
 from popxl.core.traits import OnIpus
 from popxl.errors import PopxlError, UndefinedValue
@@ -108,7 +109,7 @@ def _over_ipus(
         gradient=gradient,
         result="all_reduce_out_{i}",
         traits=[OnIpus("ipus")],
-        key="".join(part.capitalize() for part in name.split("_")),
+        key=camel(name),
     )
 
     def over_ipus(ts: Sequence[Tensor], ipus: Sequence[int] | None = None, op: CollectiveOps = "add") -> list[Tensor]:

@@ -19,9 +19,9 @@ from types import TracebackType
 
 from popxl.base.pages import OnPage
 from popxl.context import get_current_context
+from popxl.core.recording import Op
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
-from popxl.op import Op
 from popxl.session import Session
 from runtime.program.machine import Machine, NothingRuns, PlanningMachine
 from runtime.program.program import Program, Ready

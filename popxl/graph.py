@@ -21,8 +21,8 @@ from popxl.errors import PopxlError
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.ir import Ir
-    from popxl.op import Op
 
 __all__ = ["Graph"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 from popxl.base.names import camel
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.op import OpKind
 from popxl.ops.precision import rounded_once, widened
 from popxl.values.shapes import (
     broadcast,

@@ -16,10 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.declaration import OpKind
+from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import View
 from popxl.errors import PopxlError
-from popxl.op import OpKind, not_a_tensor
 from popxl.values.shapes import integer, integer_or_integers, integers, one_axis
 from popxl.values.spec import TensorSpec
 

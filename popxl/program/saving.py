@@ -30,11 +30,12 @@ from pydantic import BaseModel, ConfigDict
 from popxl.base.files import digest, parsed, remove_abandoned, replace_file, replaced_file, sealed, unsealed
 from popxl.base.source import SourceLocation
 from popxl.base.version import VERSION
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.graph import Graph
-from popxl.op import Op, OpKind
 from popxl.ops.exchange import Part
 from popxl.options import OF_THE_RUN, SessionOptions
 from popxl.remote_buffer import RemoteBuffer

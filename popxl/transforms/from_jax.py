@@ -26,12 +26,14 @@ from popxl.base.names import camel, identifier
 from popxl.base.source import SourceLocation
 from popxl.context import get_current_context
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
+from popxl.core.recording import foreign_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import abstract_evaluation, trace
+from popxl.core.traits import VJP
 from popxl.dtypes import dtype
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import VJP, OpKind, foreign_tensor
 from popxl.ops.call import call
 from popxl.values.spec import TensorSpec, brief
 

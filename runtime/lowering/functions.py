@@ -20,13 +20,14 @@ from jax.experimental import checkify
 
 from popxl.base.names import identifier
 from popxl.core.aliasing import storages, written_inputs, written_tensors
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
+from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.looking.edits import Snapshot
 from popxl.looking.transfers import transfers_of
-from popxl.op import REFUSED, VJP, Op
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief

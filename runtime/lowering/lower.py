@@ -25,12 +25,13 @@ from jax import lax
 from popxl.base.names import identifier
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first, reachable, written_inputs
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind

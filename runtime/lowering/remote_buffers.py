@@ -17,11 +17,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from popxl.core.aliasing import reachable
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from popxl.base.names import camel
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import OnIpus
 from popxl.errors import PopxlError, UndefinedValue
-from popxl.op import OpKind
 from popxl.ops.collectives.collectives import OP_MAP, CollectiveOps, to_collective_op
 from popxl.ops.families import public
 from popxl.ops.host import init

@@ -2,11 +2,15 @@
 
 import ast
 import importlib
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+import popxl
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +40,13 @@ def test_paths_that_programs_import(path: str) -> None:
     if path.startswith("poptorch"):
         pytest.importorskip("torch")
     assert importlib.import_module(path).__name__ == path
+
+
+def test_sessions_are_known_by_the_path_that_programs_import() -> None:
+    """Their work is done in `runtime`; what is shown, pickled and documented says `popxl.session`."""
+    assert popxl.Session.__module__ == "popxl.session" and "popxl.session.Session" in repr(popxl.Session)
+    assert pickle.loads(pickle.dumps(popxl.Session)) is popxl.Session
+    assert set(get_type_hints(popxl.Session)) == {"machine"}
 
 
 def code(package: str) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 One `Context` per thread holds the stack of entered graphs and the active placement, name scopes and ordering. The
 context managers below change it for the length of a block and always put back what was there, also when the block
 is left by an exception. What `in_sequence` remembers is in `popxl.base.sequence`, how the user's line is found in
-`popxl.base.source`; what an op does with all this is in `popxl.op`.
+`popxl.base.source`; what an op does with all this is in `popxl.core.recording`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from popxl.core.tensor import Tensor
 from popxl.tensorlocation import ExecutionContext
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.graph import Graph
     from popxl.ir import Ir
-    from popxl.op import Op
 
 __all__ = [
     "Context",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from popxl.op import Op
+    from popxl.core.recording import Op
 
 
 class PopxlError(Exception):

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Self
 
-from popxl.base.sequence import Sequencer, with_ids_replaced
 from popxl.context import get_current_context
-from popxl.core.dependencies import dependencies
+from popxl.core import editing
 from popxl.core.printing import algebra, schedule
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import check_dtype
@@ -21,8 +19,8 @@ from popxl.errors import PopxlError
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.ir import Ir
-    from popxl.op import Op
 
 __all__ = ["Graph"]
 
@@ -299,20 +297,7 @@ class Graph:
             >>> loads = [op for op in graph.ops if not op.inputs]
             >>> graph.reorder(loads + [op for op in graph.ops if op.inputs])
         """
-        ops = list(ops)
-        if len(ops) != len(self.ops) or {*ops} != {*self.ops}:
-            raise PopxlError(f"reorder: the new order of {self.title} has to name each of its ops once.")
-        needs = dependencies(self)
-        met: set[Op] = set()
-        for op in ops:
-            if late := needs[op].all - met:
-                first = min(late, key=self.ops.index)
-                raise PopxlError(
-                    f"reorder: {op!r} ({op.source}) has to come after {first!r} ({first.source}) in {self.title}."
-                )
-            met.add(op)
-        self.ops = ops
-        self._ir.edits.note()
+        editing.reorder(self, ops)
 
     def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         """Have other ops make the results of some ops. The results stay the same tensors, for everybody who uses them.
@@ -337,83 +322,7 @@ class Graph:
             >>> (square,) = (op for op in graph.ops if op.op_type == "Mul")
             >>> graph.replace([square], lambda lhs, rhs: ops.pow(lhs, 2))
         """
-        start, inputs, outputs = self._replaceable(ops)
-        first, as_it_was, tensors = ops[0], self.ops, self._tensors
-        count = len(as_it_was)
-        context = get_current_context()
-        place = context.set(
-            ipu_id=first.ipu,
-            io_tile_set=first.io_tiles,
-            execution_context=first.execution_context,
-            scope_prefix=first.name.removesuffix(first.op_type),
-            sequence=Sequencer(),
-        )
-        with context.hooks_held_back():
-            self.ops, self._tensors = [*as_it_was], {**tensors}
-            try:
-                with self, place:
-                    made = by(*inputs)
-                results = [made] if isinstance(made, Tensor) else list(made or ())
-                self._check_replacement(outputs, results, self.ops[count:], {*self.ops[start:count]})
-            except BaseException:
-                for op in self.ops[count:]:
-                    for callee in op.called_graphs:
-                        callee.call_sites.remove(op)
-                self.ops, self._tensors = as_it_was, tensors
-                raise
-            self._put_in_place(start, ops, self.ops[count:], dict(zip(results, outputs, strict=True)))
-
-    def _replaceable(self, ops: Sequence[Op]) -> tuple[int, list[Tensor], list[Tensor]]:
-        """Where in the schedule some ops are, all their inputs, and all their outputs."""
-        start = self.ops.index(ops[0]) if ops and ops[0] in self.ops else -1
-        if start < 0 or self.ops[start : start + len(ops)] != list(ops):
-            raise PopxlError(f"replace: {list(ops)} are not ops that follow each other in {self.title}.")
-        inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
-        if not {*outputs}.isdisjoint(inputs) or any(op.kind.view is not None for op in ops):
-            raise PopxlError(f"replace: of {list(ops)}, one is a view, or needs the result of another.")
-        return start, inputs, outputs
-
-    def _check_replacement(
-        self, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
-    ) -> None:
-        """Check tensors that are to take the place of outputs, and that their ops need none of the `later` ones."""
-        own = [t for op in new if op.kind.view is None for t in op.outputs]
-        if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
-            raise PopxlError(
-                f"replace: for the results {list(outputs)} the new ops have to make {len(outputs)} tensors, no views; "
-                f"got {list(results)}."
-            )
-        for t, result in zip(outputs, results, strict=True):
-            same_storage = t._origin is result._origin
-            if t.spec != result.spec or not same_storage:
-                what = "another spec" if same_storage else "storage that is shared otherwise"
-                raise PopxlError(f"replace: {result!r}, which is to take the place of {t!r}, has {what}.")
-        for op in new:
-            for t in op.inputs:
-                if t.producer in later:
-                    raise PopxlError(f"replace: {op!r} needs {t!r}, which is made later in {self.title}.")
-
-    def _put_in_place(self, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
-        """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
-        for op in new:
-            inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
-            op.edit(inputs=inputs, outputs=outputs)
-        for result, t in given.items():
-            t._producer = result._producer
-            self.forget(result)
-        for op in old:
-            for callee in op.called_graphs:
-                callee.call_sites.remove(op)
-        gone, come = {op.id for op in old}, [op.id for op in new]
-        before = tuple(dict.fromkeys(id for op in old for id in op.after if id not in gone))
-        for op in new:
-            op.after = before + op.after
-        self.ops = [*self.ops[:start], *new, *self.ops[start + len(old) : len(self.ops) - len(new)]]
-        self._ir.edits.note()
-        for op in self.ops:
-            if not gone.isdisjoint(op.after):
-                op.after = with_ids_replaced(op.after, gone, come)
-        get_current_context().sequence.replace(gone, come)
+        editing.replace(self, ops, by)
 
     def move(self, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
         """Make ops of this graph ops of another one, where they follow those that it has, in the same order.
@@ -440,53 +349,7 @@ class Graph:
             >>> part.add_output(y)
             >>> (y_of_call,) = ops.call(part, x)
         """
-        going = {*ops}
-        moved = [op for op in self.ops if op in going]
-        made = {t for op in moved for t in op.outputs}
-        self._check_move(going, made, into, given)
-        goes = {op.id: op in going for op in self.ops}
-        nearest: dict[tuple[int, bool], tuple[int, ...]] = {}  # the ops that come just before one, in either graph
-        for op in self.ops:
-            for side in (True, False):
-                before = (id for a in op.after for id in ((a,) if goes[a] is side else nearest[a, side]))
-                nearest[op.id, side] = tuple(dict.fromkeys(before))
-        sequence = get_current_context().sequence
-        for op in self.ops:
-            op.after = nearest[op.id, goes[op.id]]
-            if goes[op.id]:
-                sequence.replace({op.id}, nearest[op.id, False])
-        self.ops = [op for op in self.ops if op not in going]
-        for op in moved:
-            for callee in op.called_graphs:
-                callee.call_sites.remove(op)
-            for t in op.outputs:
-                self.forget(t)
-                into._adopt(t, t.name)
-            op.edit(inputs=tuple(t if t in made else given[t] for t in op.inputs), _graph=into.ref)
-            into.take_in(op)
-
-    def _check_move(
-        self, going: AbstractSet[Op], made: AbstractSet[Tensor], into: Graph, given: Mapping[Tensor, Tensor]
-    ) -> None:
-        """Check that ops can go to another graph, with the tensors that they make."""
-        if strangers := going - {*self.ops}:
-            raise PopxlError(f"move: {[*strangers]} are not ops of {self.title}.")
-        if into is self or into.ir is not self.ir or into.call_sites:
-            raise PopxlError(f"move: {into!r} has to be another graph of the same Ir, and one that nothing calls.")
-        for op in self.ops:
-            for t in op.inputs:
-                twin = given.get(t)
-                if op not in going and t in made:
-                    raise PopxlError(f"move: {op!r} ({op.source}) stays in {self.title} and needs {t!r}, which goes.")
-                if op not in going or t in made:
-                    continue
-                if twin is None or twin.graph_ref is not into.ref or twin.spec.to_tuple() != t.spec.to_tuple():
-                    raise PopxlError(
-                        f"move: {op!r} ({op.source}) reads {t!r}, which stays in {self.title}; `given` has to say what "
-                        f"it reads instead: a tensor of {into.title}, of the same spec. It says {twin!r}."
-                    )
-        if outputs := made & {*self._outputs}:
-            raise PopxlError(f"move: {[*outputs]} are outputs of {self.title}; they have to stay.")
+        editing.move(self, ops, into, given)
 
     def _adopt(self, t: Tensor, name: str) -> None:
         """Take in a tensor that no graph has any more, under a name, made unique."""

@@ -19,7 +19,7 @@ from popxl.graph import Graph
 from popxl.looking.dot import write_checkpoint
 from popxl.looking.memory import Memory, memory_of
 from popxl.options import SessionOptions
-from popxl.program import debug_info, saving
+from popxl.program import debug_info, reading, writing
 from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.values.shapes import integer
@@ -293,7 +293,7 @@ class Ir:
             >>> ir.save("program.popxl")
             >>> print(popxl.Ir.load("program.popxl").main_graph)
         """
-        saving.save(self, path)
+        writing.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ir:
@@ -309,7 +309,7 @@ class Ir:
             PopxlError: if the program uses an op that nobody has declared.
         """
         ir = cls()
-        saving.load(path, ir)
+        reading.load(path, ir)
         return ir
 
     # Looking at it --------------------------------------------------------------------------------------------------

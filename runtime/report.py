@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.printing import definition
+from popxl.core.recording import Op
 from popxl.core.traits import is_call
 from popxl.graph import Graph
 from popxl.ir import Ir
@@ -34,7 +35,6 @@ from popxl.looking.memory import (
     size,
     variables_on_host,
 )
-from popxl.op import Op
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
 from runtime.plan.plan import Plan

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from popxl.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.graph import Graph
-    from popxl.op import Op
 
 
 def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:

@@ -15,8 +15,8 @@ from popxl.core.aliasing import reachable, storages
 from popxl.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.graph import Graph
-    from popxl.op import Op
 
 __all__ = ["Needs", "dependencies"]
 

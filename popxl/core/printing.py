@@ -19,8 +19,8 @@ from popxl.streams import Stream
 from popxl.values.spec import brief
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.graph import Graph
-    from popxl.op import Op
 
 __all__ = ["algebra", "definition", "line", "schedule", "summary"]
 

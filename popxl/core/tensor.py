@@ -21,10 +21,10 @@ from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.dtypes import dtype as dtype_
     from popxl.graph import Graph
     from popxl.ir import Ir
-    from popxl.op import Op
     from popxl.operators import Operators
     from popxl.replica_grouping import ReplicaGrouping
 else:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from popxl.core.declaration import OpKind
+    from popxl.core.recording import Op
     from popxl.core.tensor import Location, Tensor
     from popxl.graph import Graph
-    from popxl.op import Op, OpKind
     from popxl.values.spec import TensorSpec
 
 __all__ = [

@@ -15,10 +15,10 @@ import numpy as np
 
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import reachable, storages
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import Op
 
 __all__ = ["check_in_place_order"]
 

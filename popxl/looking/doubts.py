@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from popxl.base.source import SourceLocation, warn_at
 from popxl.core.aliasing import callees_first, storages
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call, is_loop
 from popxl.errors import DriftingVariableWarning, LostUpdateWarning, PopxlWarning, RepeatedSeedWarning
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.replica_grouping import ReplicaGrouping
 
 __all__ = ["warn_of_doubts"]

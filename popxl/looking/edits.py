@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from popxl.core.aliasing import reachable
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
-from popxl.op import Op
 
 if TYPE_CHECKING:
     from popxl.ir import Ir

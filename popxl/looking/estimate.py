@@ -29,9 +29,9 @@ from popxl.looking.flops import Flops, moved, own_flops
 from popxl.looking.memory import constants_of, held_variables, moments_of, runs_of, size
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.core.tensor import Tensor
     from popxl.ir import Ir
-    from popxl.op import Op
 
 __all__ = ["BOW", "GC200", "Estimate", "Hardware", "IpuEstimate", "OpEstimate", "estimate_of"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from popxl.core.tracing import needed
 
 if TYPE_CHECKING:
-    from popxl.op import Op
+    from popxl.core.recording import Op
 
 __all__ = ["Flops", "moved", "own_flops"]
 

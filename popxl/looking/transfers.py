@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from popxl.base.source import warn_at
 from popxl.core.aliasing import callees_first, reachable
+from popxl.core.recording import Op
 from popxl.errors import UnusedTransferWarning
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.streams import DeviceToHostStream, Stream
 
 if TYPE_CHECKING:

@@ -15,11 +15,12 @@ import numpy as np
 from popxl.context import get_current_context
 from popxl.core.aliasing import reachable, written_inputs
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op, foreign_tensor
 from popxl.core.tensor import Tensor, TensorLike, Variable
 from popxl.core.traits import Overwrites, Runs
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
-from popxl.op import Op, OpKind, foreign_tensor
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.utils import table_to_string, to_numpy

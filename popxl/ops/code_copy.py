@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal, NoReturn
 
 from popxl.context import get_current_context
+from popxl.core.declaration import OpKind
 from popxl.core.traits import Effect, Exchange
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import OpKind
 
 __all__ = ["CODE_LOCATION", "code_copy", "remote_code_load"]
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike
 from popxl.core.traits import Runs
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import Op, OpKind
 from popxl.ops.call import (
     CallSiteInfo,
     bind_inputs,

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from popxl import dtypes
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import Colocated
+from popxl.core.traits import REFUSED, Colocated
 from popxl.errors import PopxlError
-from popxl.op import REFUSED, OpKind
 from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over

@@ -10,11 +10,11 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Location, Tensor
 from popxl.core.traits import Placed, View
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
-from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import integer, like_first
 from popxl.values.spec import TensorSpec

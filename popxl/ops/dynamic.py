@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.op import OpKind
 from popxl.ops.host import init
 from popxl.values.shapes import integers, like_first, one_axis
 from popxl.values.spec import TensorSpec

@@ -20,8 +20,9 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.core.create import constant, operand_beside
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
-from popxl.op import Op, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
 from popxl.ops.kernels import of_elements, quotient

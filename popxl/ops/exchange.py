@@ -13,9 +13,10 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from popxl.base.source import SourceLocation
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.traits import Effect, Overwrites, StandsFor
 from popxl.errors import PopxlInternalError
-from popxl.op import Op, OpKind
 from popxl.values.spec import TensorSpec
 
 __all__ = ["Part", "multi_exchange_kind"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
+from popxl.base.names import camel
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.op import OpKind
 from popxl.ops.precision import rounded_once, widened
 from popxl.values.shapes import (
     broadcast,
@@ -58,11 +59,6 @@ def public(function: F, kind: OpKind, name: str, doc: str) -> Any:
     function.__annotations__ = get_type_hints(function)  # as written they mean something in its own module alone
     cast(Any, function).kind = kind
     return function
-
-
-def camel(name: str) -> str:
-    """`"logical_not"` → `"LogicalNot"`."""
-    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def unary(

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
+from popxl.core.declaration import OpKind
+from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
-from popxl.core.traits import Colocated
+from popxl.core.traits import REFUSED, Colocated, Requirement
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import REFUSED, OpKind, Requirement, not_a_tensor
 from popxl.values.spec import TensorSpec
 
 # What the scaled ops share ------------------------------------------------------------------------------------------

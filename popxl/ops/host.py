@@ -11,11 +11,12 @@ from typing import Any, Literal, NoReturn
 import jax.numpy as jnp
 
 from popxl.context import get_current_context
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Effect, Exchange
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import Op, OpKind
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.shapes import integers, like_first
 from popxl.values.spec import TensorSpec

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.precision import widened
 from popxl.values.shapes import given, integer, one_axis
 from popxl.values.spec import TensorSpec

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from popxl import dtypes
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.op import REFUSED, OpKind
+from popxl.core.traits import REFUSED
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.families import Binary, binary, public, unary
 from popxl.values.shapes import broadcast_shapes, meta_shape_of, predicate, same_dtype

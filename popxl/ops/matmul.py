@@ -10,12 +10,12 @@ from jax import lax
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import Colocated
+from popxl.core.traits import REFUSED, Colocated
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.shape import reshape, transpose

@@ -10,9 +10,9 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops import sums
 from popxl.ops.precision import wide_dtype, widened
 from popxl.ops.sums import largest, summed

@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
+from popxl.core.traits import REFUSED
 from popxl.errors import PopxlError
-from popxl.op import REFUSED, OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.sums import summed
 from popxl.values.shapes import integer, like_first, number

@@ -17,12 +17,12 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Drops
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.kernels import quotient
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number

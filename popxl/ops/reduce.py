@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from popxl import dtypes
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.op import OpKind
 from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.precision import rounded_once, widened

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
+from popxl.core.recording import foreign_tensor, not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Colocated, Effect, Exchange, Overwrites, Trait, always
 from popxl.errors import PopxlError
-from popxl.op import OpKind, foreign_tensor, not_a_tensor
 from popxl.ops.host import init
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.shapes import integer, like_first

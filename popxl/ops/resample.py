@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype, widened
 from popxl.values.shapes import integer, integers, number
 from popxl.values.spec import TensorSpec

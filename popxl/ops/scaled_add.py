@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number
 from popxl.values.shapes import meta_shape_of

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.host import init
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import widened

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
+from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.op import OpKind, not_a_tensor
 from popxl.ops.host import init
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widened

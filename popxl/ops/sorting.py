@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.families import public
 from popxl.ops.precision import widened
 from popxl.values.shapes import integer, one_axis, reduced_shape

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from popxl.core.recording import check_colocated, foreign_tensor, not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.graph import Graph
-from popxl.op import check_colocated, foreign_tensor, not_a_tensor
 from popxl.ops.convert import cast_if_needed
 
 __all__ = [

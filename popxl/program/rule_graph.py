@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from popxl.base.sequence import Sequencer
 from popxl.context import get_current_context
+from popxl.core.recording import Op
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.op import Op
 from popxl.transforms.op_gradient import Forward, gradients, passes
 
 

@@ -16,11 +16,11 @@ from popxl.base.nesting import Nested, done
 from popxl.context import get_current_context
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from popxl.core.traits import is_call
+from popxl.core.traits import REFUSED, is_call
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import REFUSED, Op
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.reduce import sum as sum_

@@ -22,17 +22,19 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun, primitives
 
+from popxl.base.names import camel, identifier
 from popxl.base.source import SourceLocation
 from popxl.context import get_current_context
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
+from popxl.core.recording import foreign_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import abstract_evaluation, trace
+from popxl.core.traits import VJP
 from popxl.dtypes import dtype
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import VJP, OpKind, foreign_tensor
 from popxl.ops.call import call
-from popxl.ops.families import camel
 from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
@@ -236,7 +238,7 @@ class _Recorder:
         graph = self._ir.create_empty_graph(about.func_name)
         with get_current_context().set(scope_prefix=""), graph:
             inputs = [
-                graph.add_input(_known_spec(value.aval), re.sub(r"\W+", "_", name).strip("_"))
+                graph.add_input(_known_spec(value.aval), identifier(name))
                 for value, name in zip(jaxpr.invars, names, strict=True)
             ]
             for t in self.record(inner, inputs):
@@ -346,7 +348,7 @@ def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any) 
 
         return kind.remembered(("shape", tuple(attributes.items()), specs), derived)
 
-    kind = OpKind(_in_capitals(name), lowering, shape=shape, gradient=gradient, key=key)
+    kind = OpKind(camel(name), lowering, shape=shape, gradient=gradient, key=key)
     return kind
 
 
@@ -360,11 +362,6 @@ def kind_with_key(key: str) -> OpKind | None:
 def _primitives() -> dict[str, Primitive]:
     """The primitives that JAX publishes, by name."""
     return {value.name: value for value in vars(primitives).values() if isinstance(value, Primitive)}
-
-
-def _in_capitals(name: str) -> str:
-    """`"scatter-add"` → `"ScatterAdd"`."""
-    return "".join(part[:1].upper() + part[1:] for part in re.split(r"\W|_", name))
 
 
 def _attribute(name: str, value: Any) -> Any:

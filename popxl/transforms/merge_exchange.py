@@ -13,8 +13,8 @@ from functools import partial
 
 from popxl.context import get_current_graph, in_sequence, io_tiles
 from popxl.core.dependencies import dependencies
+from popxl.core.recording import Op
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.ops.exchange import Part, multi_exchange_kind
 from popxl.ops.host import is_init
 

@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from popxl import dtypes
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import inputs_used
+from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.op import REFUSED, VJP, Op, OpKind
 from popxl.ops.host import init
 from popxl.values.spec import TensorSpec
 

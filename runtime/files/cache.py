@@ -28,7 +28,7 @@ from popxl.base.files import replace_file
 from popxl.base.log import Logger
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.program.saving import fingerprint
+from popxl.program.writing import fingerprint
 from runtime.files.bundle import pack, unpack
 from runtime.interrupts import scratch_folder
 from runtime.targets.devices import Device, DeviceType, processor

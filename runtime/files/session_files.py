@@ -21,7 +21,7 @@ from popxl.base.log import Logger
 from popxl.base.version import VERSION
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir
-from popxl.program import saving
+from popxl.program import reading, writing
 from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
 from runtime.interrupts import scratch_folder
@@ -106,7 +106,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         compiled = compiled_afresh(Layout(ir, program.layout.target))
     parts: dict[str, bytes] = {}
     with scratch_folder() as folder:
-        saving.save(ir, folder / _IR)
+        writing.save(ir, folder / _IR)
         for file in sorted(folder.iterdir()):
             parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
     executables = []
@@ -169,5 +169,5 @@ def _ir(parts: dict[str, bytes]) -> Ir:
             if name == _IR or name.startswith(_ARRAYS):
                 (folder / Path(name).name).write_bytes(content)
         ir = Ir()
-        saving.load(folder / _IR, ir, traces=False)
+        reading.load(folder / _IR, ir, traces=False)
         return ir

@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from popxl.core.aliasing import reachable
+from popxl.core.recording import Op
 from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.ops.host import print_tensor_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream

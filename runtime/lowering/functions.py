@@ -9,7 +9,6 @@ stopped, and a rule of an op of yours is followed. The other direction, a functi
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+from popxl.base.names import identifier
 from popxl.core.aliasing import storages, written_inputs, written_tensors
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
+from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.looking.edits import Snapshot
 from popxl.looking.transfers import transfers_of
-from popxl.op import REFUSED, VJP, Op
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
@@ -124,7 +125,7 @@ class GraphFunction:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.__name__ = self.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "main_graph"
+        self.__name__ = self.__qualname__ = identifier(graph.id) or "main_graph"
         self._lower()
         computed = (t for g in self._made_of.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
         self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}

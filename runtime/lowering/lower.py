@@ -11,7 +11,6 @@ What a graph touches besides its inputs (the streams, and which check failed) go
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,14 +22,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.base.names import identifier
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first, reachable, written_inputs
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from popxl.op import Op, OpKind
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
@@ -290,7 +291,7 @@ class Lowering:
             results = done(self._inline(graph, inputs, channels))
             return results.outputs, results.written, channels.take(streams)
 
-        function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "graph"
+        function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return kept(function)
 
 

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from popxl.core.aliasing import reachable
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of

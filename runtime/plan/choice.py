@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from functools import cache
 
 from popxl.core.aliasing import callees_first, reachable
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
-from popxl.op import Op
 from runtime.plan.placement import Places, can_enter
 from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import Encoding, Structures, encoded

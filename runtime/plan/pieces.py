@@ -13,10 +13,10 @@ import numpy as np
 
 from popxl.base.nesting import Nested
 from popxl.core.printing import summary
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import lower

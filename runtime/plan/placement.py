@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import cached_property
 
 from popxl.core.aliasing import callees_first
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.ops.repeat import left_on
 from runtime.lowering.lower import view_of
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from popxl.base.nesting import Nested
 from popxl.core.aliasing import storages
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
-from popxl.op import Op
 from runtime.lowering.effects import Channel
 from runtime.plan.choice import Choice
 from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Values, Way

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from popxl.op import Op, OpKind, Overwrites
+from popxl.core.traits import Overwrites
 from popxl.ops.host import init_kind
 
 turn_kind = OpKind(

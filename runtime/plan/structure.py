@@ -17,10 +17,10 @@ import numpy as np
 
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 from popxl.graph import Graph
-from popxl.op import Op
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import Stream
 

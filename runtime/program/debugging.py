@@ -20,10 +20,10 @@ from popxl.base.log import Logger
 from popxl.base.nesting import Nested, doing
 from popxl.base.pages import Table
 from popxl.core.printing import line
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses, is_loop
 from popxl.errors import NonFiniteError, PopxlError
-from popxl.op import Op
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
 from runtime.lowering.effects import Channel, Channels

@@ -171,6 +171,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.filterwarnings("ignore::popxl.errors.UnusedTransferWarning")  # the program is to differ by that alone
 def test_another_program_has_another_file(other, session, folder):
     session(Program())
     program = other()

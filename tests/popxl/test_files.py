@@ -13,7 +13,7 @@ import pytest
 import popxl
 from popxl.base.files import drafted, parsed, replace_file, replaced_file, sealed, unsealed
 from popxl.base.pages import Picture
-from popxl.program import saving
+from popxl.program import writing
 from popxl_addons import checkpoint
 
 KILLED = """
@@ -101,7 +101,7 @@ def test_what_somebody_still_writes_is_left_alone(tmp_path: Path, make) -> None:
 
 def test_two_that_save_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One comes between the numbers and the program of the other, and does not take the numbers for old ones."""
-    original = saving.replace_file
+    original = writing.replace_file
 
     def late(path: Path, content: bytes) -> None:
         monkeypatch.undo()
@@ -109,7 +109,7 @@ def test_two_that_save_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert loaded(tmp_path / "program") == 2
         original(path, content)
 
-    monkeypatch.setattr(saving, "replace_file", late)
+    monkeypatch.setattr(writing, "replace_file", late)
     program(1.0).save(tmp_path / "program")
     assert loaded(tmp_path / "program") == 1
     assert len(names(tmp_path)) == 2

@@ -46,7 +46,8 @@ def op(program: Program, kind: str) -> Program:
 
 
 def tensor(program: Program, id: str) -> Program:
-    return next(t for graph in program["graphs"] for t in graph["tensors"] if t["id"] == id)
+    known = (t for graph in program["graphs"] for t in (*graph["tensors"], *graph["streams"]))
+    return next(t for t in known if t["id"] == id)
 
 
 def part(program: Program) -> Program:

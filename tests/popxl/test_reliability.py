@@ -221,9 +221,9 @@ def test_a_replaced_file_can_be_read_by_others(tmp_path):
 def test_a_program_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     ir, pair = two_that_are_alike()
     ir.save(tmp_path / "program")
-    from popxl.program import saving
+    from popxl.program import reading
 
-    original = saving._read_program
+    original = reading._read_program
 
     def replaced(text):
         monkeypatch.undo()
@@ -231,7 +231,7 @@ def test_a_program_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
         ir.save(tmp_path / "program")
         return original(text)
 
-    monkeypatch.setattr(saving, "_read_program", replaced)
+    monkeypatch.setattr(reading, "_read_program", replaced)
     assert popxl.Ir.load(tmp_path / "program").main_graph.variables[0].data[0] == 7
 
 

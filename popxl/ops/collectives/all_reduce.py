@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from popxl.base.names import camel
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import OnIpus
 from popxl.errors import PopxlError, UndefinedValue
-from popxl.op import OpKind
 from popxl.ops.collectives.collectives import OP_MAP, CollectiveOps, to_collective_op
 from popxl.ops.families import public
 from popxl.ops.host import init
@@ -108,7 +109,7 @@ def _over_ipus(
         gradient=gradient,
         result="all_reduce_out_{i}",
         traits=[OnIpus("ipus")],
-        key="".join(part.capitalize() for part in name.split("_")),
+        key=camel(name),
     )
 
     def over_ipus(ts: Sequence[Tensor], ipus: Sequence[int] | None = None, op: CollectiveOps = "add") -> list[Tensor]:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import BetweenReplicas
+from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
-from popxl.op import REFUSED, OpKind
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.shape import flatten, reshape, transpose

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from popxl import dtypes
 from popxl.core.create import constant
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, product
 from popxl.values.shapes import like_first, meta_shape_of

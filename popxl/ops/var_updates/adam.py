@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Colocated, Overwrites
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.families import public
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Overwrites, always
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.values.shapes import like_first, meta_shape_of, same_dtype
 from popxl.values.spec import TensorSpec
 

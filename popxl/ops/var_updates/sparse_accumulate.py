@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
-from popxl.op import OpKind
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, product

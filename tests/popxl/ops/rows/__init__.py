@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tests.popxl.ops.rows.code_copy import CODE_COPY
 from tests.popxl.ops.rows.collectives import COLLECTIVES
 from tests.popxl.ops.rows.convert import CONVERT
+from tests.popxl.ops.rows.cutting import CUTTING
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
 from tests.popxl.ops.rows.float8 import FLOAT8
 from tests.popxl.ops.rows.graphs import GRAPHS
@@ -33,6 +34,7 @@ ROWS: Sequence[Row] = [
     *CONVERT,
     *REDUCE,
     *SHAPE,
+    *CUTTING,
     *INDEX,
     *SCATTER,
     *SORTING,

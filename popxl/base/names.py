@@ -1,0 +1,20 @@
+"""Names made of other names."""
+
+from __future__ import annotations
+
+import re
+
+
+def camel(name: str) -> str:
+    """`"logical_not"`, `"logical-not"` → `"LogicalNot"`. Capitals inside of a word stay."""
+    return "".join(part[:1].upper() + part[1:] for part in re.split(r"\W|_", name))
+
+
+def snake(name: str) -> str:
+    """`"LogicalNot"` → `"logical_not"`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def identifier(text: str) -> str:
+    """`"linear_subgraph(0)"` → `"linear_subgraph_0"`."""
+    return re.sub(r"\W+", "_", text).strip("_")

@@ -1,0 +1,444 @@
+"""What an op is: a declaration, `OpKind`. Its records in graphs are in `popxl.core.recording`.
+
+Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and beside it what JAX cannot know
+(the names of the results, the gradient where it is not simply JAX's, what is overwritten or shared in place).
+Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on
+arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lowering.lower`, how it is
+differentiated in `popxl.transforms.autodiff`.
+
+    sin = OpKind("Sin", jnp.sin)
+    y = sin(x)                       # x, y: tensors of the current graph
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from popxl.base.names import snake
+from popxl.context import get_current_context
+from popxl.core.recording import Op, at_this_line, check_colocated, foreign_tensor, not_a_tensor
+from popxl.core.tensor import Tensor
+from popxl.core.tracing import abstract_evaluation, trace
+from popxl.core.traits import (
+    VJP,
+    BetweenReplicas,
+    Colocated,
+    Drops,
+    Effect,
+    Exchange,
+    Mark,
+    OnIpus,
+    Overwrites,
+    Placed,
+    Requirement,
+    Runs,
+    StandsFor,
+    Trait,
+    View,
+)
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.values.shapes import like_first
+from popxl.values.spec import TensorSpec, brief
+
+__all__ = ["OpKind"]
+
+Specs = TensorSpec | Sequence[TensorSpec]
+T = TypeVar("T")
+
+
+class OpKind:
+    """The declaration of an op. Call it on tensors to add the op to the current graph.
+
+    The parameters of `lowering` say what the op takes. Positional ones are operands: tensors in a graph, arrays when
+    it runs. An operand that has a default may instead be given a plain value (`None`, a number), which then becomes
+    part of the op. Keyword-only parameters are attributes: plain values, fixed when the op is created.
+
+    Args:
+        name: what printed graphs call the op, for example `"MatMul"`.
+        lowering: the meaning of the op: a JAX function of the operands (arrays) and the attributes, returning one
+            array, or a tuple of arrays.
+        shape: the function's counterpart on specs: given tensors in place of arrays, it returns the `TensorSpec` of
+            the result (or a sequence of them), or raises. Left out, it is derived from `lowering` by abstract
+            evaluation.
+        gradient: how gradients flow. `VJP` (the default) takes JAX's derivative of `lowering`; `None` lets none
+            pass; `REFUSED` makes autodiff raise. A mapping from operand names to rules gives gradients to these
+            operands only. A rule is written with ops, and its parameters say what it reads: `g`, the incoming
+            gradient (`gs`, those of all results); an operand or an attribute, by name; `out`, the result (`outs`, all
+            of them); `<operand>_spec`, the spec of an operand; `attributes`, all there are; and where the last operand
+            stands for several, `i`, `operand` and `operand_spec`, the one in question. Operands and results that it
+            reads are kept alive. A rule that returns another shape than the operand's is summed over the broadcast
+            axes. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run graphs.
+        result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
+            the result where there are several; a tuple names several results.
+        traits: what else is true of the op, as values of `popxl.core.traits`: that it overwrites operands, is a view,
+            has effects, talks to other replicas, ...
+        operands: names of the operands, where those of `lowering`'s parameters would not do.
+        key: what saved programs call the op, where several share a name. By default the name.
+        derivation: for an op that was made from another, how; saved programs keep that in place of a key.
+
+    Example:
+        Any JAX function becomes an op, with its gradient, in one statement.
+
+        >>> softplus = popxl.OpKind("Softplus", jax.nn.softplus)
+        >>> with ir.main_graph:
+        ...     y = softplus(x)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lowering: Callable[..., Any],
+        *,
+        shape: Callable[..., Specs] | None = None,
+        gradient: Mapping[str, Callable[..., Any]] | Callable[..., Any] | Mark | None = VJP,
+        result: str | tuple[str, ...] | None = None,
+        traits: Iterable[Trait] = (),
+        operands: tuple[str, ...] | None = None,
+        key: str | None = None,
+        derivation: Any = None,
+    ) -> None:
+        self.name = name
+        self.key = key or name
+        self.derivation = derivation
+        if derivation is None:
+            _declared[self.key] = self
+        self.lowering = lowering
+        self.shape = shape
+        self.gradient = gradient
+        self.result = result if result is not None else f"{snake(name)}_out"
+        self._memory: dict[tuple[Any, ...], Any] = {}
+        self._renamed = operands
+        self._take(tuple(traits))
+        parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
+        if self.between_replicas:
+            parameters = parameters.with_groups()
+        self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
+        self._parameters = parameters
+        for trait in self.traits:
+            trait.check(self)
+
+    def _take(self, traits: tuple[Trait, ...]) -> None:
+        """Take the traits apart: everybody asks for them, and often."""
+        self.traits = traits
+        self.requirements = tuple(trait for trait in traits if isinstance(trait, Requirement))
+        others = [trait for trait in traits if not isinstance(trait, Requirement)]
+        known: dict[type, Any] = {type(trait): trait for trait in others}
+        if len(known) < len(others) or not all(isinstance(trait, Trait) for trait in traits):
+            raise TypeError(
+                f"OpKind: the `traits` of {self.name} are {traits}; expected values of `popxl.core.traits`, each kind "
+                "of trait once (but for requirements)."
+            )
+        self.view: View | None = known.get(View)
+        self.overwrites: Overwrites | None = known.get(Overwrites)
+        self.runs: Runs | None = known.get(Runs)
+        self.graphs = () if self.runs is None else self.runs.graphs  # names of the attributes that hold graphs
+        self.stands_for: StandsFor | None = known.get(StandsFor)
+        self.placed: Placed | None = known.get(Placed)
+        self.effect = Effect in known
+        self.exchange: str = known[Exchange].attribute if Exchange in known else ""
+        self.between_replicas = BetweenReplicas in known
+        self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
+        self.drops: Drops | None = known.get(Drops)
+        self.aliased = self.overwrites is not None and self.overwrites.aliased
+        anywhere = () if self.runs or self.stands_for or self.ipus else None
+        self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
+
+    @property
+    def is_carried_out_by_others(self) -> bool:
+        """Whether it takes more than its function, called on arrays, to carry the op out."""
+        return bool(self.runs or self.stands_for or self.exchange or self.between_replicas or self.effect)
+
+    def check_operands(self, names: Iterable[str], does: str) -> None:
+        """`TypeError` if there is no operand of one of these names."""
+        for name in names:
+            if name not in self._operands:
+                raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its operands are {self._operands}.")
+
+    def check_attribute(self, name: str, does: str) -> None:
+        """`TypeError` if there is no attribute of this name."""
+        known = self._parameters.attributes
+        if known is not None and self._renamed is None and name not in known:
+            raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its attributes are {tuple(known)}.")
+
+    def __repr__(self) -> str:
+        return f"OpKind[{self.name}]"
+
+    @staticmethod
+    def named(key: str) -> OpKind | None:
+        """The op that was last declared under this key, if somebody still has it."""
+        return _declared.get(key)
+
+    def inplace(self, name: str, result: str, **changes: Any) -> OpKind:
+        """The same op, overwriting its first operand and returning an alias of it."""
+        traits = [
+            Overwrites(self._operands[0]),
+            *(trait for trait in self.traits if isinstance(trait, BetweenReplicas)),
+        ]
+        settings = {"shape": like_first, "operands": self._renamed, "traits": traits} | changes
+        return OpKind(name, self.lowering, result=result, **settings)
+
+    def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
+        """The lowering as a function of arrays only: those of the named operands (by default, of the first ones).
+
+        The same object for the same arguments, so that what JAX traced is found again.
+        """
+
+        def function(*arrays: Any) -> Any:
+            if names is None:
+                return self.lowering(*arrays, **attributes)
+            return self.lowering(**dict(zip(names, arrays, strict=True)), **attributes)
+
+        return self.remembered(("on_arrays", names, tuple(attributes.items())), lambda: function)
+
+    def remembered(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` made for this key before. It is kept with the declaration, and gone with it.
+
+        Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
+        than any Ir.
+        """
+        if _holds_graph(key):
+            return make()
+        try:
+            if key not in self._memory:
+                self._memory[key] = make()
+            return self._memory[key]
+        except TypeError:  # from the hash
+            return make()
+
+    def modified(self, attributes: Mapping[str, Any], names: Sequence[str] | None = None) -> frozenset[int]:
+        """Positions of the inputs that an op overwrites: one with these attributes, and inputs of these names."""
+        if self.overwrites is None:
+            return frozenset()
+        return self.overwrites.among(self._operands if names is None else names, attributes)
+
+    # Recording ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *operands: Any, results: Sequence[str | None] | None = None, **attributes: Any) -> Any:
+        """Add the op to the current graph.
+
+        Args:
+            *operands: tensors of the current graph (plain values too, for operands that have a default).
+            results: names of the result tensors, instead of those declared.
+            **attributes: the op's attributes.
+
+        Returns:
+            The result tensor; a tuple of tensors if the op has several; `None` if it has none.
+        """
+        op, single = self._record(operands, attributes, results)
+        return op.outputs[0] if single else (op.outputs or None)
+
+    def record(self, *operands: Any, results: Sequence[str | None] | None = None, **attributes: Any) -> Op:
+        """As a call, but returns the op."""
+        return self._record(operands, attributes, results)[0]
+
+    def _record(
+        self, operands: tuple[Any, ...], attributes: dict[str, Any], results: Sequence[str | None] | None
+    ) -> tuple[Op, bool]:
+        """The new op, and whether it is declared to have just one result."""
+        context = get_current_context()
+        graph = context.graph
+        inputs, names, attributes, specs = self._checked(operands, attributes, graph)
+        op = Op(self, graph, inputs, names, attributes, context)
+        single = isinstance(specs, TensorSpec)
+        several = (specs,) if single else specs
+        graph.append(op, several, op.result_names(len(several)) if results is None else results)  # type: ignore[arg-type]
+        context.op_created(op)
+        return op, single
+
+    def check(self, *operands: Any, **attributes: Any) -> None:
+        """Make all the checks of a call, and add nothing: for functions that are made of several ops."""
+        self._checked(operands, attributes, get_current_context().graph)
+
+    def _checked(
+        self, operands: tuple[Any, ...], attributes: dict[str, Any], graph: Graph
+    ) -> tuple[tuple[Tensor, ...], tuple[str, ...] | None, dict[str, Any], Specs]:
+        """Inputs, their names if some operand is a plain value, attributes, and specs of the results."""
+        names = None
+        plain: dict[str, Any] = {}
+        try:
+            if attributes:
+                operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
+            inputs = self._tensors(operands, graph)
+            if len(inputs) < len(operands):
+                named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
+                names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
+                plain = {name: operand for name, operand in named.items() if name not in names}
+            if len(inputs) > 1 and self.colocated != ():
+                check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
+        except (ValueError, TypeError) as problem:
+            raise type(problem)(f"{problem} {at_this_line(graph)}") from None
+        specs = self._infer(operands, inputs, names, attributes, plain, graph)
+        return inputs, names, attributes | plain, specs
+
+    def verify(self, op: Op) -> None:
+        """Raise if an op of this kind does not have the results that its inputs and attributes give it."""
+        operands, attributes = self.arguments(op, op.inputs)
+        plain = {name: value for name, value in op.attributes.items() if name not in attributes}
+        self._tensors(operands, op.graph)
+        self._parameters.check_attributes(self.name, attributes)
+        specs = self._infer(operands, op.inputs, op.operands, attributes, plain, op.graph)
+        expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
+        if op.gains:  # it need not have gained what its graph has
+            expected = expected[: len(op.outputs)]
+        if expected != [t.spec.to_tuple() for t in op.outputs]:
+            shown = ", ".join(map(brief, op.outputs))
+            raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
+
+    def try_out(self, op: Op) -> None:
+        """Raise if the function of an op cannot be traced: a rule for shapes does not look at all attributes.
+
+        An op that others carry out is left to these.
+        """
+        if self.shape is not None and not self.is_carried_out_by_others:
+            given, made = (tuple(t.spec for t in tensors) for tensors in (op.inputs, op.outputs))
+            key = ("traced", op.operands, tuple(op.attributes.items()), given, made)
+            self.remembered(key, lambda: trace(op.on_arrays(), given, made) is not None)
+
+    def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Operands and attributes that make the same op of other inputs."""
+        if op.operands is None:
+            return tuple(inputs), dict(op.attributes)
+        known = op.attributes | dict(zip(op.operands, inputs, strict=True))
+        operands = tuple(known[name] for name in self._operands if name in known)
+        return operands, {name: value for name, value in op.attributes.items() if name not in self._operands}
+
+    def operand_names(self, count: int) -> tuple[str, ...]:
+        """Names of the first `count` operands."""
+        if self._variadic:
+            several = self._operands[-1]
+            return self._operands[:-1] + tuple(f"{several}[{i}]" for i in range(count - len(self._operands) + 1))
+        return self._operands[:count]
+
+    def _tensors(self, operands: tuple[Any, ...], graph: Graph) -> tuple[Tensor, ...]:
+        """The tensors among the operands, after the checks that every op makes."""
+        here = graph.ref
+        for i, operand in enumerate(operands):
+            if isinstance(operand, Tensor):
+                if operand.graph_ref is not here:
+                    raise foreign_tensor(self.name, self.operand_names(i + 1)[i], operand, graph)
+            elif i < self._required or self._variadic:
+                raise not_a_tensor(self.name, self.operand_names(i + 1)[i], operand)
+        if len(operands) == len(self._operands):  # by far the most common case, and it skips the comprehension
+            if all(isinstance(operand, Tensor) for operand in operands):
+                return operands
+        elif len(operands) < self._required or (len(operands) > len(self._operands) and not self._variadic):
+            raise TypeError(f"{self.name}: takes the operands {self._operands}; {len(operands)} were given.")
+        return tuple(operand for operand in operands if isinstance(operand, Tensor))
+
+    def _infer(
+        self,
+        operands: tuple[Any, ...],
+        inputs: tuple[Tensor, ...],
+        names: tuple[str, ...] | None,
+        attributes: dict[str, Any],
+        plain: dict[str, Any],
+        graph: Graph,
+    ) -> Specs:
+        """Specs of the results; errors are told with the operands and the user's source line."""
+        try:
+            if self.shape is not None:
+                return self.shape(*operands, **attributes)
+            return abstract_evaluation(self.on_arrays(names, attributes | plain), [t.spec for t in inputs])
+        except (PopxlError, ValueError, TypeError) as problem:
+            named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
+            # An op that runs a graph names the input in question itself.
+            shown = "" if self.runs else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
+            here = f"Here {shown}. " if shown else ""
+            raise type(problem)(f"{self.name}: {problem} {here}{at_this_line(graph)}") from None
+
+
+_declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()
+
+
+def _holds_graph(value: Any) -> bool:
+    """Whether a value, or one inside of it, is a graph or a tensor."""
+    if isinstance(value, tuple | list | frozenset):
+        return any(map(_holds_graph, value))
+    return isinstance(value, Tensor | Graph)
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """What the parameters of a lowering say.
+
+    Attributes:
+        operands: names of the operands.
+        required: how many of them have no default.
+        variadic: the last operand stands for any number of tensors.
+        defaults: defaults of the operands that have one.
+        attributes: names of the attributes, and whether each has to be given; `None` if any name will do.
+    """
+
+    operands: tuple[str, ...]
+    required: int
+    variadic: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, bool] | None = None
+
+    @staticmethod
+    def of(lowering: Callable[..., Any]) -> _Parameters:
+        """Of a function."""
+        by_kind: dict[Any, list[inspect.Parameter]] = defaultdict(list)
+        for parameter in inspect.signature(lowering).parameters.values():
+            by_kind[parameter.kind].append(parameter)
+        single = by_kind[_POSITIONAL_ONLY] + by_kind[_POSITIONAL]
+        defaults = {p.name: p.default for p in single if p.default is not p.empty}
+        attributes = {p.name: p.default is p.empty for p in by_kind[_KEYWORD_ONLY]}
+        return _Parameters(
+            operands=tuple(p.name for p in single + by_kind[_SEVERAL]),
+            required=len(single) - len(defaults),
+            variadic=bool(by_kind[_SEVERAL]),
+            defaults=defaults,
+            attributes=None if by_kind[_ANY_KEYWORD] else attributes,
+        )
+
+    def check_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """`TypeError` if an attribute is missing, or one too many."""
+        known = self.attributes
+        if known is None:
+            return
+        odd = [n for n, required in known.items() if required and n not in attributes] + [*attributes.keys() - known]
+        if odd:
+            raise TypeError(f"{name}: the attributes {sorted(odd)} are missing, or too many; there are {[*known]}.")
+
+    def with_groups(self) -> _Parameters:
+        """Where the function takes a group: an op has what makes one."""
+        if self.attributes is None:
+            return self
+        own = {key: required for key, required in self.attributes.items() if key != "group"}
+        return replace(self, attributes=own | {"stride": True, "group_size": True})
+
+    def sorted_out(
+        self, name: str, operands: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Operands and attributes, where operands may have been given by name. `TypeError` for an unknown name."""
+        attributes = {key: value for key, value in keywords.items() if key not in self.operands}
+        if len(attributes) < len(keywords):
+            last = max(self.operands.index(key) for key in keywords if key in self.operands)
+            for operand in self.operands[len(operands) : last + 1]:
+                if operand not in keywords and operand not in self.defaults:
+                    raise TypeError(f"{name}: the operand `{operand}` is missing.")
+                operands += (keywords.get(operand, self.defaults.get(operand)),)
+        if self.attributes is not None and not attributes.keys() <= self.attributes.keys():
+            unknown = ", ".join(f"`{key}`" for key in attributes if key not in self.attributes)
+            raise TypeError(
+                f"{name}: there is no parameter {unknown}; the operands are {self.operands}, the attributes "
+                f"{tuple(self.attributes)}."
+            )
+        for key, value in attributes.items():
+            if isinstance(value, Tensor):
+                raise TypeError(f"{name}: `{key}` is an attribute, a plain value; got {value!r}.")
+        return operands, attributes
+
+
+_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_SEVERAL = inspect.Parameter.VAR_POSITIONAL
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD

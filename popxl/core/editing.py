@@ -1,0 +1,178 @@
+"""How ops of a graph get another order, are replaced, and go to another graph: what is checked, and what changes then.
+
+Reached as `Graph.reorder`, `Graph.replace` and `Graph.move`, where it is said what each is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+from popxl.base.sequence import Sequencer, with_ids_replaced
+from popxl.context import get_current_context
+from popxl.core.dependencies import dependencies
+from popxl.core.tensor import Tensor
+from popxl.errors import PopxlError
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.graph import Graph
+
+__all__ = ["move", "reorder", "replace"]
+
+
+def reorder(graph: Graph, ops: Iterable[Op]) -> None:
+    """See `Graph.reorder`."""
+    ops = list(ops)
+    if len(ops) != len(graph.ops) or {*ops} != {*graph.ops}:
+        raise PopxlError(f"reorder: the new order of {graph.title} has to name each of its ops once.")
+    needs = dependencies(graph)
+    met: set[Op] = set()
+    for op in ops:
+        if late := needs[op].all - met:
+            first = min(late, key=graph.ops.index)
+            raise PopxlError(
+                f"reorder: {op!r} ({op.source}) has to come after {first!r} ({first.source}) in {graph.title}."
+            )
+        met.add(op)
+    graph.ops = ops
+    graph.ir.edits.note()
+
+
+def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
+    """See `Graph.replace`."""
+    start, inputs, outputs = _replaceable(graph, ops)
+    first, as_it_was, tensors = ops[0], graph.ops, graph._tensors
+    count = len(as_it_was)
+    context = get_current_context()
+    place = context.set(
+        ipu_id=first.ipu,
+        io_tile_set=first.io_tiles,
+        execution_context=first.execution_context,
+        scope_prefix=first.name.removesuffix(first.op_type),
+        sequence=Sequencer(),
+    )
+    with context.hooks_held_back():
+        graph.ops, graph._tensors = [*as_it_was], {**tensors}
+        try:
+            with graph, place:
+                made = by(*inputs)
+            results = [made] if isinstance(made, Tensor) else list(made or ())
+            _check_replacement(graph, outputs, results, graph.ops[count:], {*graph.ops[start:count]})
+        except BaseException:
+            for op in graph.ops[count:]:
+                for callee in op.called_graphs:
+                    callee.call_sites.remove(op)
+            graph.ops, graph._tensors = as_it_was, tensors
+            raise
+        _put_in_place(graph, start, ops, graph.ops[count:], dict(zip(results, outputs, strict=True)))
+
+
+def _replaceable(graph: Graph, ops: Sequence[Op]) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Where in the schedule some ops are, all their inputs, and all their outputs."""
+    start = graph.ops.index(ops[0]) if ops and ops[0] in graph.ops else -1
+    if start < 0 or graph.ops[start : start + len(ops)] != list(ops):
+        raise PopxlError(f"replace: {list(ops)} are not ops that follow each other in {graph.title}.")
+    inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
+    if not {*outputs}.isdisjoint(inputs) or any(op.kind.view is not None for op in ops):
+        raise PopxlError(f"replace: of {list(ops)}, one is a view, or needs the result of another.")
+    return start, inputs, outputs
+
+
+def _check_replacement(
+    graph: Graph, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
+) -> None:
+    """Check tensors that are to take the place of outputs, and that their ops need none of the `later` ones."""
+    own = [t for op in new if op.kind.view is None for t in op.outputs]
+    if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
+        raise PopxlError(
+            f"replace: for the results {list(outputs)} the new ops have to make {len(outputs)} tensors, no views; "
+            f"got {list(results)}."
+        )
+    for t, result in zip(outputs, results, strict=True):
+        same_storage = t._origin is result._origin
+        if t.spec != result.spec or not same_storage:
+            what = "another spec" if same_storage else "storage that is shared otherwise"
+            raise PopxlError(f"replace: {result!r}, which is to take the place of {t!r}, has {what}.")
+    for op in new:
+        for t in op.inputs:
+            if t.producer in later:
+                raise PopxlError(f"replace: {op!r} needs {t!r}, which is made later in {graph.title}.")
+
+
+def _put_in_place(
+    graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]
+) -> None:
+    """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
+    for op in new:
+        inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
+        op.edit(inputs=inputs, outputs=outputs)
+    for result, t in given.items():
+        t._producer = result._producer
+        graph.forget(result)
+    for op in old:
+        for callee in op.called_graphs:
+            callee.call_sites.remove(op)
+    gone, come = {op.id for op in old}, [op.id for op in new]
+    before = tuple(dict.fromkeys(id for op in old for id in op.after if id not in gone))
+    for op in new:
+        op.after = before + op.after
+    graph.ops = [*graph.ops[:start], *new, *graph.ops[start + len(old) : len(graph.ops) - len(new)]]
+    graph.ir.edits.note()
+    for op in graph.ops:
+        if not gone.isdisjoint(op.after):
+            op.after = with_ids_replaced(op.after, gone, come)
+    get_current_context().sequence.replace(gone, come)
+
+
+def move(graph: Graph, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
+    """See `Graph.move`."""
+    going = {*ops}
+    moved = [op for op in graph.ops if op in going]
+    made = {t for op in moved for t in op.outputs}
+    _check_move(graph, going, made, into, given)
+    goes = {op.id: op in going for op in graph.ops}
+    nearest: dict[tuple[int, bool], tuple[int, ...]] = {}  # the ops that come just before one, in either graph
+    for op in graph.ops:
+        for side in (True, False):
+            before = (id for a in op.after for id in ((a,) if goes[a] is side else nearest[a, side]))
+            nearest[op.id, side] = tuple(dict.fromkeys(before))
+    sequence = get_current_context().sequence
+    for op in graph.ops:
+        op.after = nearest[op.id, goes[op.id]]
+        if goes[op.id]:
+            sequence.replace({op.id}, nearest[op.id, False])
+    graph.ops = [op for op in graph.ops if op not in going]
+    for op in moved:
+        for callee in op.called_graphs:
+            callee.call_sites.remove(op)
+        for t in op.outputs:
+            graph.forget(t)
+            into._adopt(t, t.name)
+        op.edit(inputs=tuple(t if t in made else given[t] for t in op.inputs), _graph=into.ref)
+        into.take_in(op)
+
+
+def _check_move(
+    graph: Graph, going: AbstractSet[Op], made: AbstractSet[Tensor], into: Graph, given: Mapping[Tensor, Tensor]
+) -> None:
+    """Check that ops can go to another graph, with the tensors that they make."""
+    if strangers := going - {*graph.ops}:
+        raise PopxlError(f"move: {[*strangers]} are not ops of {graph.title}.")
+    if into is graph or into.ir is not graph.ir or into.call_sites:
+        raise PopxlError(f"move: {into!r} has to be another graph of the same Ir, and one that nothing calls.")
+    for op in graph.ops:
+        for t in op.inputs:
+            twin = given.get(t)
+            if op not in going and t in made:
+                raise PopxlError(f"move: {op!r} ({op.source}) stays in {graph.title} and needs {t!r}, which goes.")
+            if op not in going or t in made:
+                continue
+            if twin is None or twin.graph_ref is not into.ref or twin.spec.to_tuple() != t.spec.to_tuple():
+                raise PopxlError(
+                    f"move: {op!r} ({op.source}) reads {t!r}, which stays in {graph.title}; `given` has to say what "
+                    f"it reads instead: a tensor of {into.title}, of the same spec. It says {twin!r}."
+                )
+    if outputs := made & {*graph._outputs}:
+        raise PopxlError(f"move: {[*outputs]} are outputs of {graph.title}; they have to stay.")

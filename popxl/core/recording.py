@@ -1,0 +1,305 @@
+"""The record of an op in a graph, `Op`, and the checks that every op makes before it is recorded.
+
+An op is one use of a declaration (`popxl.core.declaration`), and comes to be when that is called. Here is what is known
+of it, and how it is edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from popxl.base.names import snake
+from popxl.base.source import DebugRecord, SourceLocation
+from popxl.context import user_frame
+from popxl.core.tensor import Location, Tensor
+from popxl.core.traits import Run
+from popxl.errors import PopxlError, PopxlInternalError
+from popxl.graph import Graph
+
+if TYPE_CHECKING:
+    from popxl.context import Context
+    from popxl.core.declaration import OpKind
+    from popxl.tensorlocation import ExecutionContext
+
+__all__ = ["Op", "at_this_line", "check_colocated", "foreign_tensor", "not_a_tensor"]
+
+
+class Op:
+    """One op in a graph: what it is, what it reads and makes, where it runs, and the line that created it.
+
+    Attributes:
+        kind: the declaration.
+        id: number of the op, unique in the Ir; the first op has 100.
+        inputs: the tensors read, in the order of the kind's operands. Operands given as plain values are attributes.
+        outputs: the tensors made.
+        attributes: the plain values, by name.
+        modified: positions of the inputs that the op overwrites.
+        ipu, io_tiles: placement of the op.
+        location: placement of its results; that of the op, but for copies.
+        execution_context: the part of the program that the op belongs to.
+        name: the active name scopes and the kind's name, joined by slashes.
+        after: ids of ops that `in_sequence` puts before this one. Creation order is always a legal order.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_graph",
+        "_made_at",
+        "after",
+        "attributes",
+        "execution_context",
+        "id",
+        "inputs",
+        "io_tiles",
+        "ipu",
+        "kind",
+        "location",
+        "modified",
+        "name",
+        "operands",
+        "outputs",
+    )
+
+    def __init__(
+        self,
+        kind: OpKind,
+        graph: Graph,
+        inputs: tuple[Tensor, ...],
+        operands: tuple[str, ...] | None,
+        attributes: dict[str, Any],
+        context: Context,
+    ) -> None:
+        self.kind = kind
+        self._graph = graph.ref
+        self.inputs = inputs
+        self.outputs: tuple[Tensor, ...] = ()
+        self.operands = operands
+        self.attributes: MappingProxyType[str, Any] = MappingProxyType(attributes)
+        self.modified = kind.modified(attributes, operands)
+        self.ipu = context.ipu_id
+        self.io_tiles = context.io_tile_set
+        here = (context.ipu_id, context.io_tile_set)
+        self.location: Location = here if kind.placed is None else kind.placed.place(inputs, attributes, here)
+        self.execution_context: ExecutionContext = context.execution_context
+        self.name = context.scope_prefix + kind.name
+        self._made_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
+        self.after: tuple[int, ...] = ()
+        self.id = -1  # given by the graph that the op is appended to
+
+    @classmethod
+    def restore(cls, kind: OpKind, graph: Graph, source: SourceLocation, **state: Any) -> Op:
+        """An op as it was: one that was saved, or a part of one that stands for several."""
+        op = object.__new__(cls)
+        op.kind, op._graph, op._made_at = kind, graph.ref, source
+        op._set(state)
+        return op
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, MappingProxyType(dict(value)) if name == "attributes" else value)
+
+    def edit(self, **state: Any) -> None:
+        """Change what the op is. Attributes of an op are set by this alone: a session that was made before can tell.
+
+        Args:
+            **state: new values, by the names of attributes. What they mean together is not checked.
+
+        Example:
+            >>> site.op.edit(modified=site.op.modified | {0})
+        """
+        graph = self.graph
+        self._set(state)
+        graph.ir.edits.note()
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that the op is in."""
+        graph = self._graph()
+        if graph is None:
+            raise ReferenceError(f"The Ir of the op {self} is gone; keep a reference to the Ir.")
+        return graph
+
+    def location_of(self, t: Tensor) -> Location:
+        """Where one of the results is."""
+        if not self.kind.ipus:
+            return self.location
+        return (self.attributes[self.kind.ipus][self.outputs.index(t)], self.location[1])
+
+    @property
+    def op_type(self) -> str:
+        """Name of the kind, as printed: `"MatMul"`."""
+        return self.kind.name
+
+    @property
+    def source(self) -> SourceLocation:
+        """The user's line that created the op."""
+        made_at = self._made_at
+        if isinstance(made_at, DebugRecord):
+            return made_at.location
+        return made_at if isinstance(made_at, SourceLocation) else SourceLocation.of(made_at)
+
+    @property
+    def debug_record(self) -> DebugRecord:
+        """Which call created the op: of a function with `popxl.context.op_debug_context`, or else of the op itself."""
+        if isinstance(self._made_at, DebugRecord):
+            return self._made_at
+        inputs, outputs = (tuple(t.id for t in tensors) for tensors in (self.inputs, self.outputs))
+        api = snake(self.op_type)
+        scopes = self.name.removesuffix(self.op_type)
+        return DebugRecord(api, f"{scopes}{api}", inputs, self.source.resolved, outputs)
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        """The ops that are carried out, in order, when this one is: itself, unless it stands for several."""
+        return (self,) if self.kind.stands_for is None else self.kind.stands_for.parts(self)
+
+    @property
+    def called_graphs(self) -> tuple[Graph, ...]:
+        """The graphs that the op runs."""
+        return tuple(self.attributes[name] for name in self.kind.graphs)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The same, each with what is bound to it."""
+        return () if self.kind.runs is None else self.kind.runs.of(self)
+
+    @property
+    def bases(self) -> tuple[Tensor, ...]:
+        """The inputs whose storage the first output shares: none, for an op whose results are its own."""
+        if self.kind.view is not None:
+            return self.inputs
+        return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
+
+    def again(self, inputs: Sequence[Tensor]) -> Op:
+        """Add the same op to the current graph, on other inputs."""
+        operands, attributes = self.kind.arguments(self, inputs)
+        return self.kind.record(*operands, results=[t.name for t in self.outputs], **attributes)
+
+    @property
+    def gains(self) -> bool:
+        """Whether the op gains a result for each output that its graph gains."""
+        return self.kind.runs is not None and self.kind.runs.gains is not None
+
+    def gain_output(self, output: Tensor) -> None:
+        """Add a result for an output that the op's graph has gained, if the op returns these."""
+        if not self.gains:
+            return
+        name, spec = output.name, self.kind.runs.gains(output.spec, self.attributes)  # type: ignore[union-attr,misc]
+        t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
+        t.made_by(self)
+        self.edit(outputs=(*self.outputs, t))
+
+    def gain_input(self, t: Tensor) -> None:
+        """Bind a tensor to the input that the op's graph has gained last. A loop passes it to each turn as it is.
+
+        Args:
+            t: a tensor of the graph that the op is in, which looks like the input.
+
+        Raises:
+            PopxlError: if this is no such tensor, or the op is neither a call nor a loop.
+        """
+        wanted = self.called_graphs[0].inputs[-1] if self.gains else None
+        if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():
+            raise PopxlError(f"{self!r} ({self.source}) cannot bind {t!r} to {wanted!r}, an input gained by its graph.")
+        self.edit(inputs=(*self.inputs, t))
+        t.used_by(self)
+        wanted.bound_to(t)
+
+    def trim_outputs(self, count: int) -> None:
+        """Take back the results after the first `count`. Nothing may use them."""
+        for t in self.outputs[count:]:
+            self.graph.forget(t)
+        self.edit(outputs=self.outputs[:count])
+
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of the inputs, as the kind's function calls them."""
+        return self.operands or self.kind.operand_names(len(self.inputs))
+
+    def apply(self, values: Sequence[Any], attributes: Mapping[str, Any] | None = None) -> Any:
+        """What the kind's function makes of values in place of the inputs, and of these attributes or its own."""
+        return self._call(self.kind.lowering, values, attributes=self.attributes if attributes is None else attributes)
+
+    def on_arrays(self) -> Callable[..., Any]:
+        """The op as a function of the arrays of its inputs."""
+        return self.kind.on_arrays(self.operands, self.attributes)
+
+    def put(self, bases: Sequence[Any], view: Any) -> Any:
+        """For a view op: its bases, with the view written into them."""
+        if self.kind.view is None:
+            raise PopxlInternalError(f"{self!r} is no view.")
+        return self._call(self.kind.view.put, bases, view, attributes=self.attributes)
+
+    def _call(
+        self, function: Callable[..., Any], values: Sequence[Any], *more: Any, attributes: Mapping[str, Any]
+    ) -> Any:
+        if self.operands is None:
+            return function(*values, *more, **attributes)
+        return function(*more, **dict(zip(self.operands, values, strict=True)), **attributes)
+
+    def result_names(self, count: int) -> Sequence[str]:
+        """Names for the results, made from what the kind declares."""
+        result = self.kind.result
+        if not isinstance(result, str):
+            return result
+        if "{" not in result:
+            return [result] * count
+        known = dict(zip(self.operand_names(), (t.name for t in self.inputs), strict=True)) | self.attributes
+        return [result.format(**known, i=i) for i in range(count)]
+
+    def __repr__(self) -> str:
+        return f"Op[{self.name}.{self.id}]"
+
+
+# What every op checks -----------------------------------------------------------------------------------------------
+
+
+def at_this_line(graph: Graph) -> str:
+    """Where a mistake is: the graph, and the user's line that is calling us."""
+    source = SourceLocation.of(user_frame())
+    return f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
+
+
+def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
+    """The error for an operand that is no tensor."""
+    if isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value):
+        remedy = (
+            "These are several tensors, such as a call returns: take one of them, as in `(y,) = ops.call(graph, x)`."
+        )
+    elif callable(getattr(value, "call", None)) or isinstance(value, Graph):
+        remedy = "A graph is no value: call it first, and take what the call returns."
+    else:
+        remedy = "Make a tensor of it with `popxl.constant(value, dtype)`."
+    return TypeError(f"{name}: `{operand}` must be a Tensor; got {value!r} ({type(value).__name__}). {remedy}")
+
+
+def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueError:
+    """The error for a tensor of another graph."""
+    home = t.graph_ref()
+    if home is None or home.ir is not graph.ir:
+        remedy = "It belongs to another Ir; a program is made of the tensors of one."
+    else:
+        remedy = (
+            f"It is in {home.title}. Pass it into the graph as an input (an argument of the function given to "
+            "`create_graph`, or `popxl.graph_input`) and bind it where the graph is called."
+        )
+    return ValueError(f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. {remedy}")
+
+
+def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tuple[str, ...] | None = None) -> None:
+    """`ValueError` if two tensors, of all or of those named in `which`, are on different IPUs or tile sets."""
+    for part, what, shown in ((0, "IPUs", "ipu"), (1, "tile sets", "tile_set")):
+        first: tuple[str, Tensor, Any] | None = None
+        for name, t in zip(names, tensors, strict=True):
+            place = t.location[part]
+            if place is None or (which is not None and name not in which):
+                continue
+            if first is None:
+                first = (name, t, place)
+            elif first[2] != place:
+                raise ValueError(
+                    f"The tensors `{first[0]}` and `{name}` are located on different {what}: "
+                    f"{getattr(first[1], shown)} and {getattr(t, shown)}. Copy one of them first (`ops.ipu_copy`, "
+                    "`ops.io_tile_copy`)."
+                )

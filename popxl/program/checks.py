@@ -1,0 +1,102 @@
+"""What no program in a file can be, as no sequence of calls of popxl makes it, or as nobody has the memory for it.
+
+Who has written a file is not known, so nothing in it is believed. What these find is a `ValueError`, and the file is
+refused before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
+from popxl.graph import Graph
+from popxl.values.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+LARGEST = 2**42
+"""So many bytes, 4 TiB, no array of a program in a file may have, nor all remote buffers or one stream: nobody has the
+memory. A file of a few lines could claim any number."""
+
+_MOST_CALLS = 10**8
+"""So many ops at most a program in a file may come to, if each call is written out. Graphs that call others twice, ten
+times over, make a thousand of one; thirty times over, nobody gets to the end."""
+
+_MOST_IPUS = 2**16
+
+
+def check(holds: bool, otherwise: str) -> None:
+    """`ValueError` unless something holds."""
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def once(what: str, ids: Iterable[object]) -> None:
+    """`ValueError` if a name or number is there twice."""
+    twice = [id for id, count in Counter(ids).items() if count > 1]
+    check(not twice, f"the {what} {', '.join(map(repr, twice[:3]))} is there twice")
+
+
+def sizes(values: Any) -> tuple[int, ...]:
+    """A shape. `ValueError` for what is none."""
+    check(isinstance(values, list) and all(type(v) is int and v >= 0 for v in values), f"{values!r} is no shape")
+    return tuple(values)
+
+
+def check_size(what: str, spec: TensorSpec, times: int = 1) -> None:
+    """`ValueError` if so many arrays of this spec are larger than any that there can be."""
+    size = math.prod(spec.shape) * spec.dtype.itemsize * times
+    check(size <= LARGEST, f"{what} would have {size} bytes; the most is {LARGEST}")
+
+
+def ipu_checked(location: tuple[int | None, bool | None]) -> tuple[int | None, bool | None]:
+    """A location. `ValueError` for an IPU that nobody has."""
+    ipu = location[0]
+    check(ipu is None or 0 <= ipu < _MOST_IPUS, f"there is no IPU {ipu}")
+    return location
+
+
+def check_places(t: Tensor) -> None:
+    """`ValueError` if a tensor is where a tensor is which is where it is."""
+    met = set()
+    here: Tensor | None = t
+    while here is not None:
+        check(here not in met, f"{t!r} is bound to itself")
+        met.add(here)
+        here = None if here._bound is None else here._bound()
+
+
+def check_overwritten(op: Op) -> None:
+    """`ValueError` if an op overwrites what ops of its kind do not, or as a call two inputs that are one."""
+    if not op.kind.graphs:
+        declared = op.kind.modified(op.attributes, op.operands)
+        check(op.modified == declared, f"{op!r} overwrites its inputs {[*op.modified]}, and not {[*declared]}")
+        return
+    check(all(0 <= i < len(op.inputs) for i in op.modified), f"{op!r} has no inputs {[*op.modified]} to overwrite")
+    twice = [op.inputs[i] for i in op.modified if op.inputs.count(op.inputs[i]) > 1]
+    check(not twice, f"{op!r} overwrites {twice}, which are bound twice")
+
+
+def check_calls(ir: Ir) -> None:
+    """`ValueError` for a graph that calls itself, whichever way, and for calls that nobody gets to the end of."""
+    waiting = {graph: len(graph.called_graphs) for graph in ir.graphs}
+    callers: dict[Graph, list[Graph]] = {graph: [] for graph in ir.graphs}
+    for graph in ir.graphs:
+        for callee in graph.called_graphs:
+            callers[callee].append(graph)
+    ready = [graph for graph, count in waiting.items() if not count]
+    ops: dict[Graph, int] = {}
+    for graph in ready:  # which grows meanwhile
+        ops[graph] = sum(1 + sum(ops[callee] for callee in op.called_graphs) for op in graph.ops)
+        check(ops[graph] <= _MOST_CALLS, f"the calls in {graph.title} come to {ops[graph]} ops")
+        for caller in callers[graph]:
+            waiting[caller] -= 1
+            if not waiting[caller]:
+                ready.append(caller)
+    endless = [graph.title for graph in ir.graphs if graph not in ops]
+    check(not endless, f"{', '.join(endless[:3])} would call itself")

@@ -1,0 +1,405 @@
+"""An `Ir` from a file: tensors and graphs, then ops, of the parts in `popxl.program.saved`. Reached as `Ir.load`.
+
+Who has written a file is not known, so nothing in it is believed. A program that no sequence of calls of popxl can have
+made is refused before anything is compiled. Session options that touch the machine are not in the file, and are not
+taken from it: they are for who runs the program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from popxl.base.files import digest, parsed, unsealed
+from popxl.base.source import SourceLocation
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.dtypes import dtype as dtype_
+from popxl.errors import PopxlError, UnreadableFileError
+from popxl.graph import Graph
+from popxl.ops.exchange import Part
+from popxl.options import OF_THE_RUN
+from popxl.program.checks import (
+    LARGEST,
+    check,
+    check_calls,
+    check_overwritten,
+    check_places,
+    check_size,
+    ipu_checked,
+    once,
+    sizes,
+)
+from popxl.program.saved import (
+    FORMAT,
+    SavedBuffer,
+    SavedGraph,
+    SavedOp,
+    SavedProgram,
+    SavedTensor,
+    Stamp,
+    safetensors_library,
+)
+from popxl.remote_buffer import RemoteBuffer
+from popxl.replica_grouping import ReplicaGrouping
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
+from popxl.transforms.from_jax import kind_with_key
+from popxl.transforms.op_gradient import Derivation, vjp_kind
+from popxl.values.spec import TensorSpec, brief
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+__all__ = ["load"]
+
+
+def load(path: str | os.PathLike[str], ir: Ir, traces: bool = True) -> None:
+    """Fill an empty Ir with the program in a file. See `Ir.load`.
+
+    Args:
+        path: the file.
+        ir: an Ir that is new.
+        traces: have JAX trace the functions of ops, where there is doubt. A program that comes with its executables,
+            which are trusted, need not wait for that.
+    """
+    path = Path(path)
+    text = path.read_bytes()
+    library = safetensors_library()
+    try:
+        while True:
+            program = _read_program(text)
+            try:
+                arrays = path.with_name(program.arrays).read_bytes()
+                break
+            except FileNotFoundError:
+                before, text = text, path.read_bytes()
+                if text == before:
+                    raise  # nobody has just put another program in its place
+        found = digest(arrays)[:16]
+        if not program.arrays.endswith(f"-{found}.safetensors"):
+            raise ValueError(f"{program.arrays!r} is not what was written; its digest is {found}")
+        numbers = library.numpy.load(arrays)
+    except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
+        raise _unreadable(path, problem) from problem
+    try:
+        _Reader(ir, program, numbers, traces).read()
+    except _Unknown:
+        raise
+    except Exception as problem:  # whatever the functions of ops raise for attributes that nobody can have given them
+        raise _unreadable(path, problem) from problem
+
+
+def _unreadable(path: Path, problem: Exception) -> UnreadableFileError:
+    told = str(problem)
+    if isinstance(problem, KeyError):
+        told = f"{problem} is missing"
+    elif not isinstance(problem, OSError | ValueError | PopxlError):
+        told = f"{type(problem).__name__}: {problem}"
+    told = told.rstrip(".") if len(told) < 1000 else f"{told[:1000]} ..."
+    return UnreadableFileError(
+        f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}. Take another copy, "
+        "or build the program and save it again."
+    )
+
+
+class _Unknown(PopxlError):
+    """The file is as it should be, and this process does not know what is in it."""
+
+
+def _read_program(text: bytes) -> SavedProgram:
+    content = parsed(text)
+    stamp = Stamp.model_validate(content)
+    if not 0 < stamp.format <= FORMAT:
+        raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
+    if stamp.format > 1 and not unsealed(text, stamp.digest):
+        raise ValueError("it is damaged: its digest differs")
+    options = content["options"]
+    if isinstance(options, dict) and (named := sorted(OF_THE_RUN & options.keys())):
+        if stamp.format > 1:
+            raise ValueError(f"it sets {', '.join(named)}, which are for who runs it")
+        content["options"] = {name: value for name, value in options.items() if name not in named}
+    return SavedProgram.model_validate(content)
+
+
+class _Reader:
+    """Makes a saved program again: tensors and graphs first, then the ops, in the order they run."""
+
+    def __init__(self, ir: Ir, program: SavedProgram, arrays: Mapping[str, np.ndarray], traces: bool) -> None:
+        self._ir = ir
+        self._traces = traces
+        self._program = program
+        self._arrays = arrays
+        self._graphs: dict[str, Graph] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._streams: dict[str, Stream] = {}
+        self._pieces: list[Tensor] = []
+
+    def read(self) -> None:
+        ir, program = self._ir, self._program
+        ir.options = program.options
+        ir.num_host_transfers = program.num_host_transfers
+        for buffer in program.buffers:
+            self._add_buffer(buffer)
+        once("graph", (saved.id for saved in program.graphs))
+        check(bool(program.graphs) and program.graphs[0].id == "", "the first graph is not the main graph")
+        ir.graphs = [Graph._make(ir, saved.id) for saved in program.graphs]
+        self._graphs = {graph.id: graph for graph in ir.graphs}
+        once("tensor", (t.id for saved in program.graphs for t in saved.tensors))
+        once("stream", (t.id for saved in program.graphs for t in saved.streams))
+        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
+            for tensor in saved.tensors:
+                graph._tensors[tensor.id] = self._tensors[tensor.id] = self._tensor(graph, tensor)
+            check(not graph.id or not saved.streams, f"{graph.title} has streams, and is not the main graph")
+            for stream in saved.streams:
+                t = graph._streams[stream.id] = self._tensor(graph, stream)
+                check(type(t) is Tensor, f"{t!r} stands for no stream")
+        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
+            graph._inputs = self._tensors_in(graph, saved.inputs, f"input of {graph.title}")
+            graph._outputs = self._tensors_in(graph, saved.outputs, f"output of {graph.title}")
+            graph.differentiable = saved.differentiable
+            graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
+            once(f"input of {graph.title}", saved.inputs)
+            check(bool(graph.id) or not saved.inputs, "the main graph has inputs")
+            for tensor in saved.tensors:
+                self._add_ties(self._tensors[tensor.id], tensor)
+        for t in self._tensors.values():
+            check_places(t)
+        once("op", (op.id for saved in program.graphs for op in saved.ops))
+        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
+            self._add_ops(graph, saved)
+        for graph in ir.graphs:
+            graph.call_sites.sort(key=lambda op: op.id)
+        check_calls(ir)
+        for graph in ir.graphs:
+            for op in graph.ops:
+                check_overwritten(op)
+                for checked in dict.fromkeys((op, *op.parts)):
+                    checked.kind.verify(checked)
+                    if self._traces:
+                        checked.kind.try_out(checked)
+        self._check_sizes()
+        self._set_counters()
+
+    def _add_buffer(self, saved: SavedBuffer) -> None:
+        spec = self._spec_of(saved.slot)
+        made = RemoteBuffer._make(self._ir, spec.shape, spec.dtype, saved.entries)
+        check(saved.shard_over is None or saved.shard_over > 0, f"{made!r} is cut into {saved.shard_over} pieces")
+        made.meta_shape, made.shard_over = spec.meta_shape, saved.shard_over
+
+    def _spec_of(self, saved: Any) -> TensorSpec:
+        spec = self.value(saved)
+        check(isinstance(spec, TensorSpec), f"{saved!r} is no spec")
+        return cast(TensorSpec, spec)
+
+    def _tensors_in(self, graph: Graph, ids: Iterable[str], what: str) -> list[Tensor]:
+        found = [self._tensors[id] for id in ids]
+        for t in found:
+            check(t.graph_ref is graph.ref, f"an {what} is {t.id!r}, of another graph")
+        return found
+
+    def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
+        check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
+        t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self._spec_of(saved.spec))
+        t.by_ref = saved.by_ref
+        t._used_at = ipu_checked(saved.used_at)
+        if isinstance(t, Variable):
+            check(not graph.id, f"{t!r} is not in the main graph")
+            t.replica_grouping = self.value(saved.grouping)
+            check(isinstance(t.replica_grouping, ReplicaGrouping), f"{t!r} has no replica grouping")
+            t.retrieval_mode = saved.retrieval_mode or "one_per_group"
+            t.location_info, t.piece = ON_DEVICE, None
+            if saved.remote is not None:
+                number, entry, sharded = saved.remote
+                buffer = self._buffer(number)
+                check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
+                t.location_info = LocationInfo(buffer, entry, sharded)
+            t._in_sync = True
+        if isinstance(t, Variable | Constant):
+            wanted, array = t.dtype.as_numpy(), self._arrays[t.id]
+            check(array.dtype == (np.uint8 if wanted.names else wanted), f"{t!r} has numbers of {array.dtype}")
+            t.data = array.view(wanted)
+            expected = t.shape_on_host if isinstance(t, Variable) else t.shape
+            check(t.data.shape == expected, f"{t!r} has numbers of the shape {t.data.shape}")
+        if isinstance(t, Constant):
+            t.data.flags.writeable = False
+        return t
+
+    def _add_ties(self, t: Tensor, saved: SavedTensor) -> None:
+        """What a tensor has to do with others, which are there by now."""
+        if saved.bound is not None:
+            t.bound_to(self._tensors[saved.bound])
+        check(not saved.by_ref or t in t.graph.inputs, f"{t!r} is by reference, and no input")
+        if saved.piece is None:
+            return
+        check(isinstance(t, Variable), f"{t!r} is no variable and is in pieces")
+        piece, buffer = self._tensors[saved.piece], t.location_info.buffer
+        check(type(piece) is Tensor and piece.graph_ref is t.graph_ref, f"the piece of {t!r} is {piece!r}")
+        fits = buffer is not None and piece.spec.to_tuple() == buffer.spec.to_tuple()
+        check(fits, f"the piece of {t!r} is {piece!r}, which is not what a slot of {buffer!r} holds")
+        t.piece = piece  # type: ignore[attr-defined]
+        self._pieces.append(piece)
+
+    def _add_ops(self, graph: Graph, saved: SavedGraph) -> None:
+        """The ops of a graph. Each finds what it reads made before, and makes what nobody else does."""
+        there = {t for t in graph.tensors if isinstance(t, Variable | Constant)} | {*graph.inputs}
+        check(not any(isinstance(t, Variable | Constant) for t in graph.inputs), f"{graph.title} has odd inputs")
+        there |= {t for t in self._pieces if t.graph_ref is graph.ref}
+        earlier: set[int] = set()
+        for each in saved.ops:
+            op = self._op(graph, each)
+            for t in op.inputs:
+                check(t in there, f"{op!r} reads {t.id!r}, which nothing has made before it")
+            for t in op.outputs:
+                check(type(t) is Tensor and t not in there, f"{op!r} makes {t.id!r}, which is there already")
+                there.add(t)
+            check({*op.after} <= earlier, f"{op!r} comes after ops that do not come before it")
+            graph.take_in(op)
+            earlier.add(op.id)
+        for t in graph.outputs:
+            check(t in there, f"{graph.title} returns {t.id!r}, which nothing makes")
+
+    def _op(self, graph: Graph, saved: SavedOp) -> Op:
+        kind = self.kind(saved.kind, len(saved.inputs))
+        attributes = {n: self._graph(v) if n in kind.graphs else self.value(v) for n, v in saved.attributes.items()}
+        what = f"Op[{saved.name}.{saved.id}]"
+        op = Op.restore(
+            kind,
+            graph,
+            SourceLocation(*saved.source),
+            id=saved.id,
+            name=saved.name,
+            inputs=tuple(self._tensors_in(graph, saved.inputs, f"input of {what}")),
+            outputs=tuple(self._tensors_in(graph, saved.outputs, f"output of {what}")),
+            operands=saved.operands,
+            attributes=attributes,
+            modified=frozenset(saved.modified),
+            ipu=ipu_checked((saved.ipu, None))[0],
+            io_tiles=saved.io_tiles,
+            location=ipu_checked(saved.location),
+            execution_context=ExecutionContext[saved.execution_context],
+            after=saved.after,
+        )
+        check(saved.id >= 0, f"{what} has a negative number")
+        check(saved.operands is None or len(saved.operands) == len(op.inputs), f"{what} names {saved.operands}")
+        check({*kind.graphs} <= attributes.keys(), f"{what} does not have the graphs {kind.graphs} to run")
+        if kind.ipus:
+            ipus: Any = attributes[kind.ipus]
+            check(len(ipus) == len(op.outputs), f"{what} has {len(op.outputs)} results, on the IPUs {ipus}")
+        return op
+
+    def _check_sizes(self) -> None:
+        """Of all that is asked for when a session is made: on each replica, and for each transfer."""
+        ir = self._ir
+        replicas = ir.options.instance_replication_factor
+        for t in self._tensors.values():
+            check_size(repr(t), t.spec, replicas)
+        for stream in self._streams.values():
+            check_size(str(stream), stream.spec, replicas * ir.num_host_transfers)
+        entries = sum(b.slot_nelms * b.tensor_dtype.itemsize * b.entries for b in ir.remote_buffers) * replicas
+        check(entries <= LARGEST, f"the remote buffers would have {entries} bytes; the most is {LARGEST}")
+
+    def _set_counters(self) -> None:
+        """The numbers that come next. None of them has been given to something that is there."""
+        given = self._program.counters
+        ops = (part.id for graph in self._ir.graphs for op in graph.ops for part in (op, *op.parts))
+        named = (re.search(r"_subgraph\((\d+)\)$", graph.id) for graph in self._ir.graphs)
+        taken = {"op_ids": max(ops, default=-1), "subgraph_numbers": max((int(m[1]) for m in named if m), default=-1)}
+        for name in self._ir.counters:
+            check(given[name] > taken.get(name, -1), f"the next of {name} is {given[name]}, which is taken")
+            self._ir.counters[name] = given[name]
+
+    def kind(self, saved: Any, inputs: int) -> OpKind:
+        """The declaration under a key, or the gradient op made again as it was made."""
+        if isinstance(saved, dict):
+            of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
+            base = self.kind(saved["vjp"], len(of["inputs"]))
+            made_of = Derivation(base, **of)
+            runs_others = base.runs is not None or base.stands_for is not None
+            check(not runs_others, f"a gradient by JAX of {base.name}, which runs others")
+            gradient, read = vjp_kind(made_of)
+            if len(read) + len(of["given"]) != inputs:
+                raise _Unknown(
+                    f"Ir.load: the gradient of {base.name} was saved with {inputs} operands and "
+                    f"has {len(read) + len(of['given'])} here; this version of JAX or of the op's declaration differs "
+                    "from the one that the program was saved with. Build the program again."
+                )
+            return gradient
+        check(isinstance(saved, str), f"{saved!r} is no key of an op")
+        kind = OpKind.named(saved) or kind_with_key(saved)
+        if kind is None:
+            raise _Unknown(
+                f"Ir.load: the program uses an op with the key {saved!r}, and no op has been declared under it. "
+                "Declare it, or import the module that does, before the program is loaded."
+            )
+        return kind
+
+    def value(self, value: Any) -> Any:
+        """The value that was written."""
+        if not isinstance(value, dict):
+            check(not isinstance(value, list), f"{value!r} is no value")
+            return value
+        ((what, content),) = value.items()
+        return self._made[what](self, content)
+
+    def _spec(self, content: Any) -> TensorSpec:
+        shape, name, meta_shape = content
+        spec = TensorSpec(sizes(shape), dtype_.from_name(name), sizes(meta_shape))
+        check_size(f"a tensor {brief(spec)}", spec)
+        return spec
+
+    def _graph(self, value: Any) -> Graph:
+        """The graph that an op runs. Nowhere else is there one."""
+        check(isinstance(value, dict) and value.keys() == {"graph"}, f"{value!r} is no graph")
+        return self._graphs[value["graph"]]
+
+    def _part(self, content: Any) -> Part:
+        known = {name: self.value(v) for name, v in content.items() if name not in ("kind", "source")}
+        kind = self.kind(content["kind"], known["inputs"])
+        file, line, function = content["source"]
+        part = Part(kind, source=SourceLocation(str(file), int(line), str(function)), **known)
+        check(bool(kind.exchange) and not kind.graphs, f"{part!r} cannot be a part of an exchange")
+        check(isinstance(part.attributes, dict) and isinstance(part.name, str), f"{part!r} has odd attributes")
+        check(type(part.inputs) is int and part.inputs >= 0, f"{part!r} has {part.inputs} inputs")
+        check(all(isinstance(spec, TensorSpec) for spec in part.outputs), f"{part!r} has odd outputs")
+        return part
+
+    def _stream(self, content: Any) -> Stream:
+        type_, id = content
+        kind = {kind.__name__: kind for kind in (HostToDeviceStream, DeviceToHostStream)}[type_]
+        main = self._ir.main_graph
+        if id not in main._streams:  # in format 1 they are among the other tensors
+            main._streams[id] = main._tensors.pop(id)
+        t = main._streams[id]
+        if id not in self._streams:
+            self._streams[id] = object.__new__(kind)
+            self._streams[id].tensor = t
+        check(type(self._streams[id]) is kind, f"the stream {id!r} goes both ways")
+        return self._streams[id]
+
+    def _buffer(self, number: int) -> RemoteBuffer:
+        if not 0 < number <= len(self._ir.remote_buffers):
+            raise ValueError(f"there is no remote buffer with the number {number}")
+        return self._ir.remote_buffers[number - 1]
+
+    _made: Mapping[str, Callable[[_Reader, Any], Any]] = {
+        "array": lambda self, name: self._arrays[name],
+        "float": lambda self, text: float(text),
+        "dtype": lambda self, name: dtype_.from_name(name),
+        "spec": _spec,
+        "part": _part,
+        "stream": _stream,
+        "buffer": _buffer,
+        "strided": lambda self, pair: self._ir.replica_grouping(*pair),
+        "assigned": lambda self, assignment: self._ir.replica_grouping_from_assignments(assignment),
+        "dict": lambda self, items: {self.value(k): self.value(v) for k, v in items},
+        "tuple": lambda self, items: tuple(map(self.value, items)),
+        "list": lambda self, items: list(map(self.value, items)),
+        "frozenset": lambda self, items: frozenset(map(self.value, items)),
+    }

@@ -1,0 +1,112 @@
+"""What the file of a program says: the parts of an Ir, as JSON has them.
+
+An Ir is saved as two files: the graphs as JSON, and beside it the numbers of variables and constants as safetensors.
+Ops are saved by the keys of their declarations and found again by them, so a program that uses an op of your own is
+loaded where that op is declared. No code is in the files and none is run from them. The file of the numbers is named
+after its content: whoever reads while somebody writes, or after a crash, finds the old program or the new one. The JSON
+has a digest of itself and, in that name, of the numbers. Format 1, of earlier versions, has none of itself.
+
+`popxl.program.writing` makes these of an Ir, and `popxl.program.reading` an Ir of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from popxl.options import SessionOptions
+
+FORMAT = 2
+
+
+class Stamp(BaseModel):
+    """What every version of the file says of itself. The digest is that of the file without it; format 1 has none."""
+
+    format: int
+    popxl: str
+    digest: str = ""
+
+
+class Saved(BaseModel):
+    """A part of the file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class SavedTensor(Saved):
+    """A tensor. The numbers of a variable or constant are found by its id.
+
+    Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
+    the piece that programs use in its place, if there is one.
+    """
+
+    id: str
+    name: str
+    type: Literal["Tensor", "Variable", "Constant"]
+    spec: Any
+    by_ref: bool = False
+    bound: str | None = None
+    used_at: tuple[int | None, bool | None] = (None, None)
+    grouping: Any = None
+    retrieval_mode: str | None = None
+    remote: tuple[int, int, bool] | None = None
+    piece: str | None = None
+
+
+class SavedOp(Saved):
+    """An op. Values of attributes are JSON, or an object that names their kind: see `popxl.program.writing`."""
+
+    id: int
+    kind: Any
+    name: str
+    inputs: list[str]
+    outputs: list[str]
+    operands: tuple[str, ...] | None
+    attributes: dict[str, Any]
+    modified: list[int]
+    ipu: int | None
+    io_tiles: bool
+    location: tuple[int | None, bool | None]
+    execution_context: str
+    after: tuple[int, ...]
+    source: tuple[str, int, str]
+
+
+class SavedGraph(Saved):
+    """A graph."""
+
+    id: str
+    inputs: list[str]
+    outputs: list[str]
+    differentiable: bool
+    gradient_of: str | None
+    tensors: list[SavedTensor]
+    streams: list[SavedTensor] = []
+    ops: list[SavedOp]
+
+
+class SavedBuffer(Saved):
+    """A remote buffer. Its number is its place in the list."""
+
+    slot: Any
+    entries: int
+    shard_over: int | None
+
+
+class SavedProgram(Saved, Stamp):
+    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers."""
+
+    arrays: str
+    options: SessionOptions
+    num_host_transfers: int
+    counters: dict[str, int]
+    graphs: list[SavedGraph]
+    buffers: list[SavedBuffer] = []
+
+
+def safetensors_library() -> Any:
+    """The library of the files of numbers. Imported by who saves or loads: all else is to work, and start, without."""
+    import safetensors.numpy
+
+    return safetensors

@@ -1,0 +1,210 @@
+"""An `Ir` into a file: its parts, as `popxl.program.saved` has them, and the numbers. Reached as `Ir.save`."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import math
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from popxl.base.files import digest, remove_abandoned, replace_file, replaced_file, sealed
+from popxl.base.version import VERSION
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.dtypes import dtype as dtype_
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.ops.exchange import Part
+from popxl.options import OF_THE_RUN
+from popxl.program.saved import FORMAT, SavedBuffer, SavedGraph, SavedOp, SavedProgram, SavedTensor, safetensors_library
+from popxl.remote_buffer import RemoteBuffer
+from popxl.replica_grouping import ReplicaGrouping
+from popxl.streams import Stream
+from popxl.values.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+__all__ = ["fingerprint", "save"]
+
+
+def save(ir: Ir, path: str | os.PathLike[str]) -> None:
+    """See `Ir.save`."""
+    path = Path(path)
+    writer = _Writer()
+    with ir.host_data_lock:
+        program = writer.program(ir)
+    arrays = safetensors_library().numpy.save(writer.arrays)
+    program.arrays = f"{path.stem}-{digest(arrays)[:16]}.safetensors"
+    likewise = f"{glob.escape(path.stem)}-{'[0-9a-f]' * 16}.safetensors"
+    beside = path.with_name(program.arrays)
+    # Locked until the program says that they are its own: else who saves another one there would delete them.
+    with replaced_file(beside, lambda draft: draft.write_bytes(arrays), likewise):
+        replace_file(path, sealed(program.model_dump_json(indent=1, exclude={"options": OF_THE_RUN}).encode()))
+    remove_abandoned(older for older in path.parent.glob(likewise) if older != beside)
+
+
+def fingerprint(ir: Ir) -> str:
+    """A digest of what a program does: not of the numbers of its variables, nor of where it was written.
+
+    Raises:
+        PopxlError: if the program cannot be saved.
+    """
+    writer = _Writer(variables=False)
+    program = writer.program(ir).model_dump(
+        exclude={"options": OF_THE_RUN, "counters": True, "graphs": {"__all__": {"ops": {"__all__": {"source"}}}}}
+    )
+    digest = hashlib.sha256(repr(program).encode())
+    for name, array in writer.arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+class _Writer:
+    """The parts of a program, and the arrays that they name: by the id of a tensor, or a number.
+
+    Args:
+        variables: with the numbers of variables.
+    """
+
+    def __init__(self, variables: bool = True) -> None:
+        self._numbers_of = Variable | Constant if variables else Constant
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def program(self, ir: Ir) -> SavedProgram:
+        return SavedProgram(
+            format=FORMAT,
+            popxl=VERSION,
+            arrays="",
+            options=ir.options,
+            num_host_transfers=ir.num_host_transfers,
+            counters=ir.counters,
+            graphs=[self.graph(graph) for graph in ir.graphs],
+            buffers=[
+                SavedBuffer(slot=self.value(b.spec, repr(b)), entries=b.entries, shard_over=b.shard_over)
+                for b in ir.remote_buffers
+            ],
+        )
+
+    def graph(self, graph: Graph) -> SavedGraph:
+        return SavedGraph(
+            id=graph.id,
+            inputs=[t.id for t in graph.inputs],
+            outputs=[t.id for t in graph.outputs],
+            differentiable=graph.differentiable,
+            gradient_of=None if graph.gradient_of is None else graph.gradient_of.id,
+            tensors=[self.tensor(t) for _, t in sorted(graph._tensors.items())],
+            streams=[self.tensor(t) for _, t in sorted(graph._streams.items())],
+            ops=[self.op(op) for op in graph.ops],
+        )
+
+    def tensor(self, t: Tensor) -> SavedTensor:
+        bound = None if t._bound is None else t._bound()
+        saved = SavedTensor(
+            id=t.id,
+            name=t.name,
+            type=type(t).__name__,  # type: ignore[arg-type]
+            spec=self.value(t.spec, t.id),
+            by_ref=t.by_ref,
+            bound=None if bound is None else bound.id,
+            used_at=t._used_at,
+        )
+        if isinstance(t, self._numbers_of):
+            self.array(t.data, t.id)
+        if isinstance(t, Variable):
+            saved.grouping, saved.retrieval_mode = self.value(t.replica_grouping, t.id), t.retrieval_mode
+            if t.location_info.isRemote():
+                saved.remote = (*t.location_info.getRemoteBufferInfo(), t.location_info.sharded)
+            saved.piece = None if t.piece is None else t.piece.id
+        return saved
+
+    def array(self, array: np.ndarray, name: str | None = None) -> str:
+        name = f"#{len(self.arrays)}" if name is None else name
+        if array.dtype.kind == "c":
+            raise PopxlError(f"Ir.save: {name} holds complex numbers, which cannot be saved.")
+        # The bytes of a float8 array, which NumPy has no dtype for.
+        own = np.array(array, order="C")
+        self.arrays[name] = own.view(np.uint8) if array.dtype.names else own
+        return name
+
+    def op(self, op: Op) -> SavedOp:
+        return SavedOp(
+            id=op.id,
+            kind=self.kind(op.kind, op),
+            name=op.name,
+            inputs=[t.id for t in op.inputs],
+            outputs=[t.id for t in op.outputs],
+            operands=op.operands,
+            attributes={name: self.value(value, f"`{name}` of {op!r}") for name, value in op.attributes.items()},
+            modified=sorted(op.modified),
+            ipu=op.ipu,
+            io_tiles=op.io_tiles,
+            location=op.location,
+            execution_context=op.execution_context.name,
+            after=op.after,
+            source=(op.source.file, op.source.line, op.source.function),
+        )
+
+    def kind(self, kind: OpKind, op: Op | Part) -> Any:
+        """The key of a declaration; for a gradient op that JAX made, what it was made of."""
+        of = kind.derivation
+        if of is None:
+            if OpKind.named(kind.key) is not kind:
+                raise PopxlError(
+                    f"Ir.save: {op!r} ({op.source}) cannot be saved, because another op has been declared under its "
+                    f"key {kind.key!r}. Keys are what ops are found by: give yours one of its own, "
+                    f"`OpKind(..., key=...)`."
+                )
+            return kind.key
+        return {
+            "vjp": self.kind(of.kind, op),
+            **{
+                name: self.value(getattr(of, name), f"`{name}` of {op!r}")
+                for name in ("operands", "attributes", "inputs", "outputs", "wanted", "given")
+            },
+        }
+
+    def value(self, value: Any, what: str) -> Any:
+        """A value as JSON. What JSON does not have is an object with one key, which names what it is."""
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, np.generic | np.ndarray):
+            return {"array": self.array(np.asarray(value))}
+        if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        if isinstance(value, float):
+            return {"float": repr(value)}
+        if isinstance(value, dtype_):
+            return {"dtype": value.name}
+        if isinstance(value, TensorSpec):
+            return {"spec": [value.shape, value.dtype.name, value.meta_shape]}
+        if isinstance(value, Graph):
+            return {"graph": value.id}
+        if isinstance(value, Part):
+            known = {f.name: getattr(value, f.name) for f in fields(Part) if f.name not in ("kind", "source")}
+            source = [value.source.file, value.source.line, value.source.function]
+            saved = {name: self.value(v, f"`{name}` of {value!r}") for name, v in known.items()}
+            return {"part": {"kind": self.kind(value.kind, value), "source": source, **saved}}
+        if isinstance(value, Stream):
+            return {"stream": [type(value).__name__, value.tensor_id]}
+        if isinstance(value, RemoteBuffer):
+            return {"buffer": value.remote_buffer_id}
+        if isinstance(value, ReplicaGrouping):
+            return {"strided": [value.stride, value.group_size]} if value.is_const else {"assigned": value.assignment}
+        if isinstance(value, dict):
+            return {"dict": [[self.value(k, what), self.value(v, what)] for k, v in value.items()]}
+        for container in (tuple, list, frozenset):
+            if type(value) is container:
+                return {container.__name__: [self.value(v, what) for v in value]}
+        raise PopxlError(
+            f"Ir.save: {what} is {value!r} ({type(value).__name__}), which cannot be saved. Attributes of ops that are "
+            "saved are numbers, strings, arrays, dtypes, specs, graphs, streams, remote buffers, and tuples, lists and "
+            "dicts of these."
+        )

@@ -1,0 +1,218 @@
+"""What the command `popxl` does: `popxl show` and `popxl report`. It is started by `popxl.__main__`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from popxl.base.pages import OnPage
+from popxl.context import get_current_context
+from popxl.core.recording import Op
+from popxl.ir import Ir
+from popxl.looking.memory import Memory
+from runtime.program.machine import Machine, NothingRuns, PlanningMachine
+from runtime.program.program import Program, Ready
+from runtime.report import report_of
+from runtime.session import Session
+from runtime.targets.devices import Device
+
+_EXAMPLES = """\
+examples:
+  popxl show train.py                       print the graphs of the program, and the memory that they need
+  popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
+  popxl report train.py --layers 12         run the program; options behind the file are its own
+  popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
+"""
+
+_SHOW = """\
+Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print the graphs of
+each Ir that it has built, and the memory that they need.
+"""
+
+_REPORT = "Run a program, and print the report of each session that it has made."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, by default those of the command line. Returns its exit code."""
+    options = _parser().parse_args(arguments)
+    file = Path(options.file)
+    if not file.is_file():
+        why = "is a folder" if file.is_dir() else "does not exist"
+        return _fail(f"{options.file!r} {why}; expected a Python file.", 2)
+    for name in ("pictures", "pages"):
+        folder = getattr(options, name)
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            return _fail(f"--{name} {folder}: {problem}", 2)
+    run = {"show": show, "report": report}[options.command]
+    return run(file, options.args, options.pictures, options.pages)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "popxl",
+        description="What a program consists of and what it needs, without a change to the program.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report}")
+    for name, text in (("show", _SHOW), ("report", _REPORT)):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
+        )
+        command.add_argument("--pages", type=Path, metavar="FOLDER", help="write the reports there, as HTML pages")
+        command.add_argument("file", metavar="FILE.py", help="the program")
+        command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+    return parser
+
+
+# The commands --------------------------------------------------------------------------------------------------------
+
+
+def show(file: Path, arguments: Sequence[str], pictures: Path | None = None, pages: Path | None = None) -> int:
+    """Print the graphs of each Ir that a program builds, and their memory. Nothing is compiled or run.
+
+    Returns:
+        The exit code: that of the program, if it fails; 1, if it builds no Ir.
+    """
+    irs: dict[Ir, None] = {}
+    machine = _Watching(PlanningMachine())
+    with _watching(machine, irs):
+        stopped, code = _run(file, arguments)
+    irs |= dict.fromkeys(ir for ir, _ in machine.programs)
+    plans = {ir: program for ir, program in reversed(machine.programs)}
+    for ir in irs:
+        memory = ir.memory()
+        print(f"\n=== {ir!r} ===\n\n{ir.main_graph}\n\n{memory}")
+        if ir in plans:
+            way = "a plan of executables" if plans[ir].calls == "dispatched" else "one program"
+            text = f"It would be compiled as {way}. {plans[ir].reason}"
+            print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
+        _write(memory, memory, f"memory_{ir.id}", pictures, pages)
+    if stopped:
+        print(f"\nStopped at {stopped}: nothing is compiled or run.")
+    if not irs and not code:
+        return _fail(f"{file} builds no Ir: there is nothing to show.", 1)
+    return code
+
+
+def report(file: Path, arguments: Sequence[str], pictures: Path | None = None, pages: Path | None = None) -> int:
+    """Run a program, and print the report of each session that it has made.
+
+    Returns:
+        The exit code: that of the program, if it fails; 1, if it makes no session.
+    """
+    machine = _Watching(Machine())
+    with _watching(machine):
+        _, code = _run(file, arguments)
+    for number, (ir, program) in enumerate(machine.programs):
+        found = report_of(ir, program)
+        print(f"\n=== session {number} ===\n\n{found}")
+        _write(found, found.memory, f"session_{number}", pictures, pages)
+    if not machine.programs and not code:
+        return _fail(f"{file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1)
+    return code
+
+
+def _write(record: OnPage, memory: Memory, name: str, pictures: Path | None, pages: Path | None) -> None:
+    """Write what the options ask for."""
+    if pictures is not None:
+        memory.picture().save(pictures / f"{name}.svg")
+    if pages is not None:
+        record.save(pages / f"{name}.html")
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"popxl: {message}", file=sys.stderr)
+    return code
+
+
+# Running the program -------------------------------------------------------------------------------------------------
+
+
+class _Watching(Machine):
+    """Remembers what another machine makes.
+
+    Attributes:
+        programs: the programs, and the Irs that they are of.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.programs: list[tuple[Ir, Program]] = []
+
+    def device(self, description: str | Device, ir: Ir) -> Device:
+        return self._machine.device(description, ir)
+
+    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+        program = self._machine.program(ir, device, ready)
+        self.programs.append((ir, program))
+        return program
+
+
+@contextmanager
+def _watching(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[None]:
+    """Have sessions use this machine, and note the Irs that get ops."""
+
+    def note(op: Op) -> None:
+        if irs is not None:
+            irs.setdefault(op.graph.ir)
+
+    context = get_current_context()
+    before, Session.machine = Session.machine, machine
+    hook = context.register_op_created_hook(note)
+    try:
+        yield
+    finally:
+        Session.machine = before
+        context.remove_op_created_hook(hook)
+
+
+def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
+    """Run a file as Python would.
+
+    Returns:
+        Where it was stopped, because what comes next would have to be run, and its exit code. If it fails, what it
+        raised has been printed.
+    """
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [str(file), *arguments], [os.fspath(file.resolve().parent), *path]
+    try:
+        runpy.run_path(os.fspath(file), run_name="__main__")
+    except NothingRuns as stop:
+        return _last_line(stop.__traceback__, file), 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return "", end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as problem:
+        frames = problem.__traceback__
+        while frames is not None and not _is_of(frames, file):
+            frames = frames.tb_next  # so that it begins in the program
+        traceback.print_exception(problem.with_traceback(frames))
+        return "", 1
+    finally:
+        sys.argv, sys.path = argv, path
+        sys.stdout.flush()
+    return "", 0
+
+
+def _is_of(frame: TracebackType, file: Path) -> bool:
+    return Path(frame.tb_frame.f_code.co_filename) == file
+
+
+def _last_line(frames: TracebackType | None, file: Path) -> str:
+    """The line of the program at which it was stopped."""
+    found = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
+    return f"`{found[-1].line}` ({file}:{found[-1].lineno})"

@@ -1,0 +1,580 @@
+"""`Session`: an Ir that is compiled and run. A finished Ir goes in; arrays go in and out at each run.
+
+Programs know it as `popxl.Session`.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from popxl.base.log import Logger
+from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from popxl.looking.ambiguity import check_in_place_order
+from popxl.looking.dot import write_checkpoint
+from popxl.looking.doubts import warn_of_doubts
+from popxl.looking.edits import Snapshot
+from popxl.looking.memory import Memory
+from popxl.looking.transfers import warn_of_unused_transfers
+from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.utils import narrowed
+from runtime.files.session_files import read, write
+from runtime.interrupts import uninterrupted
+from runtime.program.host_arrays import HostArrays, Outputs
+from runtime.program.machine import Machine
+from runtime.program.program import Ready
+from runtime.report import Report, memory_of_program, report_of
+from runtime.targets.devices import Device
+from runtime.timeline import Timeline
+
+__all__ = ["Session"]
+
+_log = Logger("session")
+_device_log = Logger("devicex")
+
+
+class Session:
+    """A compiled Ir, with its variables, ready to run as often as you like.
+
+    Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
+    copies of the variables. What interrupts a call, as Ctrl-C does, leaves the variables as they were before it or as
+    they are after it, on the device and on the host; so it leaves files. An interrupted compilation is left at once.
+
+    Args:
+        ir: the program. It is taken as it is now. If it changes, sessions may be made of it again; one that was made
+            before then runs what it was made of. As long as there is no other, `run` refuses.
+        device_desc: `"cpu"`; `"ipu_model"` (the CPU too, with an estimate of what IPUs would need, in the report);
+            `"ipu_hw"`, the best accelerator that JAX sees, else the CPU; `"gpu"` or `"tpu"`, that one; or a device. On
+            one that is attached already the session can run at once. The environment variable `POPXL_OFFLINE_DEVICE`
+            goes before a string.
+        weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
+
+    Raises:
+        TypeError: if `ir` is no Ir.
+        RuntimeError: if the Ir has no ops.
+        ValueError: for an unknown device, or a program for several devices on `"cpu"`.
+        RuntimeError: if there is no device of this kind.
+
+    Attributes:
+        ir: the Ir.
+        weights_to_host_on_exit: as given.
+        program: the compiled program; `program.executable` is JAX's.
+        machine: of the class: what finds devices and compiles for them. A tool may put its own there.
+
+    Example:
+        >>> with popxl.Session(ir, "ipu_hw") as session:
+        ...     for images, labels in batches:
+        ...         outputs = session.run({image_stream: images, label_stream: labels})
+        ...         print(outputs[loss_stream])
+        >>> session.get_tensor_data(weight)
+    """
+
+    machine: ClassVar[Machine] = Machine()
+
+    def __init__(self, ir: Ir, device_desc: str | Device = "cpu", weights_to_host_on_exit: bool = True) -> None:
+        self._prepare(ir, device_desc, weights_to_host_on_exit, None)
+
+    def _prepare(self, ir: Ir, device_desc: str | Device, weights_to_host_on_exit: bool, ready: Ready | None) -> None:
+        if not isinstance(ir, Ir):
+            raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
+        if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
+            raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
+        if ir.options.enableInplaceAmbiguityChecking and ready is None:
+            check_in_place_order(ir.main_graph)
+        if ready is None:
+            warn_of_unused_transfers(ir)
+            warn_of_doubts(ir.main_graph)
+        self._ir = ir
+        self._variables = ir.main_graph.variables
+        self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
+        self._device = self.machine.device(device_desc, ir)
+        write_checkpoint(ir, "Final")
+        self.program = self.machine.program(ir, self._device, ready)
+        self._made_of = Snapshot(ir.main_graph)
+        self._known_edits = ir.edits.known = ir.edits.count
+        ir.frozen = True
+        self._was_attached_stack: list[bool] = []
+        self._has_run = False
+        self._has_uploaded = False
+        self._known_host_data = ir.host_data_version
+        self._host_arrays = HostArrays(self.program)
+        self._lock = threading.RLock()  # a run gives up what the next one needs
+        if self.is_attached:
+            self.weights_from_host()
+
+    def __repr__(self) -> str:
+        return f"Session[{self._ir!r} on {self._device}]"
+
+    @property
+    def ir(self) -> Ir:
+        """The Ir that the session runs."""
+        return self._ir
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the device is attached, and the program can run: inside a `with session:` block."""
+        return self._device.isAttached
+
+    # Looking at it --------------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> Report:
+        """What the program consists of and what it needs: its schedule, its size with and without outlining, what was
+        compiled and why so, memory, operations, variables, streams, replicas, remote traffic, times.
+
+        It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
+        path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
+        For the device `"ipu_model"` there is an estimate of what the program would cost on IPUs, too.
+
+        Example:
+            >>> session = popxl.Session(ir, "ipu_model")
+            >>> session.report("report.html")
+            >>> print(session.report)
+            >>> session.report.estimate.cycles
+        """
+        return report_of(self._ir, self.program)
+
+    def memory(self) -> Memory:
+        """The memory that the compiled program needs, in bytes on each device and on the host.
+
+        Temporaries, code and what executables need on the host is what XLA says of them; variables, arguments and
+        outputs have the sizes of their shapes. `ir.memory()` is a count of the same before anything is compiled.
+
+        Example:
+            >>> memory = popxl.Session(ir).memory()
+            >>> print(memory)
+            >>> memory.variables, memory.arguments, memory.outputs, memory.temporaries, memory.code, memory.host
+            >>> [device.device for device in memory.devices]
+        """
+        return memory_of_program(self._ir, self.program)
+
+    def recording(self) -> AbstractContextManager[Timeline]:
+        """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
+
+        Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
+
+        Example:
+            >>> with popxl.Session(ir) as session, session.recording() as timeline:
+            ...     outputs = session.run(inputs)
+            >>> print(timeline)
+            >>> timeline.picture().save("timeline.svg")
+        """
+        return self.program.recording()
+
+    def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
+        """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
+
+        The same ops run on the same numbers as in the compiled program, each by itself, with all the graphs that are
+        called, loops and replicas. Results agree with it but for rounding, as nothing is fused. It is slow, and needs
+        memory for all that graphs compute while they run.
+
+        What you put in is never at fault: an infinity in a variable, constant, stream or buffer, such as `-inf` in an
+        attention mask, may pass through any number of ops. Reported is an op that makes
+
+        * an infinity, if all that it was given is finite: `log(0)`, a division by 0, float16 beyond 65504;
+        * a NaN, if it was given none: `log(-1)`, but also `inf - inf`, which is where an infinity did harm.
+
+        Of an op that talks to other replicas, what all of them give counts.
+
+        Args:
+            infinities: report these. Without, only a NaN is reported.
+
+        Raises:
+            NonFiniteError: from `run`, with the op as its graph prints it and your line that made it, the way there
+                with the turns of loops, the replica, and the numbers that the op was given. The variables and remote
+                buffers are as they were before this run: the session can be used, and run again.
+            PopxlError: if the Ir has changed since the session was made.
+            NotImplementedError: if several processes run the program.
+
+        Example:
+            >>> with popxl.Session(ir) as session, session.debugging():
+            ...     outputs = session.run(inputs)
+        """
+        self._check_unchanged("debugging")
+        return self.program.debugging(infinities)
+
+    # In a file ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compiled program to a file, with its Ir and the present values of its variables.
+
+        `Session.load` makes a session of it, in another process, that runs without tracing or compiling. Nothing in the
+        file is read as a Python object; but it holds machine code, so load it only if you trust who wrote it. A program
+        that came from a file or from a cache is compiled again to be written. One whose replicas talk to each other on
+        several CPU devices is compiled again to be loaded, as XLA reads back such code wrongly.
+
+        Raises:
+            PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the
+                Ir has changed since the session was made.
+
+        Example:
+            >>> with popxl.Session(ir, "ipu_hw") as session:
+            ...     session.save("program.session")
+            >>> with popxl.Session.load("program.session") as session:
+            ...     streams = {stream.tensor_id: stream for stream in session.expected_inputs()}
+            ...     for images, labels in batches:
+            ...         outputs = session.run({streams["images"]: images, streams["labels"]: labels})
+        """
+        self._check_unchanged("save")
+        with self._lock, self._ir.host_data_lock:
+            if self.is_attached and self._has_run and not self._has_read_only_data():
+                self.weights_to_host()
+            write(path, self._ir, self.program)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device_desc: str | Device | None = None,
+        weights_to_host_on_exit: bool = True,
+    ) -> Self:
+        """A session from a file that `save` has written. Its Ir is `session.ir`; streams are found there.
+
+        Args:
+            path: the file.
+            device_desc: as for a new session, by default as it was for the saved one. It must have the same kind and
+                number of devices.
+            weights_to_host_on_exit: as for a new session.
+
+        Raises:
+            UnreadableFileError: if the file is damaged, or of another kind. It is a `PopxlError` and a `ValueError`.
+            PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
+        """
+        ir, device, ready = read(path, device_desc)
+        session = cls.__new__(cls)
+        session._prepare(ir, device, weights_to_host_on_exit, ready)
+        return session
+
+    def _check_unchanged(self, what: str) -> None:
+        """`PopxlError` if the Ir has changed since the session was made."""
+        if changes := self._made_of.changes():
+            raise PopxlError(
+                f"Session.{what}: {self._ir!r} has changed since this session was made, and the compiled program has "
+                f"not: {'; '.join(changes)}. Make another session of the Ir: `popxl.Session(ir)`."
+            )
+
+    def _look_at_edits(self) -> None:
+        """Check that the Ir is unchanged, unless some session has been made of it as it is."""
+        if self._ir.edits.count != self._ir.edits.known:
+            self._check_unchanged("run")
+        self._known_edits = self._ir.edits.count
+
+    # Attaching ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            was_attached, depth = self.is_attached, len(self._was_attached_stack)
+            try:
+                if not was_attached:
+                    self._device.attach()
+                    self.weights_from_host()
+                self._was_attached_stack.append(was_attached)
+            except BaseException:
+                del self._was_attached_stack[depth:]
+                if not was_attached:
+                    self.detach()
+                raise
+        return self
+
+    def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
+        with self._lock:
+            # Who detaches a session by hand inside of the block may have emptied the stack.
+            was_attached = self._was_attached_stack.pop() if self._was_attached_stack else False
+            if was_attached or not self.is_attached:
+                return
+            try:
+                if exception is None and self.weights_to_host_on_exit:
+                    self.weights_to_host()
+            finally:
+                self.detach()
+
+    def detach(self) -> None:
+        """Release the device. The values of the variables there are lost unless they were copied to the host."""
+        with self._lock:
+            self._device.detach()
+
+    def _set_device(self, device: Device) -> None:
+        """Use another device object, which must stand for the devices that the program was compiled for."""
+        if device.jax_devices != self._device.jax_devices:
+            raise ValueError(
+                f"Session._set_device: the program was compiled for {self._device}, which {device} is not. Make "
+                "another session for it."
+            )
+        if not device.isAttached:
+            self.program.release()
+        self._device = self.program.device = device
+
+    def _check_attached(self, what: str) -> None:
+        if not self.is_attached:
+            raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
+
+    def _check_loaded(self, what: str) -> None:
+        self._check_attached(what)
+        if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
+            self._upload()
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, inputs: Mapping[HostToDeviceStream, HostScalarTensor] | None = None, downcast_inputs: bool = True
+    ) -> Mapping[DeviceToHostStream, np.ndarray]:
+        """Run the program once.
+
+        Args:
+            inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
+                shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
+                replicas that this process drives, each if it is above 1.
+            downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
+
+        Returns:
+            The arrays of the output streams, by stream. Each is fetched from the device when you look at it, so a loop
+            that does not is not slowed down by waiting. To time runs, look at an output of the last one before the
+            clock is read, or call `weights_to_host`.
+
+        Raises:
+            ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
+                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite.
+            PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
+                room for.
+            PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
+                since.
+        """
+        with self._lock:
+            if not self.program.is_loaded:
+                self._check_loaded("run")
+            if self._known_edits != self._ir.edits.count:
+                self._look_at_edits()
+            feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
+            if not self._has_run:
+                for v in self._variables:
+                    v._in_sync = False
+                self._has_run = True  # before it is so: an interrupted run may have changed the variables
+            fetches = self.program.run(feeds)
+        return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
+
+    def run_with_outputs(
+        self,
+        inputs: Mapping[HostToDeviceStream, HostScalarTensor] | None = None,
+        outputs: Mapping[DeviceToHostStream, np.ndarray] | None = None,
+        downcast_inputs: bool = True,
+    ) -> None:
+        """Run the program once, and fill arrays with what it stores.
+
+        Args:
+            inputs, downcast_inputs: as for `run`.
+            outputs: for each stream that the program stores to, an array of its shape and dtype; see
+                `create_host_outputs`.
+
+        Raises:
+            ValueError, PopxlRuntimeError: as `run` does, for outputs too; and for those that cannot be filled in place.
+            TypeError: if an output is no NumPy array.
+        """
+        self._check_loaded("run_with_outputs")
+        arrays = {} if outputs is None else outputs
+        self._host_arrays.check_outputs(arrays)
+        self._host_arrays.fill(arrays, self.run(inputs, downcast_inputs))
+
+    def create_host_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
+        """A new array for each stream that the program stores to, for `run_with_outputs`."""
+        return self._host_arrays.new_outputs()
+
+    def expected_inputs(self) -> set[HostToDeviceStream]:
+        """The streams that the program loads from: the keys that `run` expects."""
+        return set(self.program.inputs)
+
+    def _expected_outputs(self) -> set[DeviceToHostStream]:
+        return set(self.program.outputs)
+
+    def host_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """The shape of the host array of a stream of this shape, with the leading dimensions that `run` expects."""
+        return self.program.leading_dimensions + tuple(shape)
+
+    _full_input_shape = host_shape
+
+    @property
+    def _extra_input_dims(self) -> tuple[int, ...]:
+        return self.program.leading_dimensions
+
+    def _validate_run_inputs(self, inputs: Mapping[HostToDeviceStream, Any]) -> None:
+        self._host_arrays.feeds(inputs, downcast=True)
+
+    # Variables ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _host_is_stale(self) -> bool:
+        """Whether the host copies are not what this session last put there: it has run, or somebody else wrote them."""
+        return self._has_run or self._known_host_data != self._ir.host_data_version
+
+    def _has_read_only_data(self) -> bool:
+        return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
+
+    def _upload(self) -> None:
+        _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
+        with self._ir.host_data_lock:
+            version = self._ir.host_data_version
+            self.program.upload()
+        if not self._has_uploaded:
+            self._has_uploaded = True
+            remote = [v for v in self._variables if v.location_info.isRemote()]
+            for v in dict.fromkeys([*self.program.variables, *remote]):
+                if v.retrieval_mode == "one_per_group":
+                    _device_log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
+        self._known_host_data = version
+
+    def weights_from_host(self) -> None:
+        """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
+
+        If several processes run the program, all have to do this, with the same values.
+        """
+        with self._lock:
+            self._check_attached("weights_from_host")
+            self._upload()
+
+    def weights_to_host(self) -> None:
+        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
+
+        If several processes run the program, all have to do this: then each has the values of all replicas. It is part
+        of leaving a `with session:` block, and of `get_tensor_data` after a run.
+        """
+        if self._has_read_only_data():
+            raise Exception(
+                "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
+            )
+        with self._lock, self._ir.host_data_lock:
+            self._check_loaded("weights_to_host")
+            self._ir.host_data_version += 1  # whoever is interrupted from here on trusts the host copies no more
+            self.program.download()
+            _device_log.debug("Writing weights to host complete.")
+            self._has_run, self._known_host_data = False, self._ir.host_data_version
+            for v in self._variables:
+                v._in_sync = True
+                if isinstance(v.data, np.memmap):
+                    v.data.flush()
+
+    def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
+        """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
+
+        The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
+        ask, as for `weights_to_host`; one may then be the one that saves it.
+
+        Raises:
+            TypeError: for any other tensor.
+            ValueError: for a tensor of another Ir.
+        """
+        return self.get_tensors_data([tensor])[tensor]
+
+    def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
+        """As `get_tensor_data`, for several tensors, with one transfer at most."""
+        if isinstance(tensors, Tensor):
+            raise TypeError(f"Session.get_tensors_data: expected a list of tensors; got {tensors!r}.")
+        wanted = list(tensors)
+        for t in wanted:
+            if not isinstance(t, Variable | Constant):
+                raise TypeError(
+                    f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
+                    "stream (`ops.host_store`)."
+                )
+            self._check_own("get_tensors_data", t)
+            if isinstance(t, Variable) and (t.dtype.is_complex or t.dtype.name in ("int8", "uint8")):
+                raise ValueError(
+                    f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
+                )
+        with self._lock, self._ir.host_data_lock:
+            if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
+                if self.is_attached:
+                    self.weights_to_host()
+                elif self._has_run:
+                    _log.warn(
+                        "Session.get_tensors_data: these are the values from before the last runs. What the device had "
+                        "was not copied to the host before the session was left."
+                    )
+            return {t: self._numbers(t) for t in wanted}
+
+    def _numbers(self, t: Variable | Constant) -> np.ndarray:
+        """The host copy; for a variable that is read from all replicas, a row for each of them."""
+        if isinstance(t, Constant) or t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1:
+            return t.data if isinstance(t, Constant) or t.replica_grouping.is_const else t.data.copy()
+        if t in self.program.values_of_all:
+            return self.program.values_of_all[t].copy()
+        grouping = t.replica_grouping
+        rows = t.data if grouping.num_groups > 1 else t.data[None]
+        return rows[np.asarray(grouping.assignment)]
+
+    def write_variable_data(self, tensor: Variable, data: Any) -> None:
+        """Give a variable new numbers, on the host and, if the session is attached, on the device.
+
+        The device gets the host values of *all* variables: call `weights_to_host` first to keep what it changed.
+
+        Args:
+            tensor: the variable.
+            data: an array of its `shape_on_host` and dtype; or a number, for a scalar.
+
+        Raises:
+            TypeError: if `tensor` is no variable, or for another dtype.
+            ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
+                is a read-only memory map.
+        """
+        self.write_variables_data({tensor: data})
+
+    def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
+        """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        checked = {t: self._new_data(t, data) for t, data in tensors.items()}
+
+        def write() -> None:
+            for t, data in checked.items():
+                np.copyto(t.data, data)
+            self._ir.host_data_version += 1
+            self._known_host_data = self._ir.host_data_version
+            self.program.is_loaded = False  # so that what interrupts the upload only puts it off
+
+        with self._lock, self._ir.host_data_lock:
+            uninterrupted(write)
+            if self.is_attached:
+                self.weights_from_host()
+
+    def _check_own(self, what: str, t: Tensor) -> None:
+        """`ValueError` for a tensor of another program, whose names may be the same."""
+        if t.ir is not self._ir:
+            raise ValueError(
+                f"Session.{what}: {t!r} is of {t.ir!r}, another program than this session's, {self._ir!r}. Pass this "
+                "program's tensor (`NamedTensors.to_mapping` pairs tensors by their names)."
+            )
+
+    def _new_data(self, t: Tensor, data: Any) -> np.ndarray:
+        if not isinstance(t, Variable):
+            raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
+        if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
+            raise NotImplementedError(
+                f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
+            )
+        self._check_own("write_variable_data", t)
+        if not t.data.flags.writeable:
+            raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
+        wanted = t.dtype.as_numpy()
+        if isinstance(data, numbers.Number):
+            if wanted.names:
+                raise TypeError(f"Session.write_variable_data: {t!r} is a float8; expected an array of dtype {wanted}.")
+            data = narrowed(np.asarray(data), wanted, f"Session.write_variable_data: the data for {t!r}")
+        if not hasattr(data, "dtype"):
+            raise AttributeError(
+                f"Session.write_variable_data: the data for {t!r} is {data!r} ({type(data).__name__}); expected an "
+                f"array: `np.asarray(data, np.{wanted})`."
+            )
+        if data.dtype != wanted:
+            raise TypeError(
+                f"Session.write_variable_data: the data for {t!r} has the dtype {data.dtype}; expected {wanted}."
+            )
+        if data.shape != t.shape_on_host:
+            raise ValueError(
+                f"Session.write_variable_data: the data for {t!r} has the shape {data.shape}; expected "
+                f"{t.shape_on_host}."
+            )
+        return np.asarray(data)

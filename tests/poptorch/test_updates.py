@@ -483,7 +483,7 @@ CONSTANT: list[tuple[Callable[..., Optimizer], str, Any, str]] = [
     (optim.SGD, "use_combined_accum", True, "'use_combined_accum' is True.*as a constant. To compile"),
     (optim.Adam, "betas", (0.5, 0.999), "'betas' of group 0 is 0.5, .* 0.9 .*markAsVariable\\('betas'\\)"),
     (optim.Adam, "accum_type", torch.float16, "'accum_type' is torch.float16.*as a constant. To compile"),
-    (torch.optim.SGD, "weight_decay", 0.5, "'weight_decay' of group 0 is 0.5.*as a constant. To compile"),
+    (torch.optim.SGD, "weight_decay", 0.5, "'weight_decay' of group 0 is 0.5.*is made with `weight_decay=...`"),
     (optim.RMSprop, "centered", True, "'centered' of group 0 is True"),
     (optim.RMSprop, "use_tf_variant", True, "'use_tf_variant' is True"),
 ]

@@ -332,15 +332,17 @@ class Recorder:
     def _check_frozen(self, t: torch.Tensor) -> None:
         """Check that a tensor of the host, whose numbers become a part of the program, is a constant of the model.
 
-        Those that the program names, as a variable of a file or of a function around, may change afterwards.
+        Those that the program names, as a variable of a file or of a function around, may change afterwards; and so
+        may what is in a list, tuple or dictionary that it names.
         """
         if getattr(t, _MADE_IN_CAPTURE, False):
             return
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "_capture":  # who calls the model may name what they like
             code = frame.f_code
-            names = [name for name in code.co_names if frame.f_globals.get(name) is t]
-            names += [name for name in code.co_freevars if frame.f_locals.get(name) is t]
+            named = {name: frame.f_globals.get(name) for name in code.co_names}
+            named |= {name: frame.f_locals.get(name) for name in code.co_freevars}
+            names = [text for name, value in named.items() if (text := _text_of(name, value, t)) is not None]
             if names and frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
                 if self._is_models(t):
                     return
@@ -482,6 +484,14 @@ _MADE_IN_CAPTURE = "_poptorch_made_in_capture"
 
 _COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "detach", "lift_fresh"))
 """Ops that give the number they are given."""
+
+
+def _text_of(name: str, value: object, t: torch.Tensor) -> str | None:
+    """How a program calls a tensor, if this is what it names, or in the list, tuple or dictionary that it names."""
+    if value is t:
+        return name
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return next((f"{name}[{key!r}]" for key, each in pairs if each is t), None)
 
 
 def _is_in_own_derivative() -> bool:

@@ -130,7 +130,14 @@ def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
     array, target = as_array(data), t.dtype.as_numpy()
     if array.dtype != target and array.dtype.kind in "iuf" and target.kind in "iuf":
         _fitted(array, target, f"An operand of {t!r}")
-    return constant(array, t.dtype)
+    try:
+        return constant(data, t.dtype)
+    except (TypeError, ValueError) as problem:
+        if data is None or array.dtype.kind not in "OSU":
+            raise
+        raise TypeError(
+            f"An operand of {t!r} is {data!r} ({type(data).__name__}); expected a tensor, a number or an array."
+        ) from problem
 
 
 def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:

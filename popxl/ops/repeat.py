@@ -70,8 +70,8 @@ def returned_by_ref(op: Op) -> frozenset[int]:
 
 
 def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
-    if not 0 <= repeat_count < 2**31:
-        raise PopxlError(f"`repeat_count` is {repeat_count}; expected 0 to {2**31 - 1}.")
+    if type(repeat_count) is not int or not 0 <= repeat_count < 2**31:  # a file may hold anything
+        raise PopxlError(f"`repeat_count` is {repeat_count!r}; expected 0 to {2**31 - 1}.")
     if not 0 <= carried <= min(len(inputs), len(graph.outputs) - EXTRA_OUTPUTS) or len(graph.called_graphs) != 1:
         raise PopxlError(f"{graph.title} is no wrapper of a graph that carries {carried} values from turn to turn.")
     check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])

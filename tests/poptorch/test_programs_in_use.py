@@ -416,7 +416,13 @@ def test_tensors_of_the_host_are_not_frozen_silently() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.function(self, x)
 
-    for name, forward in (("OTHER", lambda module, x: x + OTHER), ("within", lambda module, x: x * within)):
+    inside = {"key": torch.ones(4)}
+    for name, forward in (
+        ("OTHER", lambda module, x: x + OTHER),
+        ("within", lambda module, x: x * within),
+        (r"OTHERS\[1\]", lambda module, x: x + OTHERS[1]),
+        (r"inside\['key'\]", lambda module, x: x + inside["key"]),
+    ):
         with pytest.raises(
             poptorch.Error, match=rf"`{name}` is a tensor of the host, \(4,\) of torch.float32.*argument"
         ):
@@ -428,6 +434,7 @@ def test_tensors_of_the_host_are_not_frozen_silently() -> None:
 
 
 OTHER = torch.zeros(4)
+OTHERS = [torch.zeros(4), torch.ones(4)]
 
 
 def kept() -> torch.Tensor:

@@ -78,6 +78,20 @@ def test_numbers_that_do_not_fit_the_tensor_beside_them_are_told(ir):
             assert [count + 2.0, half * np.inf, half + 0.1, half - 3, count == 0.5]
 
 
+def test_operands_that_are_no_numbers(ir):
+    with ir.main_graph:
+        x = popxl.variable(1.0, name="x")
+        with pytest.raises(
+            TypeError, match=r"Variable\[x .*\] is 'a' \(str\); expected a tensor, a number or an array"
+        ):
+            x + "a"
+        with pytest.raises(TypeError, match=r"\(Graph\); expected a tensor, a number or an array"):
+            x * ir.main_graph
+        with pytest.raises(ValueError, match="the data is None"):
+            x - None
+    assert ir.main_graph.constants == ()
+
+
 @makers
 def test_data_is_copied(ir, make):
     data = np.ones(3, np.float32)

@@ -46,8 +46,9 @@ def op(program: Program, kind: str) -> Program:
 
 
 def tensor(program: Program, id: str) -> Program:
-    known = (t for graph in program["graphs"] for t in (*graph["tensors"], *graph["streams"]))
-    return next(t for t in known if t["id"] == id)
+    """A tensor, or what a stream carries."""
+    both = (t for graph in program["graphs"] for t in (*graph["tensors"], *graph["streams"]))
+    return next(t for t in both if t["id"] == id)
 
 
 def part(program: Program) -> Program:
@@ -141,6 +142,7 @@ OF_ALL = {
 
 OF_TRAINED = {
     "calls in a circle": (by_way_of_its_gradient, "would call itself"),
+    "one and a half turns": (lambda p: op(p, "Loop")["attributes"].update(repeat_count=1.5), r"`repeat_count` is 1\.5"),
     "fewer than no turns": (lambda p: op(p, "Loop")["attributes"].update(repeat_count=-1), "`repeat_count` is -1"),
     "too many turns": (
         lambda p: op(p, "Loop")["attributes"].update(repeat_count=2**31),

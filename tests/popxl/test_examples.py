@@ -78,7 +78,7 @@ def program() -> dict[str, Any]:
         loss = ops.nll_loss(ops.softmax(ops.host_load(image_stream), axis=-1), labels)
         ops.host_store(loss_stream, loss)
         names = {
-            name: popxl.variable(np.zeros(shape), dtype, name)
+            name: popxl.variable(np.zeros(shape), dtype, "pictures" if name == "images" else name)  # a stream's name
             for several, (shape, dtype) in VARIABLES.items()
             for name in several.split()
         }

@@ -107,6 +107,7 @@ class Op:
             **state: new values, by the names of attributes. What they mean together is not checked.
 
         Example:
+            >>> site = ops.call_with_info(graph, x, w)
             >>> site.op.edit(modified=site.op.modified | {0})
         """
         graph = self.graph

@@ -120,7 +120,12 @@ def docstrings(module: ModuleType) -> Iterator[tuple[str, str]]:
     for holder in holders:
         for value in list(vars(holder).values()):
             value = getattr(value, "fget", None) or getattr(value, "__func__", value)  # of properties, of class methods
-            if getattr(value, "__module__", None) == module.__name__ and hasattr(value, "__qualname__"):
+            name = getattr(value, "__qualname__", "")
+            if inspect.isclass(holder):  # what is in a class is from there, whichever module the class says it is of
+                known = name.startswith(f"{holder.__qualname__}.")
+            else:
+                known = getattr(value, "__module__", None) == module.__name__
+            if known and name:
                 yield f"{module.__name__}.{value.__qualname__}", value.__doc__ or ""
                 if inspect.isclass(value) and value not in holders:
                     holders.append(value)

@@ -6,7 +6,7 @@ Ops are made of tensors, so `popxl.core.tensor` knows none. Importing this file 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -74,6 +74,14 @@ def _refusal(t: Tensor, name: str) -> TypeError:
     op = _NAMES.get(name, name)
     remedy = f"Use `ops.{op}`." if hasattr(ops, op) else f"There is no `ops.{op}`: write it with those that there are."
     return TypeError(f"NumPy's `{name}` takes arrays, and {t!r} is a tensor, to be computed by a session. {remedy}")
+
+
+def _not_compared(t: Tensor) -> TypeError:
+    """The error for `t > other`, whose truth a program would ask for next."""
+    return TypeError(
+        f"{t!r} has no order: while the program is written it has no numbers. `ops.greater(x, y)` is `x > y` for each "
+        "element, and `ops.greater(y, x)` is `x < y`; choose by the result with `ops.where` or `ops.conditional`."
+    )
 
 
 class Operators:
@@ -146,6 +154,11 @@ class Operators:
 
     def __invert__(self: Any) -> Tensor:
         return ops.logical_not(self)
+
+    def __gt__(self: Any, other: TensorLike) -> NoReturn:
+        raise _not_compared(self)
+
+    __ge__ = __lt__ = __le__ = __gt__
 
     def __getitem__(self: Any, key: Any) -> Tensor:
         """Slices and integers, an integer tensor (a gather on axis 0), or a bool mask (other elements become 0)."""

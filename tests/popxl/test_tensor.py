@@ -289,6 +289,15 @@ def test_numbers_take_the_dtype_of_the_tensor(ir, run):
     assert run(ir, *results) == [6, np.inf, True, 6]
 
 
+def test_tensors_have_no_order(ir):
+    with ir.main_graph:
+        x = popxl.variable(2.0, name="x")
+        for compare in (operator.gt, operator.ge, operator.lt, operator.le):
+            for pair in ((x, x), (x, 0), (0.5, x)):
+                with pytest.raises(TypeError, match=r"Variable\[x .*`ops\.greater\(x, y\)` is `x > y`"):
+                    compare(*pair)
+
+
 def test_numbers_become_constants_of_the_current_graph(ir):
     graph = ir.create_graph(lambda x: 2 + x, popxl.TensorSpec((), F32))
     (two,) = graph.constants

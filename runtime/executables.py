@@ -8,7 +8,7 @@ of arguments and results, their shapes and dtypes, and how they lie on the devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -73,6 +73,20 @@ class Executable(_Part):
 
 
 # Calls --------------------------------------------------------------------------------------------------------------
+
+
+def donating(function: Callable[..., Any], *positions: int) -> Any:
+    """A function for JAX to compile whose results take the memory of the arguments that they replace.
+
+    Args:
+        function: takes trees of arrays. Its results begin with the new values of those at `positions`, in their order.
+        positions: the arguments that are donated.
+
+    JAX gives a result the first donated array that has its shape and dtype, whichever memory that is in. An array in
+    the host's memory, returned where one in the device's is expected, ends the process. So the order of the results is
+    that of the arguments, and JAX may leave out none of these, not even one that nothing reads.
+    """
+    return jax.jit(function, donate_argnums=positions, keep_unused=True)
 
 
 def prepared(function: Any) -> tuple[Any, int] | None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-import jax
 import numpy as np
 
 from popxl.fp8_utils import in_transit, to_device
@@ -22,7 +21,7 @@ from popxl.streams import HostToDeviceStream, Stream
 from popxl.tensor import Constant, Tensor
 from runtime import remote
 from runtime.effects import Channel, Channels, Failure, channels_of_ops
-from runtime.executables import copied
+from runtime.executables import copied, donating
 from runtime.lower import Lowering
 from runtime.replicas import Replicas
 from runtime.structure import Structure, structure_of
@@ -196,6 +195,7 @@ class Piece(Step):
         target = targets[self.place]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
+        self.new = tuple(t for t in self.makes if t not in self.donated)
         self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
         passed = (t for t in self.kept if isinstance(t, Constant))
         self._constants = {t: target.replicas.put(to_device(t.data, t.dtype)) for t in passed}
@@ -212,10 +212,11 @@ class Piece(Step):
             channels.move(self.channels, positions)
             values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
             environment = lowering.run(self.ops, values, channels)
-            return [environment.values[t] for t in self.makes], channels.positions(self.channels)
+            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
+            return overwritten, channels.positions(self.channels), new
 
         spread = target.replicas.spread(piece)
-        lowered = jax.jit(spread, donate_argnums=(0, 3)).lower(*self._arguments(target))
+        lowered = donating(spread, 0, 3).lower(*self._arguments(target))
         traced = perf_counter() - start
 
         def compile() -> None:
@@ -252,7 +253,7 @@ class Piece(Step):
         """Run the ops."""
         self.fetch(values, run)
         channels = run.channels(self.place, self.shared)
-        made, positions = run.call(
+        overwritten, positions, new = run.call(
             self.structure.executable,
             self._name,
             [values[key] for key in self._given_up],
@@ -261,7 +262,8 @@ class Piece(Step):
             channels.positions(self.channels),
         )
         channels.move(self.channels, positions)
-        values.update(zip(self.makes, made, strict=True))
+        values.update(zip(self.donated, overwritten, strict=True))
+        values.update(zip(self.new, new, strict=True))
         for t, place in self._sent:
             values[t] = run.put(values[t], place)
         for key in self.drops:

@@ -35,7 +35,7 @@ from runtime.choice import REPEATED, SMALLEST, Choice
 from runtime.debugging import Debugged, tell_given_nans, together
 from runtime.devices import Device
 from runtime.effects import FAILURE, Channel, Channels, Failure, channels_of, prints, transfers_of
-from runtime.executables import prepared
+from runtime.executables import donating, prepared
 from runtime.interrupts import uninterrupted
 from runtime.lower import Lowering, room_to_recurse
 from runtime.pieces import Target
@@ -303,7 +303,7 @@ class Program:
         slots = self._target(None).slots
         changing += tuple(remote.spec(buffer, self.replicas, slots) for buffer in self._buffers)
         feeds = self._feeds(self.replicas, self._channels)
-        lowered = jax.jit(step, donate_argnums=0).lower(changing, constant, feeds)
+        lowered = donating(step, 0).lower(changing, constant, feeds)
         self.text = lowered.as_text
         return self.replicas.compile(lowered)
 

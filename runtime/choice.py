@@ -101,8 +101,10 @@ class Choice:
         own = sum(t.nelms for t in (*op.inputs, *op.outputs))
         return own + op.attributes.get("repeat_count", 1) * sum(map(self._numbers_in, op.called_graphs))
 
-    def encoded(self, ops: Iterable[Op]) -> Encoding:
-        """Ops, written down. Calls that are pieces are alike whatever numbers they are passed: of a layer, say."""
+    def encoded(self, ops: Iterable[Op], changed: Iterable[Tensor] = ()) -> Encoding:
+        """Ops, written down. Calls that are pieces are alike whatever numbers they are passed: of a layer, say. So are
+        ops that are passed constants that were `changed` before."""
         ops = tuple(ops)
         passed = {t.origin for op in ops if self.is_piece(op) for t in op.inputs if isinstance(t.origin, Constant)}
+        passed.update(changed)
         return encoded(ops, self._structures, passed)

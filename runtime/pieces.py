@@ -197,7 +197,7 @@ class Piece(Step):
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
         self.new = tuple(t for t in self.makes if t not in self.donated)
         self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
-        passed = (t for t in self.kept if isinstance(t, Constant))
+        passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: target.replicas.put(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
         self.structure = self.found(target)
@@ -285,7 +285,8 @@ class Way:
 
     Attributes:
         graph: the graph.
-        given: storages outside, and the inputs of the graph for them. Those of constants have no key of their own.
+        given: storages outside, and the inputs of the graph for them.
+        fixed: the inputs that are given constants which nothing changes; they have no key of their own.
         returned: storages outside that have a new value afterwards, and those inside that hold it.
         again: what is passed to the next turn of a loop: storages inside, by those that get it.
         inside: the steps.
@@ -296,6 +297,7 @@ class Way:
 
     graph: Graph
     given: tuple[tuple[Tensor, Tensor], ...]
+    fixed: dict[Tensor, Constant]
     returned: tuple[tuple[Tensor, Tensor], ...]
     again: dict[Tensor, Tensor]
     inside: Any = None
@@ -304,12 +306,12 @@ class Way:
     sent: tuple[tuple[Tensor, int], ...] = ()
 
     def prepare(self, targets: Mapping[int, Target], place: int) -> None:
-        """Put the constants that are given to where the steps read them."""
+        """Put the constants that are given, and those of the graph, to where the steps read them."""
         self._constants = {
-            inner: targets[self.inside.starts.get(inner, place)].replicas.put(to_device(t.data, t.dtype))
-            for t, inner in self.given
-            if isinstance(t, Constant)
+            t: targets[self.inside.starts.get(t, place)].replicas.put(to_device(constant.data, constant.dtype))
+            for t, constant in self.fixed.items()
         }
+        self.inside.prepare(targets, place)
 
     def begun(self, values: Values) -> Values:
         """What the steps get."""

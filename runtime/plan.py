@@ -98,7 +98,7 @@ class Plan:
         self._where = {c: place for place, cs in channels.items() for c in cs} | dict(buffers)
         self._targets = targets
         self._ends = ends
-        known = set(self._variables)
+        known = {*self._variables, *steps.changed}
         for step in steps.steps:
             for t in step.reads:
                 if t not in known:
@@ -111,6 +111,7 @@ class Plan:
         self._shared = {c for c, places in users.items() if len(places) > 1 and c is not FAILURE}
         for piece in self.pieces:
             piece.shared = tuple(c for c in piece.channels if c in self._shared)
+        steps.prepare(targets, next(iter(targets)))
         for step, _ in steps.all():
             step.prepare(targets)
         fresh: dict[Structure, Piece] = {}

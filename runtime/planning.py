@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from popxl.aliasing import storages
+from popxl.fp8_utils import to_device
 from popxl.nesting import Nested
 from popxl.op import Op
 from popxl.ops.conditional import conditional_kind
@@ -14,7 +15,7 @@ from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind
 from popxl.tensor import Constant, Tensor
 from runtime.choice import Choice
 from runtime.effects import Channel
-from runtime.pieces import Entry, Key, Piece, Run, Step, Values, Way
+from runtime.pieces import Entry, Key, Piece, Run, Step, Target, Values, Way
 from runtime.repeats import spans
 from runtime.structure import Structure, structure_of
 
@@ -46,6 +47,7 @@ class Steps:
 
     Attributes:
         owned: the storages that nobody else holds at the end.
+        changed: the constants that the ops overwrite: storages like others, which begin with their numbers each time.
         starts: where storages have to be at the start; whoever touches one first says so.
         at: where storages are at the end.
     """
@@ -64,6 +66,8 @@ class Steps:
         self._stacks = {op: stacks for op in ops if (stacks := choice.stacks(op))}
         spelled_out = tuple(self._spelled_out(ops))
         self._made_of = storages(spelled_out)
+        written = (s for op in spelled_out for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
+        self.changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
         self._kept = tuple(kept)
         self._place = place
         self._is_whole = is_whole
@@ -130,13 +134,17 @@ class Steps:
 
     def _form(self, ops: Sequence[Op]) -> Structure:
         """The structure of some ops."""
-        return structure_of(tuple(self._choice.encoded(ops).code))
+        return structure_of(tuple(self._choice.encoded(ops, self.changed).code))
+
+    def _is_fixed(self, t: Tensor) -> bool:
+        """Whether a storage always holds the same numbers: those of a constant that nothing changes."""
+        return isinstance(t, Constant) and t not in self.changed
 
     def _entry(self, op: Op) -> Entry:
         stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
         written = tuple(op.inputs[i].origin for i in sorted(op.modified))
         return Entry(
-            tuple(dict.fromkeys((*(t.origin for t in op.inputs if not isinstance(t, Constant)), *stacks))),
+            tuple(dict.fromkeys((*(t.origin for t in op.inputs if not self._is_fixed(t.origin)), *stacks))),
             (*op.outputs, *written),
             place=self._place_of(op),
             op=op,
@@ -155,19 +163,20 @@ class Steps:
         for graph in op.called_graphs:
             inputs, outputs = graph.inputs[extra[0] :], tuple(t.origin for t in graph.outputs[extra[1] :])
             given = tuple((t.origin, inner) for t, inner in zip(op.inputs[first:], inputs, strict=False))
+            fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_fixed(t)}
             written = tuple(given[i] for i in sorted(op.modified))
             again = {inner: inner for _, inner in (*given, *kept)}
             if op.kind is loop_kind:
                 again |= zip(inputs, outputs[: len(results)], strict=False)
-            yield Way(graph, (*given, *kept), (*zip(results, outputs, strict=False), *written, *kept), again)
+            yield Way(graph, (*given, *kept), fixed, (*zip(results, outputs, strict=False), *written, *kept), again)
             first += len(graph.inputs)
 
     def _piece(self, ops: Sequence[Op]) -> Piece:
-        encoding = self._choice.encoded(ops)
+        encoding = self._choice.encoded(ops, self.changed)
         made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
         made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
         place = self._place_of(ops[0])
-        reads = tuple(t for t in encoding.roots if not isinstance(t, Constant))
+        reads = tuple(t for t in encoding.roots if not self._is_fixed(t))
         size = self._choice.size(ops)
         return Piece(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
 
@@ -293,7 +302,7 @@ class Steps:
         keys: list[Key] = []
         for origin, t in way.given:
             place = starts.get(t)
-            if isinstance(origin, Constant) or place is None:
+            if t in way.fixed or place is None:
                 keys.append(origin)
                 continue
             self._bring(step, {origin: place})
@@ -332,8 +341,15 @@ class Steps:
         numbers = sum(self._choice.numbers(step.ops) * times for step, times in pieces)
         return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
 
+    def prepare(self, targets: Mapping[int, Target], place: int) -> None:
+        """Put the numbers with which constants begin to where the steps find them. Nobody owns these arrays."""
+        self._begin = {
+            t: targets[self.starts.get(t, place)].replicas.put(to_device(t.data, t.dtype)) for t in self.changed
+        }
+
     def running(self, values: Values, run: Run) -> Nested[None]:
         """Do the steps."""
+        values.update(self._begin)
         for step in self.steps:
             if isinstance(step, Piece):
                 step(values, run)

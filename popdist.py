@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
 from runtime import processes
 
 __all__ = [

@@ -21,8 +21,8 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 PAGES = """
     popxl.ops.collectives popxl.ops.var_updates popxl.ops popxl.transforms popxl.errors popxl.utils popxl.fp8_utils
-    popxl popxl.context popxl.estimate popxl.flops popxl.log popxl.memory popxl.op popxl.options popxl.pages
-    popxl.random_seed popxl.tensor popxl.testing
+    popxl popxl.context popxl.op popxl.options popxl.random_seed popxl.tensor popxl.testing
+    popxl.base.log popxl.base.pages popxl.looking.estimate popxl.looking.flops popxl.looking.memory
 
     popxl_addons.layers popxl_addons.ops popxl_addons.optimizers popxl_addons.transforms popxl_addons
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from enum import IntEnum
 
 import popxl
-from popxl import debug_info
+from popxl.base.log import Logger
 from popxl.errors import (
     ApplicationRuntimeError,
     DeviceError,
@@ -26,13 +27,20 @@ from popxl.errors import (
     PopxlInternalError,
     PopxlRuntimeError,
 )
-from popxl.log import Logger
-from runtime.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
+from popxl.program import debug_info
+from runtime.targets.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
 
 __all__ = [
+    "AccumulateOuterFragmentSchedule",
+    "BatchSerializationBatchSchedule",
+    "BatchSerializationTransformContext",
     "DeviceInfo",
     "DeviceManager",
     "DeviceType",
+    "RecomputationType",
+    "SubgraphCopyingStrategy",
+    "SyntheticDataMode",
+    "VirtualGraphMode",
     "closePoplarDebugInfo",
     "getLogger",
     "initializePoplarDebugInfo",
@@ -152,3 +160,70 @@ class DeviceManager:
     def enumerateDevices(self) -> list[DeviceInfo]:
         """Each of the best accelerators that JAX sees, else of the CPU's devices, by itself; not attached."""
         return all_devices()
+
+
+# Values of session options ------------------------------------------------------------------------------------------
+#
+# What PyTorch programs give to `options._Popart.set`. Their options decide speed and memory on IPUs, and have no effect
+# here.
+
+
+class AccumulateOuterFragmentSchedule(IntEnum):
+    """When what follows accumulated gradients is scheduled."""
+
+    Scheduler = 0
+    Serial = 1
+    OverlapCycleOptimized = 2
+    OverlapMemoryOptimized = 3
+
+
+class BatchSerializationBatchSchedule(IntEnum):
+    """How the parts of a serialised batch are scheduled."""
+
+    Scheduler = 0
+    Isomorphic = 1
+    OverlapOnIo = 2
+    OverlapOnCompute = 3
+
+
+class BatchSerializationTransformContext(IntEnum):
+    """Before or after what transform a batch is serialised."""
+
+    Fwd = 0
+    Bwd = 1
+    Fwd_Bwd = 2
+
+
+class RecomputationType(IntEnum):
+    """Which activations are computed again for the backward pass."""
+
+    NoRecompute = 0
+    Standard = 1
+    NormOnly = 2
+    Pipeline = 3
+    RecomputeAll = 4
+
+
+class SubgraphCopyingStrategy(IntEnum):
+    """When the inputs and outputs of called graphs are copied."""
+
+    OnEnterAndExit = 0
+    JustInTime = 1
+
+
+class SyntheticDataMode(IntEnum):
+    """What data the device makes for itself. `poptorch.Options.enableSyntheticData` is what has an effect."""
+
+    Off = 0
+    Zeros = 1
+    RandomNormal = 2
+    RandomUniform = 3
+
+
+class VirtualGraphMode(IntEnum):
+    """How ops are assigned to IPUs."""
+
+    Off = 0
+    Manual = 1
+    Auto = 2
+    ExecutionPhases = 3

@@ -1,5 +1,73 @@
-"""`createPoptorchError` under the name that programs reach it by, `poptorch._impl.createPoptorchError`."""
+"""Names with an underscore that packages on top of PopTorch import, and what they do. New programs need none of them.
 
+`poptorch._utils` and `poptorch._poplar_executor` hand on what is here. The public equivalents stand beside each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from poptorch import weights
 from poptorch.errors import createPoptorchError
+from poptorch.executor import PoplarExecutor
 
-__all__ = ["createPoptorchError"]
+__all__ = [
+    "PoplarExecutor",
+    "combine_batch_tensors_gen",
+    "createPoptorchError",
+    "rewrapModelIfNecessary",
+    "unwrapModelIfNecessary",
+]
+
+
+def combine_batch_tensors_gen(batches: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Join batches along the first axis; `poptorch.DataLoader(..., batch_sampler=...)` does it by itself.
+
+    Args:
+        batches: for each batch its tensors, in the same order.
+
+    Returns:
+        For each place in that order one tensor, as `ICustomArgParser.reconstruct` takes them.
+
+    Example:
+        >>> batches = ([torch.ones(2, 3), torch.zeros(2)] for _ in range(4))
+        >>> [list(t.shape) for t in combine_batch_tensors_gen(batches)]
+        [[8, 3], [8]]
+    """
+    rows = [[batch] if isinstance(batch, torch.Tensor) else batch for batch in batches]
+    return (torch.cat(tensors) for tensors in zip(*rows, strict=True))
+
+
+def unwrapModelIfNecessary(model: Any) -> Any:
+    """Give a module that is being trained the class back that it had, to save it. Its weights come home before.
+
+    Saving a wrapped module as it is does the same: `torch.save(module)`.
+
+    Args:
+        model: the module, or its wrapper. Others are left as they are.
+
+    Returns:
+        The same.
+    """
+    weights.take_off(_module_of(model))
+    return model
+
+
+def rewrapModelIfNecessary(model: Any) -> Any:
+    """Have a module bring its weights home again when it is read, after `unwrapModelIfNecessary`.
+
+    Args:
+        model: the module, or its wrapper. One that nobody trains is left as it is.
+
+    Returns:
+        The same.
+    """
+    weights.put_on(_module_of(model))
+    return model
+
+
+def _module_of(model: Any) -> Any:
+    return model.model if isinstance(model, PoplarExecutor) else model

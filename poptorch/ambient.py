@@ -308,13 +308,18 @@ def _units(sites: Sequence[Site], options: Options) -> int:
     asked = units * replicas
     if asked & (asked - 1) and not options.auto_round_num_ipus:
         raise Error(
-            f"The model uses {units} IPUs for each of {replicas} replicas, {asked} in all; expected a power of two. "
-            "Place the blocks on another number of units, or let it be rounded up: `options.autoRoundNumIPUs(True)`."
+            f"The model specifies the use of {asked} IPUs, however PopTorch must reserve a minimum of "
+            f"{1 << asked.bit_length()} in order to allow the model to run, because PopTorch must reserve a power of 2 "
+            f"or maximum of {MAX_UNITS} IPUs per process. Please reconfigure your model to use a different number of "
+            "IPUs or set poptorch.Options().autoRoundNumIPUs(True)."
+            + f" There are {units} for each of {replicas} replicas."
+            * (replicas > 1)
         )
     if asked > MAX_UNITS:
         raise Error(
-            f"Too many IPUs requested ({asked}): {units} for each of {replicas} replicas; a process has at most "
-            f"{MAX_UNITS}. Lower `replicationFactor`, or use more processes."
+            f"Too many IPUs requested ({asked}). Experiments that need more than {MAX_UNITS} IPUs are run by several "
+            f"processes, which `poprun` starts. Here there are {units} for each of {replicas} replicas: lower "
+            "`replicationFactor`, or use fewer units."
         )
     return units
 
@@ -328,9 +333,9 @@ def _pipeline_stages(sites: Sequence[Site], options: Options, training: bool) ->
         if given < stages:
             raise Error(
                 "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
-                f"pipeline stages ({stages}) of a pipelined training model; it is {given}. There are {forward} stages "
-                f"of the forward pass and {forward - 1} extra ones of the backward pass. Accumulate over more "
-                "micro-batches, or use fewer stages."
+                f"pipeline stages ({stages}) when using poptorch.PipelinedExecution. Please note that a model with "
+                f"{forward} pipeline stages in PopTorch will have an additional {forward - 1} stages when training. It "
+                f"is {given}: accumulate over more micro-batches, or use fewer stages."
             )
         return stages
     if options.device_iterations < forward:

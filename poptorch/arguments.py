@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensor
 
 from poptorch.dtypes import to_numpy
 from poptorch.enums import OutputMode
-from poptorch.errors import createPoptorchError
+from poptorch.errors import Error, createPoptorchError
 from poptorch.logging_ import logger
 from poptorch.replica_groups import ReplicaGroups
 
@@ -266,7 +266,12 @@ class Leaf(Structure):
         if value.dtype is not self.dtype:
             raise _mismatch(f"Type mismatch for {self.name}: expected {self.dtype} but got {value.dtype}")
         if value.shape != self.shape:
-            raise _mismatch(f"Shape mismatch for {self.name}: expected {torch.Size(self.shape)} but got {value.shape}")
+            last = (
+                _MAY_BE_THE_LAST if self.shape[1:] == value.shape[1:] and _rows(value.shape) < _rows(self.shape) else ""
+            )
+            raise _mismatch(
+                f"Shape mismatch for {self.name}: expected {torch.Size(self.shape)} but got {value.shape}", last
+            )
         into.append(value)
 
     def build(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -471,11 +476,21 @@ class _Custom(Structure):
         return iter(())  # its parser knows
 
 
-def _mismatch(what: str) -> Exception:
+def _mismatch(what: str, more: str = "") -> Exception:
     return createPoptorchError(
         f"{what}. Arguments must match those that the model was compiled with. Make a new wrapper for other arguments, "
-        "or call `destroy()` on this one, which then compiles again."
+        f"or call `destroy()` on this one, which then compiles again.{more}"
     )
+
+
+def _rows(shape: Sequence[int]) -> int:
+    return shape[0] if len(shape) else 1
+
+
+_MAY_BE_THE_LAST = (
+    " If this is the last batch of a data set that does not divide evenly, leave it out: "
+    "`poptorch.DataLoader(..., drop_last=True)`, as it is by default, or `drop_last=True` of PyTorch's."
+)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -537,6 +552,10 @@ class Binder:
         bound.apply_defaults()
         return bound.arguments
 
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The names of the parameters that a call gives a value, which can be bound."""
+        return list(self._signature.bind_partial(*args, **kwargs).arguments)
+
     def unbind(self, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments `args, kwargs` of a call in which parameters have these values, as `bind` returns them."""
         bound = inspect.BoundArguments(self._signature, values)
@@ -570,7 +589,8 @@ class Signature:
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._binder = Binder(forward)
         values = self._binder.bind(args, kwargs)
-        self._rest = len(values[self._binder.rest]) if self._binder.rest is not None else 0
+        self._given = self._binder.given(args, kwargs)
+        self._positional = len(args)
         self._structures = {name: structure_of(value, name) for name, value in values.items()}
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
         for structure in self._structures.values():
@@ -597,14 +617,27 @@ class Signature:
             AssertionError: if they cannot be bound; see `Binder.bind`.
         """
         values = self._binder.bind(args, kwargs)
-        if (rest := self._binder.rest) is not None:
-            got = len(values[rest])
-            if got != self._rest:
-                raise _mismatch(f"Number of positional arguments mismatch: expected {self._rest} but got {got}")
         tensors: list[torch.Tensor] = []
-        for structure, value in zip(self._structures.values(), values.values(), strict=True):
-            structure.collect(value, tensors)
+        try:
+            for structure, value in zip(self._structures.values(), values.values(), strict=True):
+                structure.collect(value, tensors)
+        except Error as problem:
+            if differences := self._differences(args, kwargs):
+                raise createPoptorchError(f"{differences}{problem.message}") from None
+            raise
         return tensors
+
+    def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """In which arguments a call differs from the first, each in a sentence."""
+        given = self._binder.given(args, kwargs)
+        missing = [name for name in self._given if name not in given]
+        unexpected = [name for name in given if name not in self._given]
+        return (
+            f"Number of positional arguments mismatch: expected {self._positional} arguments but got {len(args)}. "
+            * (len(args) != self._positional)
+            + f"Missing arguments: {', '.join(missing)}. " * bool(missing)
+            + f"Unexpected arguments: {', '.join(unexpected)}. " * bool(unexpected)
+        )
 
     def arguments(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`."""
@@ -680,7 +713,7 @@ class Batching:
                 f"not make up {factor} micro-batches of equal size: deviceIterations ({self.device_iterations}) * "
                 f"replicationFactor ({self.groups.replicas}) / size of inputReplicaGrouping ({self.groups.size}) * "
                 f"Training.gradientAccumulation ({self.gradient_accumulation}). Stack the rows of a whole run in the "
-                f"first dimension: a multiple of {factor}."
+                f"first dimension: a multiple of {factor}.{_MAY_BE_THE_LAST}"
             )
         return (rows // factor, *shape[1:])
 

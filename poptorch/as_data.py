@@ -26,8 +26,9 @@ from poptorch import enums, optim
 from poptorch.arguments import parser_of
 from poptorch.errors import createPoptorchError
 from poptorch.options import Anchor, Options, TensorLocationSettings
-from poptorch.settings import OptionsDict
+from poptorch.settings import OptionsDict, Setting
 from poptorch.strategies import _IExecutionStrategy
+from popxl.options import OF_THE_RUN
 
 __all__ = ["OptimizerData", "from_data", "options_from_data", "options_to_data", "to_data"]
 
@@ -226,12 +227,27 @@ _OF_THE_PROCESS = ("Distributed.",)  # what the environment says
 
 
 def options_to_data(options: Options) -> dict[str, Any]:
-    """Options as data. What blocks do where is in the program, so the execution strategy is not written."""
+    """Options as data. What blocks do where is in the program, so the execution strategy is not written.
+
+    Nor are options that touch the machine: they are for who runs the model.
+    """
     return {
-        name: to_data(value, f"options.{name}")
+        name: to_data(_without_the_run(value) if name == _OF_SESSIONS else value, f"options.{name}")
         for name, value in options._dotted()
-        if not (isinstance(value, _IExecutionStrategy) or name.startswith(_OF_THE_PROCESS))
+        if not (isinstance(value, _IExecutionStrategy) or name.startswith(_OF_THE_PROCESS) or _is_of_the_run(name))
     }
+
+
+_OF_SESSIONS = "_Popart.options"
+
+
+def _without_the_run(session_options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in session_options.items() if name not in OF_THE_RUN}
+
+
+def _is_of_the_run(name: str) -> bool:
+    declared = Options._declared().get(name)
+    return isinstance(declared, Setting) and declared.of_the_run
 
 
 def options_from_data(data: Mapping[str, Any]) -> Options:
@@ -242,6 +258,8 @@ def options_from_data(data: Mapping[str, Any]) -> Options:
     """
     options = Options()
     for name, value in data.items():
+        if _is_of_the_run(name) or (name == _OF_SESSIONS and OF_THE_RUN & from_data(value).keys()):
+            raise ValueError(f"the option {name} is for who runs the model")
         path, _, last = name.rpartition(".")
         group: OptionsDict = options._values()[path] if path else options
         group._set(**{last: from_data(value)})

@@ -6,10 +6,11 @@ They speak to the capture that is going on (`poptorch.ambient`). On a plain CPU 
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
-from types import TracebackType
+from functools import partial, update_wrapper
+from types import MethodType, TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -59,11 +60,11 @@ class Block(_Scope, torch.nn.Module):
 
     Args:
         user_id: the id of the block, by which stages list it; the next number, `"0"`, `"1"`, ..., if None. Blocks with
-            one id are one block.
+            one id are one block; a number is the same as its string.
         ipu_id: the unit it runs on, if its stage does not say.
 
     Raises:
-        AssertionError: if the id is no string, or the unit no number from 0.
+        AssertionError: if the id is no string or number, or the unit no number from 0.
 
     Example:
         >>> import torch
@@ -77,21 +78,21 @@ class Block(_Scope, torch.nn.Module):
         tensor([4., 4.])
     """
 
-    def __init__(self, user_id: BlockId | None = None, ipu_id: int | None = None) -> None:
+    def __init__(self, user_id: BlockId | int | None = None, ipu_id: int | None = None) -> None:
         super().__init__()
         _check_ids("Block", user_id, ipu_id)
         self._user_id = user_id
         self._ipu_id = ipu_id
 
     def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
-        return ambient.block(self._user_id, self._ipu_id)
+        return ambient.block(_as_string(self._user_id), self._ipu_id)
 
     @staticmethod
-    def start(user_id: BlockId | None = None, ipu_id: int | None = None) -> None:
+    def start(user_id: BlockId | int | None = None, ipu_id: int | None = None) -> None:
         """Begin a block that lasts until the next one begins; for the arguments see the class."""
         _check_ids("Block.start", user_id, ipu_id)
         if (ambient := current()) is not None:
-            ambient.begin_block(user_id, ipu_id)
+            ambient.begin_block(_as_string(user_id), ipu_id)
 
     @staticmethod
     def useAutoId() -> None:
@@ -100,10 +101,14 @@ class Block(_Scope, torch.nn.Module):
             ambient.number_blocks_anew()
 
 
+def _as_string(user_id: BlockId | int | None) -> BlockId | None:
+    return None if user_id is None else str(user_id)
+
+
 def _check_ids(what: str, user_id: object, ipu_id: object) -> None:
-    if not (user_id is None or isinstance(user_id, str)):
+    if not (user_id is None or isinstance(user_id, (str, int))) or isinstance(user_id, bool):
         raise AssertionError(
-            f"{what}: `user_id` is {user_id!r}; expected a string or None. A unit is given as `ipu_id`."
+            f"{what}: `user_id` is {user_id!r}; expected a string, a number or None. A unit is given as `ipu_id`."
         )
     if not (ipu_id is None or (isinstance(ipu_id, int) and ipu_id >= 0)):
         raise AssertionError(f"{what}: `ipu_id` is {ipu_id!r}; expected the number of a unit, from 0, or None.")
@@ -112,7 +117,7 @@ def _check_ids(what: str, user_id: object, ipu_id: object) -> None:
 class _BlockHook:
     """A forward-pre-hook that begins a block. A class, so that modules with it can be copied and pickled."""
 
-    def __init__(self, user_id: BlockId | None, ipu_id: int | None) -> None:
+    def __init__(self, user_id: BlockId | int | None, ipu_id: int | None) -> None:
         self.user_id = user_id
         self.ipu_id = ipu_id
 
@@ -123,12 +128,82 @@ class _BlockHook:
         return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
 
 
+class _ScopeHook(_BlockHook):
+    """The same for a block that ends with the module: by `end`, a forward-hook."""
+
+    def __init__(self, user_id: BlockId | int | None, ipu_id: int | None) -> None:
+        super().__init__(user_id, ipu_id)
+        self._block = Block(user_id, ipu_id)
+
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
+        self._block.__enter__()
+
+    def end(self, module: torch.nn.Module, inputs: object, result: object) -> None:
+        """End the block."""
+        self._block.__exit__(None, None, None)
+
+    def __str__(self) -> str:
+        return f"BlockFunction(user_id={self.user_id}, ipu_id={self.ipu_id})"
+
+
+class _Annotated:
+    """A function in a block. A class, so that modules that keep one can be copied and pickled."""
+
+    def __init__(self, function: Callable[..., Any], user_id: BlockId | int | None, ipu_id: int | None) -> None:
+        update_wrapper(self, function)
+        self._of = function, user_id, ipu_id
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # as functions in a class are methods
+
+    def __reduce__(self) -> Any:
+        function = self._of[0]
+        name = getattr(function, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (type(self), self._of)  # where it decorates, it has the name
+
+    def __repr__(self) -> str:
+        function, user_id, ipu_id = self._of
+        return f"{type(self).__name__.lstrip('_')}(user_id={user_id}, ipu_id={ipu_id}) {function!r}"
+
+
+class _BeginBlock(_Annotated):
+    """A function with which a block begins."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function, user_id, ipu_id = self._of
+        Block.start(user_id, ipu_id)
+        return function(*args, **kwargs)
+
+
+class _BlockFunction(_Annotated):
+    """A function that is a block."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function, user_id, ipu_id = self._of
+        with Block(user_id, ipu_id):
+            return function(*args, **kwargs)
+
+
 def _hooks(module: torch.nn.Module) -> dict[int, _BlockHook]:
-    """The hooks of `BeginBlock` on this module itself, by their keys; at most one."""
+    """The hooks of this module itself that begin blocks, by their keys; at most one."""
     return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _BlockHook)}
 
 
-def BeginBlock(layer_to_call: Layer, user_id: BlockId | None = None, ipu_id: int | None = None) -> Layer:
+def _check_without_block(what: str, module: torch.nn.Module) -> None:
+    if _hooks(module):
+        raise Error(
+            f"{what}: the {type(module).__name__} module has already been assigned to a block. Remove that first, with "
+            "`poptorch.removeBlocks(module)`."
+        )
+
+
+def BeginBlock(layer_to_call: Layer, user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Layer:
     """Let a block begin with a module: it and all that follows are in it, until the next block begins.
 
     Parameters and the state dictionary of the module keep their names; copies and pickles keep the block. Of several
@@ -157,26 +232,19 @@ def BeginBlock(layer_to_call: Layer, user_id: BlockId | None = None, ipu_id: int
     """
     _check_ids("BeginBlock", user_id, ipu_id)
     if isinstance(layer_to_call, torch.nn.Module):
-        if _hooks(layer_to_call):
-            raise Error(
-                f"BeginBlock: the {type(layer_to_call).__name__} module has already been assigned to a block. Remove "
-                "that first, with `poptorch.removeBlocks(module)`."
-            )
+        _check_without_block("BeginBlock", layer_to_call)
         layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
         return layer_to_call
     if not callable(layer_to_call):
         raise Error(f"BeginBlock: `layer_to_call` is {layer_to_call!r}; expected a module or a function.")
 
-    @wraps(layer_to_call)
-    def begun(*args: Any, **kwargs: Any) -> Any:
-        Block.start(user_id, ipu_id)
-        return layer_to_call(*args, **kwargs)
-
-    return begun  # type: ignore[return-value]
+    return _BeginBlock(layer_to_call, user_id, ipu_id)  # type: ignore[return-value]
 
 
-def BlockFunction(user_id: BlockId | None = None, ipu_id: int | None = None) -> Callable[[Layer], Layer]:
+def BlockFunction(user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Callable[[Layer], Layer]:
     """A decorator that makes all that a function does a block; for the arguments see `Block`.
+
+    A module stays what it is, with the same parameters; copies and pickles of it keep the block.
 
     Example:
         >>> @BlockFunction("decoder", ipu_id=1)
@@ -188,18 +256,19 @@ def BlockFunction(user_id: BlockId | None = None, ipu_id: int | None = None) -> 
     _check_ids("BlockFunction", user_id, ipu_id)
 
     def decorate(function: Layer) -> Layer:
-        @wraps(function)
-        def within(*args: Any, **kwargs: Any) -> Any:
-            with Block(user_id, ipu_id):
-                return function(*args, **kwargs)
-
-        return within  # type: ignore[return-value]
+        if not isinstance(function, torch.nn.Module):
+            return _BlockFunction(function, user_id, ipu_id)  # type: ignore[return-value]
+        _check_without_block("BlockFunction", function)
+        hook = _ScopeHook(user_id, ipu_id)
+        function.register_forward_pre_hook(hook)
+        function.register_forward_hook(hook.end, always_call=True)
+        return function
 
     return decorate
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Remove what `BeginBlock` has added to a module and to those within it.
+    """Remove what `BeginBlock` and `BlockFunction` have added to a module and to those within it.
 
     Example:
         >>> import torch
@@ -211,6 +280,13 @@ def removeBlocks(module: torch.nn.Module) -> None:
     for each in module.modules():
         for key in _hooks(each):
             del each._forward_pre_hooks[key]
+        for key in [key for key, hook in each._forward_hooks.items() if _is_end(hook)]:
+            del each._forward_hooks[key]
+            each._forward_hooks_always_called.pop(key)
+
+
+def _is_end(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _ScopeHook)
 
 
 def module_repr(m: torch.nn.Module) -> str:
@@ -340,7 +416,7 @@ class MultiConv(_Scope, OptionsDict):
         kind=object,
         valid=_one_or_each(lambda value: value in (torch.float, torch.half)),
         expects="torch.float or torch.half, or one of them for each convolution",
-        error=ValueError,
+        words="Invalid partials types.",
     )
     per_conv_reserved_tiles: int | None = setting(
         None,
@@ -376,7 +452,7 @@ class MultiConv(_Scope, OptionsDict):
         """The type to accumulate in, `torch.float` or `torch.half`; one, or one for each convolution.
 
         Raises:
-            ValueError: if it is another.
+            AssertionError: if it is another.
         """
         return self._set(partials_types=value)
 

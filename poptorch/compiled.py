@@ -25,7 +25,7 @@ from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import Captured, capture
 from poptorch.devices import chosen_device
-from poptorch.dtypes import device_dtype
+from poptorch.dtypes import device_dtype, to_numpy
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering import has_lowering
@@ -35,8 +35,10 @@ from poptorch.options import Options
 from poptorch.program import Program, Returned
 from poptorch.times import Times
 from poptorch.updates import Update
+from poptorch.weights import hook_problem
 from popxl.errors import DeviceError
 from popxl.tensor import Variable
+from runtime.program.host_arrays import Outputs
 
 __all__ = ["Compiled", "Ends", "Result"]
 
@@ -110,9 +112,11 @@ class Compiled:
         seed: what random numbers begin with.
         checks: run op by op, and raise where a number is not finite.
         host_functions: those that the program calls.
+        read: the buffers whose numbers are a part of the program, with these numbers.
+        is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
 
     Attributes:
-        signature, ends, session, seed: as given.
+        signature, ends, session, seed, read: as given.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
     """
 
@@ -129,12 +133,15 @@ class Compiled:
         seed: int,
         checks: bool = False,
         host_functions: Iterable[HostFunction] = (),
+        read: Mapping[str, torch.Tensor] | None = None,
+        is_synthetic: bool = False,
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
         self.ends, self.session, self.seed = ends, session, seed
+        self.read = dict(read or {})
         self.anchored: dict[str, torch.Tensor] = {}
-        self._checks = checks
+        self._checks, self._is_synthetic = checks, is_synthetic
         self._problems: list[Exception] = []
         functions = list(host_functions)
         for function in functions:
@@ -152,6 +159,7 @@ class Compiled:
             (stream, self._is_in_turns(stream, result), self._shape_of_result(result))
             for stream, result in zip(ends.outputs, results, strict=True)
         ]
+        self._narrow = [i for i, leaf in enumerate(structure.leaves()) if leaf.dtype is torch.bfloat16]
         self._anchors = [result.anchor for result in results if result.anchor]
         self._count = len(results) - len(self._anchors) - len(rewritten)
         replicas = batching.groups.replicas
@@ -227,6 +235,8 @@ class Compiled:
             seed,
             options.Precision.floating_point_exceptions,
             _host_functions(captured.trace),
+            captured.read,
+            options.synthetic_data,
         )
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -251,7 +261,7 @@ class Compiled:
                 feeds[stream] = self._fed(t, self.signature.leaves[i].name)
         given = ready = perf_counter()
         try:
-            fetched = self._run(feeds)
+            fetched = self._zeros(self._run(feeds)) if self._is_synthetic else self._run(feeds)
             results: list[torch.Tensor] = []
             for output, is_in_turns, shape in self._outputs:
                 array = fetched[output]
@@ -315,14 +325,24 @@ class Compiled:
             self.anchored = dict(zip(self._anchors, others, strict=False))
             with torch.no_grad():
                 for i, rows in zip(self.rewritten, others[len(self._anchors) :], strict=True):
-                    tensors[i].copy_(rows.reshape(tensors[i].shape))
-        for t in of_model:
-            t.__dict__.update(_OF_A_RESULT)
-        if self.constants:
+                    if tensors[i].shape != rows.shape:  # the `out` of a function, which gives it another
+                        tensors[i].data = torch.empty(rows.shape, dtype=tensors[i].dtype)
+                    tensors[i].copy_(rows)
+        if self.constants or self._narrow:
             left = iter(of_model)
             count = self._count + len(self.constants)
             of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
+            for i in self._narrow:
+                of_model[i] = of_model[i].bfloat16()
+        for t in of_model:
+            t.__dict__.update(_OF_A_RESULT)
         return self.structure.rebuild(of_model)
+
+    def _zeros(self, outputs: Any) -> dict[popxl.DeviceToHostStream, np.ndarray]:
+        """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""
+        if isinstance(outputs, Outputs):
+            outputs.wait()
+        return {s: np.zeros(self.session.host_shape(s.shape), s.dtype.as_numpy()) for s in self.ends.outputs}
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """A run of which more has to be known than its results: it is over before another thread's begins."""
@@ -363,7 +383,17 @@ class Compiled:
         return {name: array[0] if name in self.ends.written else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        """Overwrite the device's values of parameters and buffers; of those that are given.
+
+        Raises:
+            poptorch.Error: if one is a part of the program, and has other numbers there.
+        """
+        for name, t in self.read.items():
+            if name in host and not np.array_equal(host[name], to_numpy(t), equal_nan=t.is_floating_point()):
+                raise createPoptorchError(
+                    f"The buffer {name} is not what it was when the model was compiled. `forward` has read its numbers "
+                    "then (as `item()` does), so they are a part of the program. Call `destroy()` to compile it anew."
+                )
         variables = self.ends.variables
         self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items() if name in host})
 
@@ -450,16 +480,58 @@ def _captured(
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
         )
+    if training and captured.hooks:
+        raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
     if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
     if options.Precision.floating_point_exceptions:
         _watch_comparisons(captured.trace)
     if ambient.overlaps:
+        _check_overlaps(captured)
         check_overlapped_io(options, options.output_mode)
     options._Popart.check()
     check_placement([node.site for node in captured.trace.nodes], options, training)
     return captured
+
+
+def _check_overlaps(captured: Captured) -> None:
+    """Whether what is to be transferred during computations are inputs and results, which nothing else looks at."""
+    inputs, outputs = captured.inputs, captured.trace.outputs
+    nodes = list(_all_nodes(captured.trace))
+    for node in nodes:
+        if node.op == "poptorch.set_overlap_for_input":
+            (value,) = node.inputs
+            if not any(value is each for each in inputs):
+                raise createPoptorchError(
+                    f"{node}: the tensor is no input of the model. Mark inputs before any other op."
+                )
+            others = [each for each in nodes if each is not node and any(value is v for v in each.inputs)]
+            if others or any(value is each for each in outputs):
+                raise createPoptorchError(
+                    "poptorch.set_overlap_for_input must be the only op applied to an input. This is not the case for "
+                    f"input {inputs.index(value)} to the model. Another is {others[0] if others else 'its return'}: "
+                    "use the result of set_overlap_for_input in its place."
+                )
+        if node.op == "poptorch.set_overlap_for_output":
+            count = sum(each is node.results[0] for each in outputs)
+            if not count:
+                raise createPoptorchError(
+                    f"{node}: the tensor is no result of the model. Return the result of set_overlap_for_output."
+                )
+            if count > 1:
+                raise createPoptorchError(
+                    "poptorch.set_overlap_for_output cannot be used with a tensor that is returned twice. Please check "
+                    "all returned tensors including those nested in tuples/lists."
+                )
+
+
+def _all_nodes(trace: Trace) -> Iterator[Node]:
+    """The ops of a function, and those of the functions that they run."""
+    for node in trace.nodes:
+        yield node
+        for inner in node.traces:
+            yield from _all_nodes(inner)
 
 
 _COMPARISONS = frozenset(f"aten.{name}" for name in ("lt", "le", "gt", "ge", "eq", "ne"))
@@ -493,11 +565,9 @@ def _in_place_of(others: Mapping[Value, Value], value: Value) -> Value:
 
 def _host_functions(trace: Trace) -> Iterator[HostFunction]:
     """The functions of the host that a captured function calls."""
-    for node in trace.nodes:
+    for node in _all_nodes(trace):
         if node.op == "poptorch.cpu":
             yield node.arguments["function"]
-        for inner in node.traces:
-            yield from _host_functions(inner)
 
 
 def _memory(t: torch.Tensor) -> np.ndarray:
@@ -517,8 +587,9 @@ def _constant(value: Value) -> torch.Tensor | None:
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:
     raise createPoptorchError(
-        "`backward` has no meaning for a result of a wrapped model: the backward pass is a part of the program that "
-        "`poptorch.trainingModel` makes, and has been carried out with the call."
+        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a trainingModel, the "
+        "backwards pass is performed automatically when invoking the model. If you're using an inferenceModel, you "
+        "should use a trainingModel instead."
     )
 
 

@@ -1,7 +1,11 @@
 """The types of numbers that a device has, and torch tensors as arrays of them.
 
-What comes to the device as 64-bit numbers is narrowed, as is bfloat16 widened to float32. What comes back keeps the
-type that it had on the device: results that torch would give as int64 are int32.
+What comes to the device as 64-bit numbers is narrowed. What comes back keeps the type that it had on the device:
+results that torch would give as int64 are int32.
+
+Of bfloat16, what is seen is bfloat16, and what is computed is float32: a number is rounded to bfloat16 where it becomes
+one (a cast, a constant), where it is kept (a parameter after each step of the optimiser, a buffer), and as a result of
+the model; not after each op, as PyTorch does. So parameters on the host are the same numbers as those on the device.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ is transferred. What is compiled is in `poptorch.compiled`; how host modules not
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import threading
@@ -25,7 +26,7 @@ import torch
 import popxl
 from poptorch import hooks, optim, profiling, saving, weights
 from poptorch.blocks import module_repr
-from poptorch.capture.torch_private import without_modes
+from poptorch.capture.torch_private import uncompiled, without_modes
 from poptorch.compiled import Compiled
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import createPoptorchError
@@ -36,7 +37,7 @@ from poptorch.replica_groups import GroupedParameter, ParameterProxy
 from poptorch.strategies import PipelinedExecution, ShardedExecution
 from poptorch.times import Latency, Times
 from poptorch.trainer import Trainer, needs_running_mean, with_running_mean
-from popxl.estimate import estimate_of
+from popxl.looking.estimate import estimate_of
 from popxl.session import CompilationProgress, compilation_progress
 
 __all__ = ["PoplarExecutor", "inferenceModel", "load", "sessionOf", "trainingModel"]
@@ -71,7 +72,8 @@ class PoplarExecutor:
     Attributes that it does not have are those of the model. Several threads may call it: their runs take turns.
 
     Args:
-        model: the module, a function, or another executor, whose model is meant.
+        model: the module, a function, or another executor, whose model is meant. Of what `torch.compile` has made it is
+            what that was made of.
         options: the options; they cannot be changed any more.
         training: whether it trains the model.
         poptorch_version: the version that the program was written for; without effect.
@@ -96,6 +98,7 @@ class PoplarExecutor:
     ) -> None:
         if isinstance(model, PoplarExecutor):
             model = model._user_model
+        model = uncompiled(model)
         if options is not None and not isinstance(options, Options):
             raise createPoptorchError(
                 f"`options` must be a poptorch.Options; got {options!r} ({type(options).__name__})."
@@ -139,7 +142,7 @@ class PoplarExecutor:
             with _compiling:
                 if self._compiled is None:  # another thread may have compiled it
                     self.compile(*args, **kwargs)
-        compiled = self._executable
+        compiled = self._required
         tensors = compiled.signature.check(args, kwargs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
@@ -149,17 +152,28 @@ class PoplarExecutor:
                 if self._trainer is None:
                     if self._trainings.have_news():
                         self.copyWeightsToDevice()
-                elif self._trainer.device.pending:
-                    self.copyWeightsToHostIfNeeded()
-                    self._trainer.write_pending()
+                else:
+                    self._check_untouched()
+                    self._trainer.notice()
+                    if self._trainer.device.pending:
+                        self.copyWeightsToHostIfNeeded()
+                        self._trainer.write_pending()
             if self._trainer is None:
                 return compiled.run(tensors)
             try:
                 return compiled.run(tensors)
             finally:  # even a run that fails has changed something
-                self._trainer.device.mark_stale()
+                self._trainer.has_run()
                 assert self._instrumented is not None
-                self._instrumented.is_stale = True
+                self._instrumented.has_run()
+
+    def _check_untouched(self) -> None:
+        """Check that nothing has been changed that is a part of the program."""
+        assert self._instrumented is not None and self._trainer is not None
+        self._instrumented.check_hooks()
+        if self._instrumented.is_thawed:
+            self._trainer.check_trained()
+            self._instrumented.is_thawed = False
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +184,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
         """
-        with _compiling:
+        with _compiling, torch.inference_mode(False):  # within it no gradients flow, whatever one says
             self._compile(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,8 +246,8 @@ class PoplarExecutor:
     def _use(self, compiled: Compiled) -> None:
         """Run this from now on."""
         self._compiled = compiled
-        if self._instrumented is not None:
-            home = (compiled, self._instrumented, self._module, self._grouped)
+        if self._instrumented is not None and self._trainer is not None:
+            home = (compiled, self._instrumented, self._module, self._grouped, self._trainer)
             self._forgotten = weakref.finalize(self, _bring_home, *home)
             self._forgotten.atexit = False
         offline = self._options.connection_type is ConnectionType.Never
@@ -247,7 +261,11 @@ class PoplarExecutor:
             self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
 
     @property
-    def _executable(self) -> Compiled:
+    def _executable(self) -> Compiled | None:
+        return self._compiled  # the name that packages on top ask for
+
+    @property
+    def _required(self) -> Compiled:
         if self._compiled is None:
             raise createPoptorchError("Model has not been compiled or has been destroyed.")
         return self._compiled
@@ -262,7 +280,11 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if it is not compiled, or `options.showCompilationProgressBar(False)` was set.
         """
-        self._executable  # noqa: B018
+        if self._compiled is None:
+            raise createPoptorchError(
+                "Model has not been compiled or has been destroyed. Please compile the model before obtaining "
+                "compilation time."
+            )
         if not self._options.show_compilation_progress_bar or self._compilation_time is None:
             raise createPoptorchError(
                 "The time of compilation is not known: it is taken where the model is compiled rather than loaded, and "
@@ -305,7 +327,7 @@ class PoplarExecutor:
             poptorch.Error: if the model is attached already, or is not compiled.
             AssertionError: if it was compiled for no device of this machine.
         """
-        compiled = self._executable
+        compiled = self._required
         if compiled.is_attached:
             raise createPoptorchError("The model is already attached to a device.")
         self._check_online("attach a model")
@@ -320,7 +342,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not attached, or not compiled.
         """
-        compiled = self._executable
+        compiled = self._required
         if not compiled.is_attached:
             raise createPoptorchError("Device is not attached: the model has been detached before.")
         self.copyWeightsToHostIfNeeded()
@@ -347,12 +369,12 @@ class PoplarExecutor:
         return weights.read(self._module, self._grouped)
 
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
-        return self._executable.weights()
+        return self._required.weights()
 
     @_traced("copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         """Bring parameters and buffers from the device to the module."""
-        compiled = self._executable
+        compiled = self._required
         if self._instrumented is not None:
             self._instrumented.to_host()
         else:
@@ -365,7 +387,7 @@ class PoplarExecutor:
     @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
         """Bring parameters and buffers from the module to the device. What has been trained and not read is lost."""
-        self._executable.write_weights(self._host_weights())
+        self._required.write_weights(self._host_weights())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
 
@@ -382,7 +404,7 @@ class PoplarExecutor:
                 "copyNamedBuffersToDevice: no buffers are named. Name them before the model is wrapped: "
                 "`options.updatableNamedBuffers([...])`."
             )
-        compiled = self._executable
+        compiled = self._required
         if self._instrumented is not None:
             compiled.write_weights(self._instrumented.read(names))
         else:
@@ -422,7 +444,8 @@ class PoplarExecutor:
         state that this one has goes to the device before the next run.
 
         Args:
-            optimizer: the optimiser. Changes of it have an effect when it is set again.
+            optimizer: the optimiser. Later changes of its numbers, by a schedule for example, and of its state have an
+                effect at the next call; it need not be set again.
 
         Raises:
             poptorch.Error: if the model is not for training, or the optimiser differs from the one that it was compiled
@@ -449,11 +472,11 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not compiled; when set, if it is not a state of this program.
         """
-        return self._executable.random_state
+        return self._required.random_state
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        self._executable.random_state = list(state)
+        self._required.random_state = list(state)
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -488,9 +511,13 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not compiled, or something cannot be saved as data.
         """
-        compiled = self._executable
+        compiled = self._required
         if self._instrumented is not None:
             self._instrumented.to_host_if_stale()
+        if self._trainer is not None:
+            self._trainer.notice()
+            if self._trainer.device.pending:
+                self._trainer.write_pending()
         saving.save(
             filename,
             compiled,
@@ -532,7 +559,8 @@ class PoplarExecutor:
             saved.prepare(self._trainer, self._module, self._options)
             if anew:
                 assert self._trainer.update is not None
-                compiled.write_state({kept.name: kept.value for kept in self._trainer.update.state})
+                first = {kept.name: kept.value for kept in self._trainer.update.state}
+                compiled.write_state({name: first[name] for name in compiled.ends.state})
         self._use(compiled)
 
     # Looks ----------------------------------------------------------------------------------------------------------
@@ -561,7 +589,7 @@ class PoplarExecutor:
         assert short_name in anchors, (
             f"getAnchoredTensor: {short_name!r} is not anchored; anchored are {', '.join(anchors) or 'none'}."
         )
-        compiled = self._executable
+        compiled = self._required
         name = anchors[short_name].long_name
         if self._trainer is not None and name in self._trainer.names():
             return self._trainer.value(name)
@@ -570,14 +598,16 @@ class PoplarExecutor:
         return compiled.anchored[short_name]
 
     def cycleCount(self) -> int:
-        """How many cycles IPUs would need for a run, at least: an estimate, `popxl.estimate`. Nothing is counted.
+        """How many cycles IPUs would need for a run, at least: `popxl.looking.estimate`. Nothing is counted.
 
         Raises:
             poptorch.Error: if the model is not compiled, or `options.logCycleCount(True)` was not set.
         """
         if not self._options.log_cycle_count:
-            raise createPoptorchError("Cycle count logging is disabled; set `options.logCycleCount(True)`.")
-        return estimate_of(self._executable.session.ir).cycles
+            raise createPoptorchError(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
+        return estimate_of(self._required.session.ir).cycles
 
     def getPerfCounters(self) -> dict[str, list[list[float]]]:
         """The times of the last call, in seconds since some moment.
@@ -633,7 +663,32 @@ class PoplarExecutor:
             module_repr(self._user_model) if isinstance(self._user_model, torch.nn.Module) else repr(self._user_model)
         )
 
+    def __reduce__(self) -> Any:
+        """A copy wraps a copy of the model, with the weights as they are now; it is not compiled."""
+        self.copyWeightsToHostIfNeeded()
+        optimizer = None if self._trainer is None else self._trainer.optimizer
+        made_of = (self._call, self._options, self._training, popxl.__version__, optimizer)
+        return PoplarExecutor, made_of, {"grouped": self._grouped}
+
+    def __copy__(self) -> PoplarExecutor:
+        make, (model, *others), state = self.__reduce__()
+        return self._like(make(copy.copy(model), *others), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoplarExecutor:
+        make, made_of, state = self.__reduce__()
+        return self._like(make(*copy.deepcopy(made_of, memo)), state)
+
+    @staticmethod
+    def _like(made: PoplarExecutor, state: Mapping[str, Any]) -> PoplarExecutor:
+        made.__setstate__(state)
+        return made
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._grouped.update(state["grouped"])
+
     def __getattr__(self, attr: str) -> Any:
+        if "_user_model" not in self.__dict__:  # it is being made
+            raise AttributeError(attr)
         value = getattr(self.__dict__["_user_model"], attr)
         if isinstance(value, torch.nn.Parameter):
 
@@ -656,12 +711,14 @@ def _bring_home(
     instrumented: weights.Instrumented,
     module: torch.nn.Module | None,
     grouped: Mapping[str, GroupedParameter],
+    trainer: Trainer,
 ) -> None:
     """What was trained by a wrapper that nobody has any more comes home now, if it has not been read."""
-    if instrumented.is_stale:
-        instrumented.is_stale = False
-        with without_modes():  # a capture may be going on
+    with without_modes():  # a capture may be going on
+        if instrumented.is_stale:
+            instrumented.is_stale = False
             weights.write(module, compiled.weights(), grouped)
+        trainer.disconnect()
 
 
 def _own_options(options: Options, training: bool) -> Options:
@@ -674,9 +731,10 @@ def _own_options(options: Options, training: bool) -> Options:
         strategy = own.execution_strategy
         is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
         raise createPoptorchError(
-            f"Inference does not accumulate gradients: Training.gradientAccumulation is "
-            f"{own.Training.gradient_accumulation}; expected 1."
-            + (" For a pipelined model use `deviceIterations`." if is_pipelined else "")
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+            "when running a poptorch.inferenceModel()."
+            + " Use poptorch.Options().deviceIterations() to process a sufficient number of batches each run for "
+            "pipelined execution instead." * is_pipelined + f" It is {own.Training.gradient_accumulation}."
         )
     own.freeze()
     return own
@@ -754,7 +812,7 @@ def sessionOf(model: PoplarExecutor) -> popxl.Session:
         >>> print(session.report)
         Report...
     """
-    return model._executable.session
+    return model._required.session
 
 
 def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:

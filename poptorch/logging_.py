@@ -48,7 +48,10 @@ def setLogLevel(level: str | int) -> None:
             raise ValueError(f"Invalid log level integer {level}; expected one of {known}.")
         level = _BY_INTEGER[level]
     if level not in LEVELS:
-        raise ValueError(f"Level must be one of {', '.join(LEVELS)}; it is {level!r}.")
+        raise ValueError(
+            f"Unknown log level: {level}. Valid values are DEBUG, ERR, INFO, OFF, TRACE and WARN. Level must be one of "
+            "these, or TRACE_ALL or DEBUG_IR, which are TRACE and DEBUG."
+        )
     logger.setLevel(LEVELS[level])
 
 

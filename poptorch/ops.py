@@ -179,21 +179,24 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
         mode: with what. With `NoOverlap` it is plain, and the options need not allow it.
 
     Raises:
-        poptorch.Error: for something that is no tensor.
+        poptorch.Error: for something that is no tensor; when the model is compiled, for one that is no input, or that
+            anything else uses.
     """
     return _overlapping("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """As `set_overlap_for_input`, for what the model returns."""
+    """As `set_overlap_for_input`, for what the model returns, once."""
     return _overlapping("set_overlap_for_output", output_tensors, mode)
 
 
 def _overlapping(name: str, given: Any, mode: OverlapMode) -> Any:
     if isinstance(given, torch.Tensor):
-        if (state := ambient()) is not None and mode is not OverlapMode.NoOverlap:
-            state.overlaps = True
-        return given
+        state, tracer = ambient(), current()
+        if state is None or tracer is None or mode is OverlapMode.NoOverlap:
+            return given
+        state.overlaps = True
+        return tracer.record(f"poptorch.{name}", lambda tensor: tensor.clone(), {"tensor": given})
     if isinstance(given, dict):
         return type(given)((key, _overlapping(name, value, mode)) for key, value in given.items())
     if isinstance(given, list | tuple):
@@ -285,10 +288,17 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
             "number."
         )
     part[dim] = size
-    if input.dtype is not src.dtype or list(src.shape) != part:
+    if input.dim() != src.dim():
         raise createPoptorchError(
-            f"dynamic_update: `src` is {list(src.shape)} of {src.dtype}; expected {len(part)} dimensions and the dtype "
-            f"of `input`: {part} of {input.dtype}."
+            f"dynamic_update: input and src tensors must have same dimensionality. ({input.dim()}) vs ({src.dim()})"
+        )
+    if input.dtype is not src.dtype:
+        raise createPoptorchError(
+            f"dynamic_update: input and src tensor must have same dtype. ({input.dtype} vs {src.dtype})"
+        )
+    if list(src.shape) != part:
+        raise createPoptorchError(
+            f"dynamic_update: `src` has the shape {list(src.shape)}; expected that of the part, {part}."
         )
     result = input.clone()
     if current() is not None:
@@ -534,6 +544,9 @@ def custom_op(
     attributes: Mapping[str, Any] | None = None,
 ) -> Tensors:
     """An op that `poptorch.registerCustomOp` has declared: a JAX function.
+
+    One is there from the beginning: `"FastGatherLastDim"` of `"poptorch.custom_ops"` is `torch.gather` along the last
+    axis, of data and indices that are equal in all others.
 
     Args:
         inputs: what it is given.

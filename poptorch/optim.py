@@ -2,11 +2,13 @@
 
 On the CPU they are torch's. In a wrapped model none of their Python code runs: `poptorch.updates` reads what they say,
 and the program on the device does the rest. There an optimiser has state of its own, which `state_dict` reads and
-`load_state_dict` writes.
+`load_state_dict` writes. `optimizer.state` shows it in PyTorch's form, for optimisers of torch, too; see
+`poptorch.mirrored`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +29,9 @@ _GROUPED = ("velocity_scaling", "max_weight_norm")  # numbers of a parameter gro
 TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused", "maximize")
 """Attributes that only torch's own steps know."""
 
+NOT_MAXIMISED = "%s: maximize=True has no effect in a wrapped model: its loss is minimised."
+"""What is told of an optimiser that maximises."""
+
 _NEVER_VARIABLE = {
     *TORCH_ONLY,
     "accum_type",
@@ -44,7 +49,8 @@ _NEVER_VARIABLE = {
 class VariableAttributes:
     """Which attributes of an optimiser are variable: inputs of the program, rather than parts of it.
 
-    Variable ones may be changed after the model was compiled, by `setOptimizer`. Decide before it is compiled.
+    Variable ones may be changed after the model was compiled, which has an effect at its next call. Decide before it is
+    compiled.
 
     Args:
         variable_attributes: the variable ones at first.
@@ -145,9 +151,9 @@ class DeviceState:
 
     def copied(self) -> DeviceState:
         """For a copy of the optimiser: the same content, to be written to the device that the copy will have."""
-        copy = DeviceState()
-        copy.set(self.content, pending=self.filled)
-        return copy
+        copied = DeviceState()
+        copied.set(self.content, pending=self.filled)
+        return copied
 
 
 class Optimizer:
@@ -214,7 +220,7 @@ class Optimizer:
         self.device.refresh()
         own = {name: getattr(self, name) for name in (*self._own, "variable_attrs") if name not in _GROUPED}
         theirs: StateDict = super().__getstate__()  # type: ignore[assignment]
-        return {**theirs, **own, "device": self.device.copied()}
+        return {**theirs, **own, "state": copy.copy(self.state), "device": self.device.copied()}  # type: ignore[attr-defined]
 
     def _construct(self, arguments: Mapping[str, Any]) -> None:
         """Give torch what it knows of the constructor's arguments, and keep the rest. `None` means the default."""
@@ -253,7 +259,7 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if given.get("bias_correction") is False and name == "AdamW":
         logger.warning("AdamW: bias_correction=False has no effect; the moments are always corrected.")
     if given.get("maximize"):
-        logger.warning("%s: maximize=True has no effect in a wrapped model: its loss is minimised.", name)
+        logger.warning(NOT_MAXIMISED, name)
 
 
 _ADAPTIVE: dict[str, Any] = {
@@ -498,9 +504,9 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
     def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
         kept = self.state[w]
-        if not kept:
-            kept.update(step=0, square_avg=torch.ones_like(w), grad_avg=torch.zeros_like(w))
-            kept.update(momentum_buffer=torch.zeros_like(w))
+        starts = {"step": 0, "square_avg": torch.ones_like(w), "grad_avg": torch.zeros_like(w)}
+        for name, start in {**starts, "momentum_buffer": torch.zeros_like(w)}.items():
+            kept.setdefault(name, start)  # a device does not have those that no number needs
         kept["step"] += 1
         d = (-g if group["maximize"] else g) + group["weight_decay"] * w
         variance = kept["square_avg"].lerp_(d * d, 1 - group["alpha"])

@@ -119,6 +119,7 @@ class _TensorLocationOptions(OptionsDict):
         kind=int | None,
         valid=lambda count: count is None or (32 <= count <= 192 and count % 2 == 0),
         expects="an even number from 32 to 192",
+        words="numIOTiles must be an even number between 32 and 192.",
         shown="none",
     )
     activation_location: TensorLocationSettings = setting(
@@ -199,6 +200,11 @@ class _TrainingOptions(OptionsDict):
         None, NO_EFFECT, "setConvolutionDithering", kind=bool | None, shown="unset"
     )
 
+    @property
+    def meanAccumulationAndReplicationReductionStrategy(self) -> MeanReductionStrategy:
+        """When a mean is divided."""
+        return self.mean_accumulation_and_replication_reduction_strategy
+
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Accumulate the gradients of so many micro-batches before each step of the optimiser.
 
@@ -236,7 +242,13 @@ class _TrainingOptions(OptionsDict):
         return self._set(mean_accumulation_and_replication_reduction_strategy=mean_reduction_strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
-        """Adjust the loss scale during training, so that gradients in float16 neither overflow nor vanish."""
+        """Adjust the loss scale during training, so that gradients in float16 neither overflow nor vanish.
+
+        After each step it is halved if a gradient in float16 was greater than an eighth of the largest number of
+        float16, or was none, in any micro-batch; else it is doubled, up to 2¹⁵. Where all gradients are in float32 it
+        stays. `optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"]` is what `loss_scaling` is multiplied by in
+        the next run, and a tensor that is anchored under `"finalLossScale"` is the product.
+        """
         return self._set(automatic_loss_scaling=enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
@@ -374,6 +386,8 @@ class _DistributedOptions(OptionsDict):
     def numProcesses(self) -> int:
         """The number of processes."""
         return self.num_processes
+
+    distributed_process_id, num_distributed_processes = processId, numProcesses
 
     def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
         """Say which process this is.
@@ -636,6 +650,7 @@ class Options(OptionsDict):
         kind=str | None,
         make=lambda: os.environ.get("POPTORCH_CACHE_DIR") or None,
         shown="the environment variable POPTORCH_CACHE_DIR, or none",
+        of_the_run=True,
     )
     profile_dir: str | None = setting(
         None,
@@ -644,8 +659,9 @@ class Options(OptionsDict):
         kind=str | None,
         make=_profile_dir_asked_for,
         shown="none, unless POPLAR_ENGINE_OPTIONS or PVTI_OPTIONS asks for reports",
+        of_the_run=True,
     )
-    log_dir: str = setting(".", f"{NO_EFFECT}: messages go to Python's logging", "logDir")
+    log_dir: str = setting(".", f"{NO_EFFECT}: messages go to Python's logging", "logDir", of_the_run=True)
     max_repeat_logs: int | None = setting(4, NO_EFFECT, "maxRepeatLogs", kind=int | None)
     show_compilation_progress_bar: bool = setting(
         True,

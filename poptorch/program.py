@@ -13,9 +13,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 import popxl
 from poptorch.arguments import Batching
@@ -25,9 +27,10 @@ from poptorch.capture.trace import Value
 from poptorch.capture.tracer import Captured
 from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.errors import createPoptorchError
+from poptorch.logging_ import logger
 from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.operands import together
+from poptorch.lowering.operands import narrowed, together
 from poptorch.options import Options
 from poptorch.updates import Update
 from popxl import ops
@@ -37,9 +40,10 @@ from popxl.transforms.autodiff import GradGraphInfo, leading_to
 __all__ = ["Program", "Returned"]
 
 Tensors = dict[str, popxl.Tensor]
-"""What a graph works with, by name: those of parameters and buffers are their own, others begin with a slash."""
+"""What a graph works with, by name: those of parameters and buffers are their own, those of inputs begin with a slash,
+and all others with two."""
 
-RANDOM, TURN, VALUES = "/random", "/turn", "/values"
+RANDOM, TURN, VALUES, LARGEST = "//random", "//turn", "//values", "//largest"
 
 GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
 """What the names of gradients and of updated parameters begin with."""
@@ -169,16 +173,20 @@ class Program:
         written = list(self.written)
         if written and self._replicas > 1 and self._options.broadcast_buffers:
             raise createPoptorchError(
-                f"PopTorch does not support broadcasting buffers. The model overwrites "
-                f"{', '.join(map(repr, written))}, and each replica would write another value. With "
-                "`options.broadcastBuffers(False)` each replica has a copy of its own, of which the host gets one."
+                "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
+                "out of sync between replicas, you can disable buffer broadcasting using "
+                "poptorch.Options.broadcastBuffers(False). Each replica has a copy of its own then, of which the host "
+                f"gets one. The model overwrites {', '.join(map(repr, written))}."
             )
 
     def _check_ops(self) -> None:
         if self._update is not None:
             for node in self._captured.trace.nodes:
                 if node.op in _INFERENCE_ONLY:
-                    raise createPoptorchError(f"{node} is only supported in inference; the model is to be trained.")
+                    raise createPoptorchError(
+                        f"{_INFERENCE_ONLY[node.op]}() is only supported in inference, and the model is to be trained: "
+                        f"{node}."
+                    )
 
     @property
     def _replicas(self) -> int:
@@ -234,6 +242,11 @@ class Program:
         reached = leading_to(self._model.graph, [loss])
         trained = [self._model.inputs.get(name) for name in self._update.names]
         required = [t for t in trained if t in reached]
+        if self._update.names and not required:
+            logger.warning(
+                "Nothing is trained: the loss does not depend on any parameter that the optimizer has, or no gradient "
+                "flows to them (`torch.no_grad`, `detach`)."
+            )
         return popxl.transforms.autodiff(self._model.graph, [loss], required) if required else None
 
     def _name_trained(self) -> None:
@@ -273,8 +286,8 @@ class Program:
                 v = popxl.variable(data, name=name, replica_grouping=grouping)
                 self.variables[name] = tensors[name] = v
         if self._update is not None:
-            self.state = self._update.create_state()
-            tensors |= {f"/{name}": v for name, v in self.state.items()}
+            self.state = self._update.create_state(self._trained() if self._gradient is not None else ())
+            tensors |= {f"//{name}": v for name, v in self.state.items()}
             if count:
                 self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
                 tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
@@ -286,7 +299,7 @@ class Program:
             for number, result in enumerate(self._returned):
                 spec = self.spec(result)
                 shape = spec.shape if result.mode in _SINGLE else (self.count(result), *spec.shape)
-                tensors[f"/output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
+                tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
 
     def _all_iterations(self, tensors: Tensors) -> Sequence[popxl.Tensor | None]:
@@ -294,7 +307,7 @@ class Program:
         if self._batching.micro_batches == 1:
             return self._device_iteration(tensors)
         self._loop(self._batching.device_iterations, "device_iteration", self._device_iteration, tensors)
-        return [tensors[f"/output{number}"] for number in range(len(self._returned))]
+        return [tensors[f"//output{number}"] for number in range(len(self._returned))]
 
     def _loop(self, count: int, name: str, turn: Callable[[Tensors], Any], tensors: Tensors) -> None:
         """Run something several times on these tensors, all of them by reference."""
@@ -317,16 +330,22 @@ class Program:
         results: list[popxl.Tensor | None] = []
         if accumulation > 1:
             sums = {
-                f"/sum/{name}": ops.init(t.shape, self._update.accumulation_dtype, f"Accum___{name}", "zero")
+                f"//sum/{name}": ops.init(t.shape, self._update.accumulation_dtype, f"Accum___{name}", "zero")
                 for name, t in self._trained().items()
             }
+            if self._halves:
+                sums[LARGEST] = ops.init((), popxl.float32, "largest_gradient", "zero")
             self._loop(accumulation, "micro_batch", self._accumulate, tensors | sums)
-            gradients = {name: sums[f"/sum/{name}"] for name in self._trained()}
+            gradients = {name: sums[f"//sum/{name}"] for name in self._trained()}
+            largest = sums.get(LARGEST)
         else:
             results, gradients = self._micro_batch(tensors)
+            largest = self._largest(gradients) if self._halves else None
+        if largest is not None and self._replicas > 1:
+            largest = ops.collectives.replicated_all_reduce(largest, "max")
         reduced = {name: self._reduced(name, gradient) for name, gradient in gradients.items()}
-        state = {name: tensors[f"/{name}"] for name in self.state}
-        self._update(tensors, reduced, tensors.get(VALUES), state)
+        state = {name: tensors[f"//{name}"] for name in self.state}
+        self._update(tensors, reduced, tensors.get(VALUES), state, largest)
         self._return_updated(tensors, results)
         return results
 
@@ -342,7 +361,7 @@ class Program:
                 if result.mode not in _SINGLE:
                     accumulation = self._batching.gradient_accumulation
                     slot = _iteration_slot(slot, micro_batches=accumulation, period=result.period)
-                self._keep(result, t, tensors[f"/output{number}"], slot)
+                self._keep(result, t, tensors[f"//output{number}"], slot)
 
     def count(self, result: Returned) -> int:
         """How many of a result each replica returns."""
@@ -367,6 +386,27 @@ class Program:
         wanted = set(self._gradient.outputs)
         return {name: t for name in self._update.names if (t := self._model.inputs.get(name)) in wanted}
 
+    @cached_property
+    def _halves(self) -> frozenset[str]:
+        """The parameters whose gradients are computed in float16, where the loss scale is adjusted to these."""
+        if self._update is None or self._gradient is None or not self._update.adjusts:
+            return frozenset()
+        made_of = {
+            op.outputs[0]: op.inputs[0] for op in self._gradient.graph.ops if len(op.inputs) == len(op.outputs) == 1
+        }
+        outputs = dict(zip(self._gradient.outputs, self._gradient.graph.outputs, strict=True))
+
+        def is_half(t: popxl.Tensor) -> bool:
+            while t.dtype != popxl.float16 and t in made_of:  # it may have been cast in the end
+                t = made_of[t]
+            return t.dtype == popxl.float16
+
+        return frozenset(name for name, t in self._trained().items() if is_half(outputs[t]))
+
+    def _largest(self, gradients: Tensors) -> popxl.Tensor:
+        assert self._update is not None
+        return self._update.largest({name: t for name, t in gradients.items() if name in self._halves})
+
     # One micro-batch ------------------------------------------------------------------------------------------------
 
     def _micro_batch(self, tensors: Tensors) -> tuple[list[popxl.Tensor | None], Tensors]:
@@ -383,14 +423,15 @@ class Program:
             by_parameter = dict(zip(self._gradient.outputs, outputs, strict=True))
             gradients = {name: by_parameter[t] for name, t in self._trained().items()}
         for name, value in self.written.items():
-            ops.var_updates.copy_var_update_(tensors[name], found[id(value)])
+            new = found[id(value)]
+            ops.var_updates.copy_var_update_(tensors[name], narrowed(new) if value.dtype is torch.bfloat16 else new)
         found |= {name: site.graph_to_parent(t) for name, t in self._model.anchored.items()}
         found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
         results = [found.get(_key(result.value)) for result in self._returned]
         if TURN in tensors:
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
                 if t is not None:
-                    self._keep(result, t, tensors[f"/output{number}"], self._slot(result, tensors[TURN]))
+                    self._keep(result, t, tensors[f"//output{number}"], self._slot(result, tensors[TURN]))
             ops.add_(tensors[TURN], popxl.constant(1, popxl.int32))
         return results, gradients
 
@@ -432,7 +473,7 @@ class Program:
     def _loss_gradient(self, loss: popxl.Tensor, tensors: Tensors) -> popxl.Tensor:
         """What the gradient of the loss begins with: the loss scale, for each of its elements."""
         assert self._update is not None
-        scale = self._update.loss_scale(tensors.get(VALUES), {name: tensors[f"/{name}"] for name in self.state})
+        scale = self._update.loss_scale(tensors.get(VALUES), {name: tensors[f"//{name}"] for name in self.state})
         if self._strategy is MeanReductionStrategy.PostAndLoss:
             scale = scale * (1 / self._replicas)
         if not isinstance(scale, popxl.Tensor):
@@ -454,8 +495,11 @@ class Program:
         if self._strategy is MeanReductionStrategy.Running:
             number = _step(turn, micro_batches=self._batching.gradient_accumulation)
         _, gradients = self._micro_batch(tensors)
+        if LARGEST in tensors:
+            largest = ops.maximum(tensors[LARGEST], self._largest(gradients))
+            ops.var_updates.copy_var_update_(tensors[LARGEST], largest)
         for name, gradient in gradients.items():
-            total = tensors[f"/sum/{name}"]
+            total = tensors[f"//sum/{name}"]
             gradient = together(gradient, total.dtype)
             if number is None:
                 ops.var_updates.accumulate_(total, gradient)
@@ -499,7 +543,8 @@ def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:
     return ops.random_normal(seed, spec.shape, dtype=spec.dtype)
 
 
-_INFERENCE_ONLY = frozenset({"poptorch.for_loop", "poptorch.cond", "poptorch.cpu"})
+_INFERENCE_ONLY = {name.lower(): name for name in ("poptorch.for_loop", "poptorch.cond", "poptorch.CPU")}
+"""Ops that are not differentiated, and what users call them."""
 
 _SINGLE = (OutputMode.Final, OutputMode.Sum)
 """Modes in which a single result is returned of all micro-batches of a replica."""

@@ -1,10 +1,11 @@
 """A compiled model in a file, so that it runs elsewhere, or later, without being captured or compiled again.
 
-The file is a ZIP archive of three parts:
+The file is a ZIP archive of four parts:
 
     about.json              what the rest is: arguments, results, options, the optimiser's numbers, the random state
     tensors.safetensors     the numbers of parameters and buffers, and of constants
     session                 the program with the values of its variables, as `popxl.Session.save` writes it
+    digest                  the digest of the others, which is compared when they are read
 
 All of it is read as data: no Python object is unpickled and nothing is imported, so the module that `poptorch.load`
 returns is a plain one. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they come
@@ -42,14 +43,14 @@ from poptorch.logging_ import logger
 from poptorch.options import Options
 from poptorch.replica_groups import GroupedParameter, ReplicaGroups
 from poptorch.trainer import Trainer
+from popxl.base.files import OF_ARCHIVES, digest, parsed, replace_file
 from popxl.errors import PopxlError
-from popxl.saving import replace_file
 
 __all__ = ["Saved", "read", "save"]
 
-FORMAT = 1
+FORMAT = 2
 
-_ABOUT, _TENSORS, _SESSION = "about.json", "tensors.safetensors", "session"
+_ABOUT, _TENSORS, _SESSION, _DIGEST = "about.json", "tensors.safetensors", "session", "digest"
 
 
 class _Part(BaseModel):
@@ -73,6 +74,7 @@ class _Call(_Part):
         constants: numbers of the results that are constants.
         results: shape, count and anchor of what the program returns.
         rewritten: numbers of the inputs that are overwritten.
+        read: names of the buffers whose numbers are a part of the program.
     """
 
     parameters: list[tuple[str, int, list[Any]]]
@@ -82,6 +84,7 @@ class _Call(_Part):
     constants: list[int]
     results: list[tuple[tuple[int, ...], int, str]]
     rewritten: list[int]
+    read: list[str]
 
 
 class _Ends(_Part):
@@ -198,12 +201,22 @@ def save(
         model=model,
     )
     content = io.BytesIO()
+    parts = {
+        _ABOUT: about.model_dump_json(indent=1).encode(),
+        _TENSORS: safetensors.torch.save(tensors),
+        _SESSION: _session(compiled.session),
+    }
     with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr(_ABOUT, about.model_dump_json(indent=1))
-        archive.writestr(_TENSORS, safetensors.torch.save(tensors))
-        archive.writestr(_SESSION, _session(compiled.session))
+        for name, part in parts.items():
+            archive.writestr(name, part)
+        archive.writestr(_DIGEST, digest_of(parts))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content.getvalue())
+
+
+def digest_of(parts: Mapping[str, bytes]) -> str:
+    """The digest of the parts of a file."""
+    return digest(*(digest(parts[name]).encode() for name in (_ABOUT, _TENSORS, _SESSION)))
 
 
 def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
@@ -211,8 +224,9 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
     signature = compiled.signature
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in signature.leaves]
     args, kwargs = signature.arguments(meta)
-    places = [torch.empty(0, device="meta") for _ in compiled.structure.leaves()]
+    places = [torch.empty(0, dtype=leaf.dtype, device="meta") for leaf in compiled.structure.leaves()]
     tensors = {f"constants/{i}": t.contiguous() for i, t in compiled.constants.items()}
+    tensors |= {f"read/{name}": t.contiguous() for name, t in compiled.read.items()}
     parameters: list[tuple[str, int, list[Any]]] = []
     for name, parameter in signature.parameters.items():
         default = parameter.default
@@ -228,6 +242,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
         constants=list(compiled.constants),
         results=[(each.shape, each.count, each.anchor) for each in compiled.results],
         rewritten=list(compiled.rewritten),
+        read=list(compiled.read),
     )
     return call, tensors
 
@@ -272,9 +287,12 @@ def read(filename: str | os.PathLike[str]) -> Saved:
     name = os.fspath(filename)
     try:
         with zipfile.ZipFile(filename) as archive:
-            about, tensors, session = (archive.read(part) for part in (_ABOUT, _TENSORS, _SESSION))
-        stamp = _Stamp.model_validate_json(about)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as problem:
+            parts = {part: archive.read(part) for part in (_ABOUT, _TENSORS, _SESSION)}
+            seal = archive.read(_DIGEST) if _DIGEST in archive.namelist() else b""
+        stamp = _Stamp.model_validate(parsed(parts[_ABOUT]))
+        if stamp.format == FORMAT and seal != digest_of(parts).encode():
+            raise ValueError("it is damaged: its digest differs")
+    except OF_ARCHIVES as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
     ours = (FORMAT, popxl.__version__)
     assert (stamp.format, stamp.poptorch) == ours, (
@@ -282,7 +300,8 @@ def read(filename: str | os.PathLike[str]) -> Saved:
         f"format {ours[0]}. Compile and save the model with this version."
     )
     try:
-        return Saved(name, _About.model_validate_json(about), safetensors.torch.load(tensors), session)
+        about = _About.model_validate(parsed(parts[_ABOUT]))
+        return Saved(name, about, safetensors.torch.load(parts[_TENSORS]), parts[_SESSION])
     except (*_WRONG, safetensors.SafetensorError) as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
 
@@ -422,6 +441,8 @@ class Saved:
             session,
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,
+            read={name: self._tensors[f"read/{name}"] for name in call.read},
+            is_synthetic=options.synthetic_data,
         )
         if self._about.seed is None:
             compiled.reseed()

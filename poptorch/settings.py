@@ -33,6 +33,9 @@ class Setting:
         error: what is raised for others.
         make: gives the first value instead of `default`, for what the environment says.
         shown: the default in words, for the page of all options.
+        words: a sentence that programs look for in the error; it comes first.
+        of_the_run: it touches the machine, by a folder that is named, say, and is for who runs a model: saved models do
+            not have it.
     """
 
     name: str
@@ -48,13 +51,17 @@ class Setting:
         error: type[Exception] = AssertionError,
         make: Callable[[], Any] | None = None,
         shown: str = "",
+        words: str = "",
+        of_the_run: bool = False,
     ) -> None:
         self.here = here
         self.by = by
         self.kind = kind or type(default)
         self.valid = valid
+        self.of_the_run = of_the_run
         self.expects = expects or f"a value of {_in_words(self.kind)}"
         self.error = error
+        self.words = f"{words} " if words else ""
         self.make = make or (lambda: copy.deepcopy(default))
         self.shown = shown or (repr(default) if make is None else "")
 
@@ -65,7 +72,7 @@ class Setting:
         """Raise if the setting of the group `owner` does not accept this value."""
         if isinstance(value, self.kind) and (self.valid is None or self.valid(value)):
             return
-        raise self.error(f"{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
+        raise self.error(f"{self.words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
 
 
 setting: Any = Setting  # of any type, so that a class can say which type its values have
@@ -140,6 +147,9 @@ class OptionsDict:
             known.check(value, type(self).__name__)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # a subclass, with methods of its own
+            object.__setattr__(self, name, value)
+            return
         self._set(**{name: value})
 
     def __delattr__(self, name: str) -> None:

@@ -78,7 +78,7 @@ class Phase:
     """Stages that run at the same time, in phased execution.
 
     Args:
-        arg: stages; or ids of blocks, which then are one stage.
+        arg: stages, or lists of ids of blocks, each of which is one; or ids of blocks, which then are one stage.
 
     Example:
         >>> Phase("A", "B")
@@ -113,8 +113,8 @@ class Phase:
 def _stages_of_phase(given: Sequence[Any]) -> list[Stage]:
     if given and all(isinstance(each, str) for each in given):
         return [Stage(*given)]
-    if given and all(isinstance(each, Stage) for each in given):
-        return list(given)
+    if given and all(isinstance(each, (Stage, list, tuple)) for each in given):
+        return [each if isinstance(each, Stage) else Stage(*each) for each in given]
     raise AssertionError(f"Phase: it is made of {list(given)!r}; expected stages, or ids of blocks that are one stage.")
 
 
@@ -269,8 +269,8 @@ class _IPhasedExecution(_IExecutionStrategy):
     """Phases run one after the other; between them tensors may leave the device.
 
     Args:
-        phases: `Phase`s; or for each phase a list of `Stage`s, or of ids of blocks, which then are one stage. They may
-            also be given as one list.
+        phases: `Phase`s; or what a phase is made of: a `Stage`; the id of a block; or a list of `Stage`s, of lists of
+            ids, or of ids, which then are one stage. They may also be given as one list.
 
     Raises:
         AssertionError: if there are none, for other arguments, and if a block is in two stages.
@@ -290,11 +290,13 @@ class _IPhasedExecution(_IExecutionStrategy):
     def _as_phase(self, given: object) -> Phase:
         if isinstance(given, Phase):
             return given
+        if isinstance(given, (Stage, str)):
+            return Phase(given)
         if isinstance(given, (list, tuple)):
             return Phase(*given)
         raise AssertionError(
-            f"{type(self).__name__}: {given!r} is no phase; expected a `Phase`, a list of `Stage`s or a list of ids of "
-            "blocks."
+            f"{type(self).__name__}: {given!r} is no phase; expected a `Phase`, a `Stage`, the id of a block, or a "
+            "list of stages or ids."
         )
 
     def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
@@ -347,7 +349,7 @@ class ParallelPhasedExecution(_IPhasedExecution):
     A stage that asks for no unit runs on the next one of its group.
 
     Args:
-        phases: `Phase`s; or for each phase a list of `Stage`s, or of ids of blocks, which then are one stage.
+        phases: `Phase`s, or what they are made of: `Stage`s, ids of blocks, or lists of them, as for `Phase`.
 
     Raises:
         AssertionError: if there are no phases, or a block is in two stages.
@@ -371,7 +373,7 @@ class SerialPhasedExecution(_IPhasedExecution):
     """Phases run one after the other on one group of units.
 
     Args:
-        phases: `Phase`s; or for each phase a list of `Stage`s, or of ids of blocks, which then are one stage.
+        phases: `Phase`s, or what they are made of: `Stage`s, ids of blocks, or lists of them, as for `Phase`.
 
     Raises:
         AssertionError: if there are no phases, or a block is in two stages.

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import popxl
 from poptorch import optim
 from poptorch.as_data import OptimizerData
 from poptorch.compiled import Compiled
+from poptorch.dtypes import to_numpy
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
+from poptorch.mirrored import MirroredState, loads_exactly
 from poptorch.options import Options
 from poptorch.updates import LOSS_SCALE_FACTOR, Update, rule_of
 
@@ -38,18 +42,25 @@ class Trainer:
         made_with: the optimiser as it was when the program was made.
         numbers: its variable numbers, as the program has them.
         device: its state on the device. It is the optimiser's own, if that is one of poptorch.
+
+    While there is a program, `optimizer.state` shows the state, too, in PyTorch's form: see `poptorch.mirrored`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         rule_of(optimizer)
         self.optimizer = optimizer
         self.device = _device_state(optimizer)
+        loads_exactly(optimizer)
         self.update: Update | None = None
         self.made_with: OptimizerData | None = None
         self.numbers = np.zeros(0, np.float32)
         self._compiled: Compiled | None = None
         self._is_offline = False
-        self._parameters: frozenset[int] = frozenset()
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._requires_grad: dict[str, bool] = {}
+        self._said: tuple[list[Any], list[dict[str, Any]]] = [], []
+        self._mirror: MirroredState | None = None
+        self._shown: Any = None
 
     def prepare(
         self,
@@ -69,8 +80,9 @@ class Trainer:
         Raises:
             poptorch.Error: if the optimiser does not fit that.
         """
-        self._parameters = frozenset(map(id, parameters.values()))
-        self._warn_of_others(self.optimizer)
+        self._parameters = dict(parameters)
+        self._requires_grad = {name: p.requires_grad for name, p in parameters.items()}
+        self._warn_of_losses(self.optimizer)
         self.made_with = made_with or OptimizerData.of(self.optimizer, parameters)
         self.update = Update(
             self.optimizer if made_with is None else made_with.make(parameters),
@@ -79,12 +91,19 @@ class Trainer:
             automatic_loss_scaling=options.Training.automatic_loss_scaling,
             relaxed_checks=options.relax_optimizer_attributes_checks,
         )
-        self.numbers = self.update.values(self.optimizer)
+        self._read_numbers()
         return self.update
 
-    def _warn_of_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of what an optimiser has and the model does not: it would not be trained, and nobody would know."""
-        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._parameters]
+    def _warn_of_losses(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of what an optimiser has without effect: parameters that the model does not have, hooks of its step."""
+        if any(_hooks_of_step(optimizer)):
+            logger.warning(
+                "Hooks of %s's step (`register_step_post_hook`, ...) have no effect in a wrapped model, whose program "
+                "makes the step. Do after the call of the model what they do.",
+                type(optimizer).__name__,
+            )
+        known = frozenset(map(id, self._parameters.values()))
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         if not self._parameters:
             logger.warning(
                 "The model has no parameters, so nothing is trained. Only what a `torch.nn.Module` has as its own can "
@@ -114,12 +133,17 @@ class Trainer:
             return
         fetch, device = weakref.WeakMethod(self._fetch), self.device
         device.refresh()  # it may be connected to another program
+        has_news = not device.pending and self._has_news(device.filled)
         device.pending = device.filled
         device.connect(lambda: device.content if (own := fetch()) is None else own())
+        if has_news:
+            self._take()
+        self._begin_mirroring()
 
     def disconnect(self) -> None:
         """The program will be gone: bring its state home."""
         if self._compiled is not None:
+            self._end_mirroring()
             self.device.disconnect()
             self._compiled = None
 
@@ -132,30 +156,127 @@ class Trainer:
         """
         rule_of(optimizer)
         if self.update is not None and self._compiled is not None:
-            numbers = self.update.values(optimizer)
-            if not np.array_equal(numbers, self.numbers):
-                self.numbers = numbers
-                self._compiled.write_numbers(numbers)
+            self._read_numbers(optimizer)
         if optimizer is not self.optimizer:
             if self.update is not None:
-                self._warn_of_others(optimizer)
+                self._warn_of_losses(optimizer)
+            self._end_mirroring()
+            self._mirror = None
             self.device.disconnect()
             self.optimizer, self.device = optimizer, _device_state(optimizer)
+            loads_exactly(optimizer)
             self._connect()
+
+    # What users change ----------------------------------------------------------------------------------------------
+
+    def notice(self) -> None:
+        """Take over what was changed of the optimiser since the last run: its numbers, and its state.
+
+        Raises:
+            poptorch.Error: if it does not fit the program any more.
+        """
+        if not _says(self.optimizer, self._said):
+            self._read_numbers()
+        state = self.optimizer.state
+        if self._is_offline:
+            if not self.device.pending and self._has_news(is_known=True):
+                self._take()
+        elif state is not self._mirror:
+            if not self.device.pending:
+                self._take()
+            self._begin_mirroring()
+        elif self._shown is not None and state.has_changed(self._parameters.values()):
+            self._take()
+
+    def check_trained(self) -> None:
+        """Raise an `Error` if other parameters require a gradient than did when the program was made."""
+        if changed := [n for n, p in self._parameters.items() if p.requires_grad != self._requires_grad[n]]:
+            now = self._parameters[changed[0]].requires_grad
+            raise createPoptorchError(
+                f"`requires_grad` of {', '.join(changed)} has been changed since the model was compiled, to {now}. "
+                "What is trained is a part of the program. Call `destroy()` to compile it anew; the state of the "
+                "optimizer is kept."
+            )
+
+    def has_run(self) -> None:
+        """The program has run: the device is ahead."""
+        self.device.mark_stale()
+        self._shown = None
+        vars(self.optimizer)["_opt_called"] = True  # for schedulers, which want to have seen a step
+
+    def _read_numbers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Have the program take the numbers of an optimiser, from the next run on."""
+        assert self.update is not None
+        optimizer = optimizer or self.optimizer
+        said, numbers = _said(optimizer), self.update.values(optimizer)
+        if self._compiled is not None and not np.array_equal(numbers, self.numbers):
+            self._compiled.write_numbers(numbers)
+        self._said, self.numbers = said, numbers
+
+    def _has_news(self, is_known: bool) -> bool:
+        """Whether `optimizer.state` has anything that a program does not know which is not connected to it."""
+        state, own = self.optimizer.state, self._parameters.values()
+        if is_known and isinstance(state, MirroredState):
+            return state.has_changed(own)
+        return any(p in state for p in own) or self._mirror is not None and state is not self._mirror
+
+    def _take(self) -> None:
+        """Take `optimizer.state` as what the device is to have."""
+        assert self._compiled is not None and self.update is not None
+        variables = self._compiled.ends.state
+        state = self.update.from_torch(self.optimizer.state, self._parameters, self.numbers, variables)
+        if rounded := sorted(n for n, t in state.items() if t.dtype.itemsize < variables[n].dtype.as_numpy().itemsize):
+            logger.warning(
+                "The optimizer's state is rounded to the type of its parameters (%s): `load_state_dict` of PyTorch "
+                "does so. To keep all digits, wrap the model first, and load the state then.",
+                ", ".join(rounded[:3]) + (", ..." if len(rounded) > 3 else ""),
+            )
+        self.device.set({**self.device.content, "ipu_state": state}, pending=True)
+
+    # What users see -------------------------------------------------------------------------------------------------
+
+    def _begin_mirroring(self) -> None:
+        state = self.optimizer.state
+        if not isinstance(state, MirroredState):
+            own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            state = MirroredState({p: t for p, t in state.items() if id(p) in own})  # a copy may train others now
+        self._mirror = state
+        self._mirror.remove(self)
+        self._mirror.add(self)
+        self._shown = None
+        self.optimizer.state = self._mirror
+
+    def _end_mirroring(self) -> None:
+        if self._mirror is not None:
+            self.show()
+            self._mirror.remove(self)
+
+    def show(self) -> None:
+        """Have `optimizer.state` show what the device has, if it has run since that was done last."""
+        if self.update is None or self._mirror is None:
+            return
+        self.device.refresh()
+        content = self.device.content["ipu_state"]
+        if content is self._shown or content is None:
+            return
+        with torch.inference_mode(False):  # others do not count how often they are written to
+            found = self.update.as_torch(content, self._parameters, self.numbers)
+        for name in self.update.names:
+            self._mirror.show(self._parameters[name], found.get(name))
+        self._shown = content
 
     def write_pending(self) -> None:
         """Bring to the device what was loaded into the optimiser.
 
         Raises:
-            poptorch.Error: if state does not have the shape that the program has, or numbers do not fit it.
+            poptorch.Error: if state does not have the shape that the program has.
         """
         assert self._compiled is not None and self.update is not None
-        numbers = self.update.values(self.optimizer)
         state = self.device.content["ipu_state"] or {}
         variables = self._compiled.ends.state
         if unknown := sorted(state.keys() - variables.keys()):
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(unknown))
-        arrays = {name: state[name].numpy(force=True) for name in variables if name in state}
+        arrays = {name: to_numpy(state[name]) for name in variables if name in state}
         wrong = [
             f"{name} has the shape {list(array.shape)}, expected {list(variables[name].shape_on_host)}"
             for name, array in arrays.items()
@@ -166,13 +287,13 @@ class Trainer:
         if arrays:
             dtypes = {name: variables[name].dtype.as_numpy() for name in arrays}
             self._compiled.write_state({name: array.astype(dtypes[name]) for name, array in arrays.items()})
-        self.numbers = numbers
-        self._compiled.write_numbers(numbers)
         self.device.written()
+        self._shown = None
 
     def _fetch(self) -> dict[str, State]:
         assert self._compiled is not None
-        state = {name: torch.from_numpy(array) for name, array in self._compiled.state().items()}
+        with torch.inference_mode(False):
+            state = {name: torch.from_numpy(array) for name, array in self._compiled.state().items()}
         return {"ipu_state": state, "ipu_param": {k: torch.tensor(v) for k, v in self._named_numbers().items()}}
 
     def _named_numbers(self) -> dict[str, float]:
@@ -185,8 +306,8 @@ class Trainer:
         """Names of what `value` gives: numbers of the optimiser, and its state."""
         if self.update is None:
             return []
-        final = ["finalLossScale"] if any(kept.name == LOSS_SCALE_FACTOR for kept in self.update.state) else []
-        return [*self._named_numbers(), *(kept.name for kept in self.update.state), *final]
+        kept = list(self._compiled.ends.state) if self._compiled is not None else [s.name for s in self.update.state]
+        return [*self._named_numbers(), *kept, *(["finalLossScale"] if LOSS_SCALE_FACTOR in kept else [])]
 
     def value(self, name: str) -> torch.Tensor:
         """A number of the optimiser, or state of it, as the program has it now."""
@@ -203,6 +324,29 @@ class Trainer:
 def _device_state(optimizer: torch.optim.Optimizer) -> optim.DeviceState:
     """The state of an optimiser on a device. One of torch has no place for it."""
     return optimizer.device if isinstance(optimizer, optim.Optimizer) else optim.DeviceState()
+
+
+def _hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
+    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
+def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]]]:
+    """What an optimiser says of numbers, for `_says`. Of a tensor, which may be written to, there is its number."""
+    groups = [
+        {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    return _own_numbers(optimizer), groups
+
+
+def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]]]) -> bool:
+    """Whether an optimiser says what it said then. It takes a microsecond: lists of parameters are the same objects."""
+    return optimizer.param_groups == said[1] and _own_numbers(optimizer) == said[0]
+
+
+def _own_numbers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [vars(optimizer).get(name) for name in getattr(optimizer, "_own", ())]
 
 
 def needs_running_mean(optimizer: torch.optim.Optimizer, options: Options) -> bool:

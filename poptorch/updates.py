@@ -50,7 +50,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,10 @@ from poptorch import optim
 from poptorch.dtypes import device_dtype
 from poptorch.errors import Error, createPoptorchError
 from poptorch.logging_ import logger
+from poptorch.lowering.operands import as_bfloat16
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
 __all__ = ["State", "Update", "rule_of"]
@@ -212,6 +214,7 @@ class _Kept:
     Attributes:
         operand: what the formula calls it.
         name: what dictionaries of state call it.
+        torch_name: what PyTorch calls it.
         type_from: the attribute of the optimiser that gives its type.
         needs: a number without which it is not kept: one that is constant and 0, or false.
         ones: a flag with which it starts at 1, not 0.
@@ -219,6 +222,7 @@ class _Kept:
 
     operand: str
     name: str
+    torch_name: str
     type_from: str
     needs: str = ""
     ones: str = ""
@@ -229,24 +233,26 @@ class _Rule:
 
     Attributes:
         numbers: numbers of a parameter group, with their defaults.
-        counts: the formula takes the number of the step.
+        counts: steps are counted, as PyTorch counts them.
+        takes_count: the formula takes the number of the step.
     """
 
-    def __init__(self, name: str, formula: Callable[..., tuple[Array | None, ...]], *kept: _Kept) -> None:
+    def __init__(
+        self, name: str, formula: Callable[..., tuple[Array | None, ...]], *kept: _Kept, counts: bool = True
+    ) -> None:
         self.name = name
         self.kept = kept
+        self.counts = counts
         tensors = ("w", *(k.operand for k in kept))
         parameters = inspect.signature(formula).parameters
-        self.counts = "t" in parameters
+        self.takes_count = "t" in parameters
         self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
         changed = tuple(p for p in parameters if p in tensors)
         self.step = _op(
             name,
             _in_float32(formula, changed),
             shape=_no_result,
-            modifies=changed,
-            aliased=False,
-            colocated=(*changed, "g"),
+            traits=[Overwrites(*changed, aliased=False), Colocated(*changed, "g")],
         )
 
 
@@ -254,23 +260,30 @@ def _op(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.OpKin
     """Declare an op without a gradient, by default one that makes a float32 number of tensors anywhere."""
     common: dict[str, Any] = {
         "shape": lambda *operands, **attributes: popxl.TensorSpec((), popxl.float32),
-        "colocated": False,
+        "traits": [Colocated()],
     }
     return popxl.OpKind(name, lowering, gradient=None, key=f"poptorch.{name}", **common | settings)
 
 
 def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple[str, ...]) -> Callable[..., Any]:
-    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept."""
+    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept.
+
+    The attribute `narrow` says that the parameter has bfloat16 numbers.
+    """
     own = list(inspect.signature(formula).parameters.values())
     scale = inspect.Parameter("scale", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0)
+    narrow = inspect.Parameter("narrow", inspect.Parameter.KEYWORD_ONLY, default=False)
     last = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in own)
-    signature = inspect.Signature([*own[:last], scale, *own[last:]])
+    signature = inspect.Signature([*own[:last], scale, *own[last:], narrow])
 
     def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
         given = signature.bind(*operands, **named).arguments
+        is_narrow = given.pop("narrow", False)
         wide = {name: x.astype(jnp.float32) if hasattr(x, "astype") else x for name, x in given.items()}
         wide["g"] = wide["g"] * wide.pop("scale", 1.0)
-        return tuple(x for name, x in zip(changed, formula(**wide), strict=False) if given.get(name) is not None)
+        w, *others = formula(**wide)
+        found = (as_bfloat16(w) if is_narrow else w, *others)
+        return tuple(x for name, x in zip(changed, found, strict=False) if given.get(name) is not None)
 
     lowering.__signature__ = signature  # type: ignore[attr-defined]
     return lowering
@@ -283,18 +296,20 @@ def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.Tensor
 
 
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
-_MOMENTS = (_Kept("m", "Accl1", _FIRST), _Kept("v", "Accl2", _SECOND))
+_MOMENTS = (_Kept("m", "Accl1", "exp_avg", _FIRST), _Kept("v", "Accl2", "exp_avg_sq", _SECOND))
 
-_SGD = _Rule("SGD", sgd, _Kept("v", "Accl1", "velocity_accum_type", needs="momentum"))
+_VELOCITY = _Kept("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
+
+_SGD = _Rule("SGD", sgd, _VELOCITY, counts=False)
 _ADAM = _Rule("Adam", adam, *_MOMENTS)
 _ADAMW = _Rule("AdamW", adamw, *_MOMENTS)
 _LAMB = _Rule("LAMB", lamb, *_MOMENTS)
 _RMSPROP = _Rule(
     "RMSprop",
     rmsprop,
-    _Kept("a", "Accl1", _FIRST, needs="centered"),
-    _Kept("s", "Accl2", _SECOND, ones="use_tf_variant"),
-    _Kept("b", "Accl3", _FIRST, needs="momentum"),
+    _Kept("s", "Accl1", "square_avg", _SECOND, ones="use_tf_variant"),
+    _Kept("a", "Accl2", "grad_avg", _FIRST, needs="centered"),
+    _Kept("b", "Accl3", "momentum_buffer", _FIRST, needs="momentum"),
 )
 _RULES: dict[type, _Rule] = {  # torch's AdamW is an Adam, so it comes first
     torch.optim.SGD: _SGD,
@@ -329,7 +344,11 @@ def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[
 
 
 _sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
-_largest = _summary("LargestMagnitude", lambda t: jnp.max(jnp.abs(t), initial=0), lambda ms: jnp.max(jnp.stack(ms)))
+_largest = _summary(
+    "LargestMagnitude",
+    lambda t: jnp.max(jnp.where(jnp.isnan(t), jnp.inf, jnp.abs(t)), initial=0),  # NaN is what infinities become
+    lambda ms: jnp.max(jnp.stack(ms)),
+)
 _number = _op("Number", lambda values, *, index: values[index])
 
 
@@ -347,13 +366,15 @@ _LOSS_SCALES = 2.0**-15, 2.0**15
 
 
 def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tuple[Array]:
-    """Double the loss scale while gradients are well within float16's range, halve it where they are not, or NaN."""
+    """Double the loss scale while gradients are well within float16's range; halve it where one is not, or is NaN."""
     scale = factor * loss_scaling
     scale = jnp.clip(jnp.where(largest <= _TOO_LARGE, scale * 2, scale / 2), *_LOSS_SCALES)
     return (scale / loss_scaling,)
 
 
-_adjust = _op("LossScaleUpdate", _adjusted, shape=lambda *operands: (), modifies=("factor",), aliased=False)
+_adjust = _op(
+    "LossScaleUpdate", _adjusted, shape=lambda *operands: (), traits=[Overwrites("factor", aliased=False), Colocated()]
+)
 
 
 # What a program needs -----------------------------------------------------------------------------------------------
@@ -385,8 +406,8 @@ class Update:
         replica_groupings: those of parameters that are not the same on all replicas, by name. Their rows are parts of
             one parameter for clipping, and parameters of their own for LAMB.
         automatic_loss_scaling: the loss scale is state. It is doubled after each step, up to 2¹⁵, but halved if a
-            gradient of a float16 parameter was greater than an eighth of float16's range, or no number (the step is
-            made all the same).
+            gradient that is computed in float16 was greater than an eighth of float16's range, in any micro-batch of
+            any replica, or no number (the step is made all the same). Gradients in float32 do not count.
         relaxed_checks: tell of unknown attributes in debug messages, not warnings.
 
     Attributes:
@@ -423,6 +444,10 @@ class Update:
                 type(optimizer).__name__,
                 self._rule.name,
             )
+        if any(group.get("maximize") for group in optimizer.param_groups) and not isinstance(
+            optimizer, optim.Optimizer
+        ):
+            logger.warning(optim.NOT_MAXIMISED, self._rule.name)
         self._numbers = _numbers(optimizer, self._rule)
         self._automatic = automatic_loss_scaling
         self._slots = [key for key in self._numbers if self._varies(optimizer, key)]
@@ -433,6 +458,7 @@ class Update:
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
         self.names = tuple(trained)
+        self._narrow = {name for name, p in trained.items() if p.dtype is torch.bfloat16}
         self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
 
     @property
@@ -493,13 +519,94 @@ class Update:
             named |= {f"{number}___specific___{name}": float(value) for number, value in shown.items()}
         return named
 
+    # In PyTorch's form ----------------------------------------------------------------------------------------------
+
+    def as_torch(
+        self, state: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], values: np.ndarray
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """What `optimizer.state` holds for each parameter, by its name, where a program has state for it.
+
+        Args:
+            state: the state of the program, by name.
+            parameters: those of the model, by name.
+            values: what `values` returned.
+        """
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name in self.names:
+            own = {}
+            for kept in self._rule.kept:
+                if (t := state.get(f"{kept.name}___{name}")) is not None:
+                    wide = t.to(torch.promote_types(t.dtype, parameters[name].dtype))
+                    scale = self._state_scale(kept, name, values)
+                    own[kept.torch_name] = wide if scale == 1 else wide / scale
+            if own:
+                count = {"step": state[STEP].clone()} if STEP in state else {}
+                found[name] = count | own
+        return found
+
+    def from_torch(
+        self,
+        state: Mapping[Any, Mapping[str, Any]],
+        parameters: Mapping[str, torch.Tensor],
+        values: np.ndarray,
+        wanted: Container[str],
+    ) -> dict[str, torch.Tensor]:
+        """The state of a program, of what `optimizer.state` holds; what is not there is as it is at first.
+
+        Args:
+            state: `optimizer.state`.
+            parameters: those of the model, by name.
+            values: what `values` returned.
+            wanted: names of the state that the program has.
+
+        Raises:
+            Error: if parameters have made different numbers of steps, and the formula depends on these.
+        """
+        found = {s.name: torch.from_numpy(s.value) for s in self.state if s.name in wanted}
+        steps: dict[str, float] = {}
+        unknown: set[str] = set()
+        for name in self.names:
+            own = state.get(parameters[name], {})
+            kept_here = [kept for kept in self._rule.kept if f"{kept.name}___{name}" in found]
+            for kept in kept_here:
+                if isinstance(t := own.get(kept.torch_name), torch.Tensor):
+                    scale = self._state_scale(kept, name, values)
+                    found[f"{kept.name}___{name}"] = t if scale == 1 else t * scale
+            if kept_here:
+                steps[name] = float(own.get("step", 0))
+            unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.kept)}
+        if unknown:
+            logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(sorted(unknown)))
+        if self._rule.takes_count and len(set(steps.values())) > 1:
+            shown = ", ".join(f"{steps[name]:g} for {name}" for name in sorted(steps, key=steps.__getitem__))
+            raise createPoptorchError(
+                f"The optimizer's state counts different numbers of steps: {shown}. A wrapped model counts one for all "
+                "parameters. Train those that are new to it with an optimizer and a wrapper of their own, or begin "
+                "with `optimizer.state.clear()`."
+            )
+        if STEP in found:
+            found[STEP] = torch.tensor(max(steps.values(), default=0.0))
+        return found
+
+    def _state_scale(self, kept: _Kept, parameter: str, values: np.ndarray) -> float:
+        """What a program's state is multiplied by: a velocity may have a scale of its own."""
+        if kept is not _VELOCITY:
+            return 1.0
+        key = self._key(parameter, "velocity_scaling")
+        return float(values[self._slots.index(key)] if key in self._slots else self._numbers[key])
+
     # In a program ---------------------------------------------------------------------------------------------------
 
-    def create_state(self) -> dict[str, Variable]:
-        """Variables of the main graph, the current one, for all that the optimiser keeps, by name."""
+    def create_state(self, trained: Container[str] | None = None) -> dict[str, Variable]:
+        """Variables of the main graph, the current one, for all that the optimiser keeps, by name.
+
+        Args:
+            trained: names of the parameters that have a gradient; others need no state. By default all have one.
+        """
         return {
             s.name: popxl.variable(s.value, name=s.name, replica_grouping=self._groupings.get(s.parameter or ""))
             for s in self.state
+            if s.parameter is None or trained is None or s.parameter in trained
         }
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
@@ -512,7 +619,23 @@ class Update:
         scale = self._number((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
-    def __call__(self, parameters: Tensors, gradients: Tensors, values: popxl.Tensor | None, state: Tensors) -> None:
+    def largest(self, gradients: Tensors) -> popxl.Tensor:
+        """The largest magnitude in gradients, a float32 tensor of one element; infinite where there is NaN."""
+        return self._combined(_largest, gradients, "max")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the loss scale is adjusted to gradients in float16."""
+        return self._automatic
+
+    def __call__(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        values: popxl.Tensor | None,
+        state: Tensors,
+        largest: popxl.Tensor | None = None,
+    ) -> None:
         """Add the ops of one step to the current graph. They overwrite the parameters and the state.
 
         Args:
@@ -522,6 +645,8 @@ class Update:
                 does its state.
             values: the vector of numbers, in the current graph.
             state: what the optimiser keeps, by name; in a subgraph, inputs by reference.
+            largest: for automatic loss scaling, the largest magnitude of what the gradients in float16 were reduced
+                from; by default that of the gradients of float16 parameters as they are.
         """
         gradients = {name: gradients[name] for name in self.names if name in gradients}
         if not gradients:
@@ -535,8 +660,8 @@ class Update:
                 with _beside(parameters[name]):
                     self._step(name, parameters[name], gradient, scale, read, state)
             half = {name: g for name, g in gradients.items() if parameters[name].dtype == popxl.float16}
-            if self._automatic and half:
-                largest = self._combined(_largest, half, "max")
+            if self._automatic and (half or largest is not None):
+                largest = self.largest(half) if largest is None else largest
                 _adjust(state[LOSS_SCALE_FACTOR], largest, read((None, "loss_scaling")))
 
     def _step(
@@ -551,8 +676,10 @@ class Update:
         """The op that updates one parameter."""
         others: dict[str, Any] = {k.operand: state.get(f"{k.name}___{name}") for k in self._rule.kept}
         others |= {number: read(self._key(name, number)) for number in self._rule.numbers}
-        if self._rule.counts:
+        if self._rule.takes_count:
             others["t"] = state[STEP]
+        if name in self._narrow:
+            others["narrow"] = True
         self._rule.step(parameter, gradient, **others, scale=scale)
 
     def _gradient_scale(
@@ -721,8 +848,12 @@ def _constant_changed(key: Key, before: Any, now: Any, ours: bool) -> Error:
     group, number = key
     name = _attribute(number)
     where = f"{name!r}" if group is None else f"{name!r} of group {group}"
-    variable = ours and not isinstance(now, torch.dtype) and number not in _FIXED
-    remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile." * variable
+    variable = not isinstance(now, torch.dtype) and number not in _FIXED
+    remedy = ""
+    if variable and ours:
+        remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile."
+    elif variable:
+        remedy = f" An optimizer of `poptorch.optim` that is made with `{name}=...` can change it."
     return createPoptorchError(
         f"The optimizer's {where} is {now!r}, and the model was compiled with {before!r} as a constant.{remedy} {_ANEW}"
     )

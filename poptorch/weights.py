@@ -9,6 +9,7 @@ and undoes it. Values are written in place, so that views and optimisers keep wh
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +23,22 @@ import numpy as np
 import torch
 
 from poptorch.dtypes import to_numpy
-from poptorch.errors import createPoptorchError
+from poptorch.errors import Error, createPoptorchError
+from poptorch.logging_ import logger
 from poptorch.replica_groups import GroupedParameter
 
-__all__ = ["Attributes", "Instrumented", "Trainings", "not_rebound", "read", "tensors_of", "write"]
+__all__ = [
+    "Attributes",
+    "Instrumented",
+    "Trainings",
+    "hook_problem",
+    "not_rebound",
+    "put_on",
+    "read",
+    "take_off",
+    "tensors_of",
+    "write",
+]
 
 Groupings = Mapping[str, GroupedParameter]
 
@@ -137,6 +150,7 @@ class Instrumented:
     Attributes:
         is_stale: whether the device is ahead of the host; set it when the device has changed weights.
         version: how often values have come home.
+        is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
@@ -164,6 +178,10 @@ class Instrumented:
         self._groupings = {} if groupings is None else groupings
         self.is_stale = False
         self.version = 0
+        self.is_thawed = False
+        self._has_run = self._has_told = False
+        modules = [] if module is None else list(torch.nn.Module.modules(module))
+        self._hooks = [hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)]
         self._tensor_ids = frozenset(map(id, tensors))
         self._undo = weakref.finalize(self, _unwatch, [module, *tensors], me := weakref.ref(self))
         self._undo.atexit = False
@@ -172,6 +190,36 @@ class Instrumented:
         if module is not None:
             _watch(module, me, _WatchedModule)
         _trainings.add(self)
+
+    def has_run(self) -> None:
+        """Note that the device has made a step: weights are stale, and there were gradients that the host has not."""
+        self.is_stale = self._has_run = True
+
+    def check_hooks(self) -> None:
+        """Raise an `Error` if a module has hooks on gradients."""
+        if any(self._hooks):
+            raise hook_problem("A module of the model")
+
+    def tell_of_gradients(self, asker: str) -> None:
+        """Tell somebody who asks for `p.grad`, which is `None`, where gradients are.
+
+        Raises:
+            Error: if it is a function of PyTorch that changes gradients.
+        """
+        if self._has_run and asker == torch.nn.utils.clip_grad.__name__:
+            raise createPoptorchError(
+                "The gradients of a wrapped model cannot be clipped after its call: they stay in its program, which "
+                f"has made the step of the optimizer, too. Have the optimizer clip, with `max_grad_norm`: {_CLIPPING}."
+            )
+        if self._has_run and not self._has_told and asker.partition(".")[0] not in ("torch", "poptorch"):
+            self._has_told = True
+            logger.warning(
+                "`grad` of a parameter is None: gradients of a wrapped model stay in its program, which makes the step "
+                "of the optimizer, too. To look at one, name it before the model is wrapped, "
+                '`options.anchorTensor("g", "Gradient___<parameter>")`, and read `model.getAnchoredTensor("g")`. To '
+                "clip them, `%s`.",
+                _CLIPPING,
+            )
 
     def to_host(self) -> None:
         """Bring the device's values home, whether or not the host is stale."""
@@ -203,6 +251,20 @@ class Instrumented:
         """Give the module, its parameters and buffers their classes back. Values that have not come home are lost."""
         self._undo()
         _trainings.discard(self)
+
+
+_CLIPPING = "poptorch.optim.AdamW(parameters, lr=0.001, max_grad_norm=1.0)"
+
+
+def hook_problem(what: str) -> Error:
+    """The error for hooks on gradients, where a model is trained."""
+    return createPoptorchError(
+        f"{what} has hooks on gradients (`register_hook`, `register_full_backward_hook`, ...). They would have no "
+        "effect in a wrapped model, which is one program, backward pass included. Write what they do into `forward`: "
+        "a gradient is scaled by k in `x * k + (x * (1 - k)).detach()`, and stopped by `x.detach()`. To look at one, "
+        'use `options.anchorTensor("g", "Gradient___<parameter>")`; to clip them, '
+        f"`{_CLIPPING}`. For runs of the module without its wrapper, register hooks after `destroy()`."
+    )
 
 
 _trainings: weakref.WeakSet[Instrumented] = weakref.WeakSet()
@@ -279,7 +341,45 @@ class _WatchedTensor(_Watched):
             if issubclass(each, _Watched):
                 _refresh(each)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        tell = _telling(func)
+        if tell is not None and args and isinstance(args[0], _Watched):
+            tell(type(args[0]), result)
+        return result
+
+
+def _no_hook(watched: type[_Watched], handle: Any) -> None:
+    if _owners(watched):
+        handle.remove()
+        raise hook_problem("A parameter of the model")
+
+
+def _thaw(watched: type[_Watched], result: Any) -> None:
+    for owner in _owners(watched):
+        owner.is_thawed = True
+
+
+def _tell_of_gradient(watched: type[_Watched], gradient: torch.Tensor | None) -> None:
+    for owner in _owners(watched) if gradient is None else ():
+        owner.tell_of_gradients(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+_of_tensors: Any = torch.Tensor
+_TELLING: dict[Any, Callable[[type[_Watched], Any], None]] = {
+    _of_tensors.register_hook: _no_hook,
+    _of_tensors.register_post_accumulate_grad_hook: _no_hook,
+    _of_tensors.requires_grad_: _thaw,
+    _of_tensors.requires_grad.__set__: _thaw,
+    _of_tensors.grad.__get__: _tell_of_gradient,
+}
+"""What a training is told of, after it is done to one of its tensors."""
+
+
+def _telling(function: Any) -> Callable[[type[_Watched], Any], None] | None:
+    try:
+        return _TELLING.get(function)
+    except TypeError:  # it cannot be hashed
+        return None
 
 
 def _refreshing(name: str) -> Callable[..., Any]:
@@ -320,6 +420,20 @@ def _watch(each: Any, owner: weakref.ref[Instrumented], kind: Any) -> None:
     """Let something that is read ask its owner, besides those it asks already: weights may be tied between models."""
     original, refs = (each._original, each._refs) if isinstance(each, _Watched) else (type(each), ())
     _become(each, original, (*refs, owner), kind)
+
+
+def take_off(module: Any) -> None:
+    """Give a module that is watched the class that it had. Its parameters and buffers still are watched."""
+    if isinstance(module, _Watched):
+        _refresh(type(module))
+        _become(module, type(module)._original, (), _WatchedModule)
+
+
+def put_on(module: Any) -> None:
+    """Undo `take_off`; a module that is not being trained is left as it is."""
+    refs = tuple(weakref.ref(training) for training in _trainings if training._module is module)
+    if refs and not isinstance(module, _Watched):
+        _become(module, type(module), refs, _WatchedModule)
 
 
 def _unwatch(everything: list[Any], owner: weakref.ref[Instrumented]) -> None:
@@ -471,10 +585,11 @@ def _rebound(kind: str, name: str, is_there: bool, was_none: bool) -> Exception:
         )
     if is_there:
         return createPoptorchError(
-            f"{kind} {name} is reassigned within the model when running forward. On the device that has no meaning: "
-            f"change its numbers in place, with `self.{name}.copy_(...)`."
+            f"{kind} {name} is reassigned within the model when calling the forward method. This is not supported. "
+            f"Consider using self.{name}.copy_(src) to copy data from a source tensor, where src is the name of the "
+            "source tensor."
         )
     return createPoptorchError(
-        f"{kind} {name} is removed from the model when running forward. A model keeps its parameters and buffers; to "
-        f"change the numbers, use `self.{name}.copy_(...)`."
+        f"{kind} {name} is removed from the model when calling the forward method. This is not supported. A model "
+        f"keeps its parameters and buffers; to change the numbers, use self.{name}.copy_(src)."
     )

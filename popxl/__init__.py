@@ -14,7 +14,32 @@ Example:
     5.0
 """
 
-# Tensors come first: they and the ops are written with each other, and this order ties the knot.
+from popxl import compat as compat  # private names that programs in use reach for
+from popxl import errors, fp8_utils, ops, transforms, utils
+from popxl import operators as operators  # gives tensors their operators
+from popxl import tensor as tensor
+from popxl import testing as testing
+from popxl.base.version import VERSION as __version__  # noqa: F401
+from popxl.context import (
+    gcg,
+    get_current_graph,
+    get_ir,
+    get_main_graph,
+    gir,
+    gmg,
+    in_sequence,
+    io_tiles,
+    ipu,
+    name_scope,
+)
+from popxl.core.create import constant, graph_input, graph_output, variable
+from popxl.core.remote_variables import (
+    remote_replica_sharded_variable,
+    remote_variable,
+    replica_sharded_buffer,  # noqa: F401
+    replica_sharded_variable,
+)
+from popxl.core.tensor import Tensor
 from popxl.dtypes import (
     bool,
     complex64,
@@ -37,43 +62,18 @@ from popxl.dtypes import (
     uint32,
     uint64,
 )
-from popxl.spec import TensorByRef, TensorSpec
-from popxl.tensor import Tensor
-from popxl.create import constant, graph_input, graph_output, variable
-from popxl.remote import (
-    remote_replica_sharded_variable,
-    remote_variable,
-    replica_sharded_buffer,  # noqa: F401
-    replica_sharded_variable,
-)
-from popxl.remote_buffer import RemoteBuffer, remote_buffer
-from popxl.context import (
-    gcg,
-    get_current_graph,
-    get_ir,
-    get_main_graph,
-    gir,
-    gmg,
-    in_sequence,
-    io_tiles,
-    ipu,
-    name_scope,
-)
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.jax_functions import from_jax
 from popxl.module import Module
 from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds
+from popxl.remote_buffer import RemoteBuffer, remote_buffer
 from popxl.replica_grouping import ReplicaGrouping
+from popxl.session import GraphFunction, Session, to_jax
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
-from popxl import errors, fp8_utils, ops, transforms, utils
-from popxl.session import GraphFunction, Session, to_jax
-from popxl import compat as compat  # private names that programs in use reach for
-from popxl import testing as testing
-
-__version__ = "0.1.0"
+from popxl.transforms.from_jax import from_jax
+from popxl.values.spec import TensorByRef, TensorSpec
 
 __all__ = [
     "DeviceToHostStream",

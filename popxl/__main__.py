@@ -17,16 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from popxl.base.pages import OnPage
 from popxl.context import get_current_context
 from popxl.ir import Ir
-from popxl.memory import Memory
+from popxl.looking.memory import Memory
 from popxl.op import Op
-from popxl.pages import OnPage
 from popxl.session import Session
-from runtime.devices import Device
-from runtime.machine import Machine, NothingRuns, PlanningMachine
-from runtime.program import Program, Ready
+from runtime.program.machine import Machine, NothingRuns, PlanningMachine
+from runtime.program.program import Program, Ready
 from runtime.report import report_of
+from runtime.targets.devices import Device
 
 _EXAMPLES = """\
 examples:

@@ -38,7 +38,7 @@ from popxl.graph import Graph
 from popxl.ir import Ir
 from popxl.options import SessionOptions
 from popxl.session import Session
-from popxl.spec import TensorSpec
+from popxl.values.spec import TensorSpec
 
 __all__: list[str] = []
 

@@ -2,8 +2,8 @@
 
 One `Context` per thread holds the stack of entered graphs and the active placement, name scopes and ordering. The
 context managers below change it for the length of a block and always put back what was there, also when the block
-is left by an exception. What `in_sequence` remembers is in `popxl.sequence`, how the user's line is found in
-`popxl.source`; what an op does with all this is in `popxl.op`.
+is left by an exception. What `in_sequence` remembers is in `popxl.base.sequence`, how the user's line is found in
+`popxl.base.source`; what an op does with all this is in `popxl.op`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
-from popxl.sequence import Mode, Sequencer
-from popxl.source import DebugRecord, SourceLocation, frame_above, user_line
-from popxl.tensor import Tensor
+from popxl.base.sequence import Mode, Sequencer
+from popxl.base.source import DebugRecord, SourceLocation, frame_above, user_line
+from popxl.core.tensor import Tensor
 from popxl.tensorlocation import ExecutionContext
 
 if TYPE_CHECKING:

@@ -165,6 +165,18 @@ class dtype:
         return dtype.from_name, (self._name,)  # a copy, or what is unpickled, is the same object
 
 
+def check_dtype(value: Any, what: str) -> dtype:
+    """The value, if it is a dtype of ours. `TypeError` with what to write, if not; `what` names the argument."""
+    if isinstance(value, dtype):
+        return value
+    try:
+        remedy = f"Write `popxl.{dtype.as_dtype(value).name}`."
+    except ValueError:
+        remedy = f"There are {', '.join(_BY_NAME)}."
+    came = f"{value!r} ({type(value).__name__})"
+    raise TypeError(f"{what} must be a popxl dtype such as popxl.float32; got {came:.200}. {remedy}")
+
+
 def _declare(name: str, kind: str, host: Any = None, device: Any = None) -> dtype:
     declared: dtype = object.__new__(dtype)
     declared._name, declared._kind = name, kind

@@ -1,4 +1,4 @@
-"""The errors of our own: few kinds, each for something that a program may want to catch.
+"""The errors and warnings of our own: few kinds, each for something that a program may want to catch or switch off.
 
 Wrong kinds and wrong values of arguments stay what Python calls them, `TypeError` and `ValueError`; what is here
 is for the rest. The package `popart` re-exports these classes under the names that existing programs catch.
@@ -42,6 +42,17 @@ class PopxlRuntimeError(PopxlError):
     """
 
 
+class UnreadableFileError(PopxlError, ValueError):
+    """A file that is damaged, of another kind, or holds what nobody can have written: a program that calls itself, say.
+
+    Example:
+        try:
+            ir = popxl.Ir.load(path)
+        except popxl.errors.UnreadableFileError as error:
+            print(error)
+    """
+
+
 class UndefinedValue(Exception):
     """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
 
@@ -70,3 +81,50 @@ class NonFiniteError(ApplicationRuntimeError):
         super().__init__(message)
         self.op = op
         self.replica = replica
+
+
+class PopxlWarning(UserWarning):
+    """Something in a program that runs, and is most likely not what was meant; the base class of our warnings.
+
+    Each is told once for a line of the program. Python's `warnings` switches it off where it is meant.
+
+    Example:
+        import warnings
+
+        warnings.filterwarnings("ignore", category=popxl.errors.DriftingVariableWarning)
+    """
+
+
+class NarrowedNumberWarning(PopxlWarning):
+    """A 64-bit number does not fit into the 32 bits that it is narrowed to."""
+
+
+class UnusedTransferWarning(PopxlWarning):
+    """A run stores to a stream, or loads from it, less often than its host array has room for."""
+
+
+class MissingStateWarning(PopxlWarning):
+    """State that was to be copied or loaded has no counterpart for some variables."""
+
+
+class TensorTruthWarning(PopxlWarning):
+    """`if tensor:` says whether the tensor has elements, and not what they are."""
+
+
+class LostUpdateWarning(PopxlWarning):
+    """A graph changes an input in place that it takes by value: the caller's tensor stays as it is."""
+
+
+class RepeatedSeedWarning(PopxlWarning):
+    """A program that learns drops the same elements in every run: nothing in it changes the seed.
+
+    A program that writes the seed between runs, with `session.write_variable_data`, does well to switch this off.
+    """
+
+
+class DriftingVariableWarning(PopxlWarning):
+    """Replicas that share a variable change it by values that differ, so that it is no longer the same for them.
+
+    Values differ that come from what each replica is fed, or from variables that it does not share, and that no op
+    between replicas has met. A program that feeds all replicas the same numbers does well to switch this off.
+    """

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Self
 
+from popxl.base.sequence import Sequencer, with_ids_replaced
 from popxl.context import get_current_context
-from popxl.dependencies import dependencies
-from popxl.dtypes import dtype as dtype_
+from popxl.core.dependencies import dependencies
+from popxl.core.printing import algebra, schedule
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.dtypes import check_dtype
 from popxl.errors import PopxlError
-from popxl.printing import algebra, schedule
-from popxl.sequence import Sequencer, with_ids_replaced
-from popxl.spec import TensorSpec
-from popxl.tensor import Constant, Tensor, Variable
+from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -69,6 +69,7 @@ class Graph:
         graph._inputs = []
         graph._outputs = []
         graph._tensors = {}
+        graph._streams = {}
         graph._prefix = f"{id}/" if id else ""
         return graph
 
@@ -82,6 +83,7 @@ class Graph:
     _inputs: list[Tensor]
     _outputs: list[Tensor]
     _tensors: dict[str, Tensor]
+    _streams: dict[str, Tensor]  # they have names of their own: a stream and what comes from it may share one
     _prefix: str
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -128,8 +130,8 @@ class Graph:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of the graph, sorted by id."""
-        return tuple(self._tensors[id] for id in sorted(self._tensors))
+        """Every tensor of the graph, sorted by id; in the main graph, one for each stream among them."""
+        return tuple(sorted([*self._tensors.values(), *self._streams.values()], key=lambda t: t.id))
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -147,16 +149,17 @@ class Graph:
         return tuple(dict.fromkeys(graph for op in self.ops for graph in op.called_graphs))
 
     def get_tensor(self, tensor_id: str) -> Tensor:
-        """The tensor with this id. `PopxlError` if the graph has none."""
-        if tensor_id not in self._tensors:
+        """The tensor with this id; if there is none, that of the stream. `PopxlError` if the graph has neither."""
+        t = self._tensors.get(tensor_id, self._streams.get(tensor_id))
+        if t is None:
             raise PopxlError(f"There is no tensor with the id {tensor_id!r} in {self.title}.")
-        return self._tensors[tensor_id]
+        return t
 
     def __contains__(self, t: object) -> bool:
         """Whether the graph has a tensor with the id of `t`. `TypeError` for anything but a tensor."""
         if not isinstance(t, Tensor):
             raise TypeError(f"Only a Tensor can be in a graph; got {t!r} ({type(t).__name__}).")
-        return t.id in self._tensors
+        return t.id in self._tensors or t.id in self._streams
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Graph):
@@ -187,19 +190,24 @@ class Graph:
 
     def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[Tensor] = Tensor, scoped: bool = True) -> Any:
         """A tensor of this graph that nothing makes yet. Its id is the wished name, made unique."""
-        if not isinstance(spec.dtype, dtype_):
-            raise TypeError(
-                f"The dtype of {name or 'a tensor'!r} must be a popxl dtype such as popxl.float32; got {spec.dtype!r} "
-                f"({type(spec.dtype).__name__}). `popxl.dtype.as_dtype(...)` makes one of it."
-            )
         wish = f"{get_current_context().scope_prefix}{name or 't'}" if scoped else name or "t"
+        return self._named(wish, spec, kind, self._tensors)
+
+    def new_stream_tensor(self, name: str, spec: TensorSpec) -> Tensor:
+        """The tensor that stands for a stream. Its id is the wished name, made unique among those of streams."""
+        return self._named(f"{get_current_context().scope_prefix}{name}", spec, Tensor, self._streams)
+
+    def _named(self, wish: str, spec: TensorSpec, kind: type[Tensor], known: dict[str, Any]) -> Any:
+        """A tensor among those known. Its name is the wish, made unique among theirs."""
+        check_dtype(spec.dtype, f"The dtype of {wish!r}")
         id = self._prefix + wish
-        if id in self._tensors:
+        if id in known:
             suffix = f"__t{self.ir.next_suffix()}"
             wish, id = wish + suffix, id + suffix
-            if id in self._tensors:
+            if id in known:
                 raise PopxlError(f"The tensor id {id!r} is taken: names ending in `__t<number>` are for popxl to give.")
-        t = self._tensors[id] = kind._make(self, id, wish, spec)
+        t = known[id] = kind._make(self, id, wish, spec)
+        self._ir.edits.note()
         return t
 
     def rename(self, t: Tensor, name: str) -> None:
@@ -210,13 +218,14 @@ class Graph:
     def add_input(self, spec: TensorSpec, name: str | None = None, by_ref: bool = False) -> Tensor:
         """A new input, after those the graph has."""
         t = self.new_tensor(name, spec)
-        t.by_ref = by_ref
+        t._by_ref = by_ref
         self._inputs.append(t)
         return t
 
     def sort_inputs(self, first: int, key: Callable[[Tensor], Any]) -> None:
         """Order the inputs from number `first` on. Only for a graph that nothing calls yet."""
         self._inputs[first:] = sorted(self._inputs[first:], key=key)
+        self._ir.edits.note()
 
     def add_output(self, t: Tensor, extend_calls: bool = True) -> None:
         """Make `t` an output, after those the graph has.
@@ -234,6 +243,7 @@ class Graph:
         if t.graph_ref is not self.ref:
             raise ValueError(f"graph_output: {t!r} is not in {self.title}.")
         self._outputs.append(t)
+        self._ir.edits.note()
         if extend_calls:
             for op in self.call_sites:
                 op.gain_output(t)
@@ -245,6 +255,7 @@ class Graph:
     def trim_outputs(self, count: int) -> None:
         """Take back the outputs after the first `count`. Nothing may use them."""
         del self._outputs[count:]
+        self._ir.edits.note()
 
     def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> None:
         """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
@@ -265,7 +276,7 @@ class Graph:
             for t in part.outputs:
                 t.made_by(op, overwritten)
         self.ops.append(op)
-        self._ir.edits += 1
+        self._ir.edits.note()
         for graph in op.called_graphs:
             graph.call_sites.append(op)
 
@@ -301,7 +312,7 @@ class Graph:
                 )
             met.add(op)
         self.ops = ops
-        self._ir.edits += 1
+        self._ir.edits.note()
 
     def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         """Have other ops make the results of some ops. The results stay the same tensors, for everybody who uses them.
@@ -358,7 +369,7 @@ class Graph:
         if start < 0 or self.ops[start : start + len(ops)] != list(ops):
             raise PopxlError(f"replace: {list(ops)} are not ops that follow each other in {self.title}.")
         inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
-        if not {*outputs}.isdisjoint(inputs) or any(op.kind.put is not None for op in ops):
+        if not {*outputs}.isdisjoint(inputs) or any(op.kind.view is not None for op in ops):
             raise PopxlError(f"replace: of {list(ops)}, one is a view, or needs the result of another.")
         return start, inputs, outputs
 
@@ -366,7 +377,7 @@ class Graph:
         self, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
     ) -> None:
         """Check tensors that are to take the place of outputs, and that their ops need none of the `later` ones."""
-        own = [t for op in new if op.kind.put is None for t in op.outputs]
+        own = [t for op in new if op.kind.view is None for t in op.outputs]
         if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
             raise PopxlError(
                 f"replace: for the results {list(outputs)} the new ops have to make {len(outputs)} tensors, no views; "
@@ -385,8 +396,8 @@ class Graph:
     def _put_in_place(self, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
         """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
         for op in new:
-            op.inputs = tuple(given.get(t, t) for t in op.inputs)
-            op.outputs = tuple(given.get(t, t) for t in op.outputs)
+            inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
+            op.edit(inputs=inputs, outputs=outputs)
         for result, t in given.items():
             t._producer = result._producer
             self.forget(result)
@@ -398,7 +409,7 @@ class Graph:
         for op in new:
             op.after = before + op.after
         self.ops = [*self.ops[:start], *new, *self.ops[start + len(old) : len(self.ops) - len(new)]]
-        self._ir.edits += 1
+        self._ir.edits.note()
         for op in self.ops:
             if not gone.isdisjoint(op.after):
                 op.after = with_ids_replaced(op.after, gone, come)
@@ -451,8 +462,7 @@ class Graph:
             for t in op.outputs:
                 self.forget(t)
                 into._adopt(t, t.name)
-            op.inputs = tuple(t if t in made else given[t] for t in op.inputs)
-            op._graph = into.ref
+            op.edit(inputs=tuple(t if t in made else given[t] for t in op.inputs), _graph=into.ref)
             into.take_in(op)
 
     def _check_move(

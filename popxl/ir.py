@@ -10,18 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from popxl import debug_info, saving
-from popxl.binding import build_graph, graph_name
-from popxl.distributed import launched
-from popxl.dot import write_checkpoint
+from popxl.base.distributed import launched
+from popxl.base.edit_counter import EditCounter
+from popxl.core.binding import build_graph, graph_name
+from popxl.core.printing import definition
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.memory import Memory, memory_of
+from popxl.looking.dot import write_checkpoint
+from popxl.looking.memory import Memory, memory_of
 from popxl.options import SessionOptions
-from popxl.printing import definition
+from popxl.program import debug_info, saving
 from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
-from popxl.shapes import integer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.values.shapes import integer
 
 if TYPE_CHECKING:
     from popxl.module import Module
@@ -45,7 +46,7 @@ class Ir:
     Attributes:
         graphs: all graphs, the main graph first.
         remote_buffers: all remote buffers, in the order of their numbers, which start at 1.
-        options: the session options; see `popxl.options.SessionOptions`.
+        edits: counts the changes of the program.
 
     Example:
         >>> ir = popxl.Ir()
@@ -58,11 +59,10 @@ class Ir:
 
     def __init__(self, replication: int | Literal["popdist"] = 1) -> None:
         self._id = next(_ids)
+        self.edits = EditCounter()
         self.options = SessionOptions()
         self._num_host_transfers = 1
         self.frozen = False
-        self.edits = 0  # counts the changes of the program, and which of them some session has been made of
-        self.edits_known = 0
         self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
         self.host_data_lock = threading.RLock()
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
@@ -89,8 +89,21 @@ class Ir:
 
     @num_host_transfers.setter
     def num_host_transfers(self, value: int) -> None:
-        self._num_host_transfers = value
-        self.edits += 1
+        count = integer(value, "Ir.num_host_transfers")
+        if count < 1:
+            raise ValueError(f"Ir.num_host_transfers is {count}; expected 1 or more.")
+        self._num_host_transfers = count
+        self.edits.note()
+
+    @property
+    def options(self) -> SessionOptions:
+        """The session options; see `popxl.options.SessionOptions`."""
+        return self._options
+
+    @options.setter
+    def options(self, value: SessionOptions) -> None:
+        self._options = value
+        value.count_in(self.edits)
 
     @property
     def main_graph(self) -> Graph:
@@ -112,6 +125,8 @@ class Ir:
                 "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
             )
         count = integer(value, "Ir: the number of replicas")
+        if count < 1:
+            raise ValueError(f"Ir: the number of replicas is {count}; expected 1 or more.")
         self.options.enableReplicatedGraphs = count > 1
         self.options.replicatedGraphCount = count
 
@@ -267,7 +282,9 @@ class Ir:
         """Write the program to a file: its graphs, and the numbers that its variables and constants have on the host.
 
         Ops are written by name, so an op of your own has to be declared where the program is loaded. A file that is
-        there already is replaced once the new one is complete.
+        there already is replaced once the new one is complete. Beside it, a second file has the numbers. Both have
+        checksums. Options that say what happens on this machine (`cachePath`, `enableEngineCaching`, `logDir`,
+        `dotChecks`) are not written: who loads the program has them.
 
         Raises:
             PopxlError: if an op has an attribute that cannot be written, or shares its key with another op.
@@ -282,8 +299,13 @@ class Ir:
     def load(cls, path: str | os.PathLike[str]) -> Ir:
         """A program from a file that `save` has written. It prints, differentiates and runs as the one that was saved.
 
+        Files of others may be loaded: nothing in them is run as Python, or names folders, and a program that cannot be
+        is refused. Once it runs, it takes the time and the memory that it asks for.
+
         Raises:
-            ValueError: if the file is damaged, or of another kind.
+            UnreadableFileError: if the file is damaged, or of another kind, or holds no program that can be: one that
+                calls itself, say, or one with an array of more than 4 TiB. It is a `PopxlError` and a `ValueError`.
+            FileNotFoundError: if there is no such file.
             PopxlError: if the program uses an op that nobody has declared.
         """
         ir = cls()

@@ -3,8 +3,8 @@
 Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and beside it what JAX cannot know
 (the names of the results, the gradient where it is not simply JAX's, what is overwritten or shared in place).
 Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on
-arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lower`, how it is differentiated in
-`popxl.transforms.autodiff`.
+arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lowering.lower`, how it is
+differentiated in `popxl.transforms.autodiff`.
 
     sin = OpKind("Sin", jnp.sin)
     y = sin(x)                       # x, y: tensors of the current graph
@@ -17,62 +17,66 @@ import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import get_current_context, user_frame
+from popxl.core.tensor import Location, Tensor
+from popxl.core.tracing import abstract_evaluation, trace
+from popxl.core.traits import (
+    REFUSED,
+    VJP,
+    BetweenReplicas,
+    Colocated,
+    Drops,
+    Effect,
+    Exchange,
+    Mark,
+    OnIpus,
+    Overwrites,
+    Placed,
+    Requirement,
+    Run,
+    Runs,
+    StandsFor,
+    Trait,
+    View,
+)
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
-from popxl.shapes import like_first
-from popxl.source import DebugRecord, SourceLocation
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Location, Tensor
-from popxl.tracing import abstract_evaluation
+from popxl.values.shapes import like_first
+from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
     from popxl.context import Context
     from popxl.tensorlocation import ExecutionContext
 
-__all__ = ["REFUSED", "VJP", "Op", "OpKind", "Requirement", "SourceLocation"]
+__all__ = [
+    "REFUSED",
+    "VJP",
+    "BetweenReplicas",
+    "Colocated",
+    "Drops",
+    "Effect",
+    "Exchange",
+    "OnIpus",
+    "Op",
+    "OpKind",
+    "Overwrites",
+    "Placed",
+    "Requirement",
+    "Run",
+    "Runs",
+    "SourceLocation",
+    "StandsFor",
+    "Trait",
+    "View",
+]
 
 Specs = TensorSpec | Sequence[TensorSpec]
 T = TypeVar("T")
-
-
-class _Mark:
-    """A value that is only ever itself."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-VJP = _Mark("VJP")
-"""Gradient of an op: one gradient op, whose function is `jax.vjp` of the op's function."""
-
-REFUSED = _Mark("REFUSED")
-"""Gradient of an op that cannot be asked for: autodiff raises when one reaches the op."""
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """What the numbers in an operand have to be, where only a running program can know.
-
-    The check is made on the device, whenever the op runs. `session.run` raises an `ApplicationRuntimeError` for the
-    first that fails; what the op computes then is not defined.
-
-    Attributes:
-        holds: JAX function of the operand's array: whether all is well, one bool or several.
-        message: what has to hold, as the end of "`operand` ...": `"has to be in [-32, 32)"`.
-        option: the session option that switches the check, if one does.
-    """
-
-    holds: Callable[[Any], Any]
-    message: str
-    option: str = ""
 
 
 class OpKind:
@@ -99,29 +103,8 @@ class OpKind:
             axes. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run graphs.
         result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
             the result where there are several; a tuple names several results.
-        put: makes the op a *view*: its result shares storage with its operands. Where `lowering` reads the view from
-            its bases, `put(*bases, view, **attributes)` returns the bases with the view written into them.
-        modifies: names of operands that the op overwrites. `lowering` then returns the new content; with `aliased`
-            true that is also the result of the op, which shares the operand's storage, otherwise the new contents
-            follow the results. An op that runs graphs gives a function of its attributes instead, which returns the
-            positions of the overwritten operands.
-        requires: by operand name, what its numbers have to be when the op runs.
-        effect: the op does more than compute its results (it talks to the host, say) and is never dropped.
-        exchange: the op moves data between the device and the outside: name of the attribute that says with what (a
-            stream, a buffer). Such ops can be merged into one that makes several moves together.
-        parts: for an op that stands for several ops that are carried out together, gives these.
-        calls: names of attributes that hold graphs which the op runs.
-        mirrors: makes the op gain a result for each output that its graph gains later. The function gives the spec of
-            the result for that of the output, and the op's attributes.
-        returns: which outputs of a graph that the op runs matter, if these tensors of the op's own graph do.
-        colocated: all operands have to be on one device and tile set; or the names of those that have to be.
-        between_replicas: the op talks to other replicas. `lowering` then has a keyword `group`, the
-            `popxl.ops.collectives.Group` of the replica that runs it, where the op itself has the attributes `stride`
-            and `group_size`, which `popxl.ops.collectives.collectives.members` makes of a grouping. Such an op states
-            its shape and its gradient.
-        ipus: where each result is on an IPU of its own, name of the attribute that has these IPUs.
-        place: where the results are, `(inputs, attributes, location of the op) -> location`; by default where the op
-            is.
+        traits: what else is true of the op, as values of `popxl.core.traits`: that it overwrites operands, is a view,
+            has effects, talks to other replicas, ...
         operands: names of the operands, where those of `lowering`'s parameters would not do.
         key: what saved programs call the op, where several share a name. By default the name.
         derivation: for an op that was made from another, how; saved programs keep that in place of a key.
@@ -140,22 +123,9 @@ class OpKind:
         lowering: Callable[..., Any],
         *,
         shape: Callable[..., Specs] | None = None,
-        gradient: Mapping[str, Callable[..., Any]] | Callable[..., Any] | _Mark | None = VJP,
+        gradient: Mapping[str, Callable[..., Any]] | Callable[..., Any] | Mark | None = VJP,
         result: str | tuple[str, ...] | None = None,
-        put: Callable[..., Any] | None = None,
-        modifies: Sequence[str] | Callable[[Mapping[str, Any]], frozenset[int]] = (),
-        aliased: bool = True,
-        requires: Mapping[str, Requirement] | None = None,
-        effect: bool = False,
-        exchange: str = "",
-        parts: Callable[[Op], tuple[Op, ...]] | None = None,
-        calls: tuple[str, ...] = (),
-        mirrors: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None,
-        returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]] = lambda op, callee, matter: (),
-        colocated: bool | tuple[str, ...] = True,
-        between_replicas: bool = False,
-        ipus: str = "",
-        place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location] | None = None,
+        traits: Iterable[Trait] = (),
         operands: tuple[str, ...] | None = None,
         key: str | None = None,
         derivation: Any = None,
@@ -169,29 +139,59 @@ class OpKind:
         self.shape = shape
         self.gradient = gradient
         self.result = result if result is not None else f"{_snake(name)}_out"
-        self.put = put
-        self.modifies = modifies
-        self.aliased = bool(modifies) and aliased
-        self.requires = requires or {}
-        self.effect = effect
-        self.exchange = exchange
-        self.parts = parts
-        self.calls = calls
-        self.mirrors = mirrors
-        self.returns = returns
-        self.colocated = colocated
-        self.between_replicas = between_replicas
-        self.ipus = ipus
-        self.place = place
         self._memory: dict[tuple[Any, ...], Any] = {}
         self._renamed = operands
+        self._take(tuple(traits))
         parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
-        if between_replicas:
-            if shape is None or (gradient is VJP and not modifies):
-                raise TypeError(f"OpKind: {name} talks to other replicas: state its `shape`, and its `gradient`.")
+        if self.between_replicas:
             parameters = parameters.with_groups()
         self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
         self._parameters = parameters
+        for trait in self.traits:
+            trait.check(self)
+
+    def _take(self, traits: tuple[Trait, ...]) -> None:
+        """Take the traits apart: everybody asks for them, and often."""
+        self.traits = traits
+        self.requirements = tuple(trait for trait in traits if isinstance(trait, Requirement))
+        others = [trait for trait in traits if not isinstance(trait, Requirement)]
+        known: dict[type, Any] = {type(trait): trait for trait in others}
+        if len(known) < len(others) or not all(isinstance(trait, Trait) for trait in traits):
+            raise TypeError(
+                f"OpKind: the `traits` of {self.name} are {traits}; expected values of `popxl.core.traits`, each kind "
+                "of trait once (but for requirements)."
+            )
+        self.view: View | None = known.get(View)
+        self.overwrites: Overwrites | None = known.get(Overwrites)
+        self.runs: Runs | None = known.get(Runs)
+        self.graphs = () if self.runs is None else self.runs.graphs  # names of the attributes that hold graphs
+        self.stands_for: StandsFor | None = known.get(StandsFor)
+        self.placed: Placed | None = known.get(Placed)
+        self.effect = Effect in known
+        self.exchange: str = known[Exchange].attribute if Exchange in known else ""
+        self.between_replicas = BetweenReplicas in known
+        self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
+        self.drops: Drops | None = known.get(Drops)
+        self.aliased = self.overwrites is not None and self.overwrites.aliased
+        anywhere = () if self.runs or self.stands_for or self.ipus else None
+        self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
+
+    @property
+    def is_carried_out_by_others(self) -> bool:
+        """Whether it takes more than its function, called on arrays, to carry the op out."""
+        return bool(self.runs or self.stands_for or self.exchange or self.between_replicas or self.effect)
+
+    def check_operands(self, names: Iterable[str], does: str) -> None:
+        """`TypeError` if there is no operand of one of these names."""
+        for name in names:
+            if name not in self._operands:
+                raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its operands are {self._operands}.")
+
+    def check_attribute(self, name: str, does: str) -> None:
+        """`TypeError` if there is no attribute of this name."""
+        known = self._parameters.attributes
+        if known is not None and self._renamed is None and name not in known:
+            raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its attributes are {tuple(known)}.")
 
     def __repr__(self) -> str:
         return f"OpKind[{self.name}]"
@@ -203,12 +203,11 @@ class OpKind:
 
     def inplace(self, name: str, result: str, **changes: Any) -> OpKind:
         """The same op, overwriting its first operand and returning an alias of it."""
-        settings = {
-            "shape": like_first,
-            "operands": self._renamed,
-            "modifies": self._operands[:1],
-            "between_replicas": self.between_replicas,
-        } | changes
+        traits = [
+            Overwrites(self._operands[0]),
+            *(trait for trait in self.traits if isinstance(trait, BetweenReplicas)),
+        ]
+        settings = {"shape": like_first, "operands": self._renamed, "traits": traits} | changes
         return OpKind(name, self.lowering, result=result, **settings)
 
     def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
@@ -241,12 +240,9 @@ class OpKind:
 
     def modified(self, attributes: Mapping[str, Any], names: Sequence[str] | None = None) -> frozenset[int]:
         """Positions of the inputs that an op overwrites: one with these attributes, and inputs of these names."""
-        if callable(self.modifies):
-            return self.modifies(attributes)
-        if not self.modifies:
+        if self.overwrites is None:
             return frozenset()
-        names = self._operands if names is None else names
-        return frozenset(names.index(name) for name in self.modifies if name in names)
+        return self.overwrites.among(self._operands if names is None else names, attributes)
 
     # Recording ------------------------------------------------------------------------------------------------------
 
@@ -290,34 +286,51 @@ class OpKind:
         self, operands: tuple[Any, ...], attributes: dict[str, Any], graph: Graph
     ) -> tuple[tuple[Tensor, ...], tuple[str, ...] | None, dict[str, Any], Specs]:
         """Inputs, their names if some operand is a plain value, attributes, and specs of the results."""
-        if attributes:
-            operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
-        inputs = self._tensors(operands, graph)
         names = None
         plain: dict[str, Any] = {}
-        if len(inputs) < len(operands):
-            named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
-            names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
-            plain = {name: operand for name, operand in named.items() if name not in names}
-        if len(inputs) > 1 and self.colocated:
-            check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
+        try:
+            if attributes:
+                operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
+            inputs = self._tensors(operands, graph)
+            if len(inputs) < len(operands):
+                named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
+                names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))
+                plain = {name: operand for name, operand in named.items() if name not in names}
+            if len(inputs) > 1 and self.colocated != ():
+                check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
+        except (ValueError, TypeError) as problem:
+            raise type(problem)(f"{problem} {_at_this_line(graph)}") from None
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
         return inputs, names, attributes | plain, specs
 
     def verify(self, op: Op) -> None:
-        """`PopxlError` if an op of this kind does not have the results that its inputs and attributes give it."""
+        """Raise if an op of this kind does not have the results that its inputs and attributes give it."""
         operands, attributes = self.arguments(op, op.inputs)
         plain = {name: value for name, value in op.attributes.items() if name not in attributes}
+        self._tensors(operands, op.graph)
+        self._parameters.check_attributes(self.name, attributes)
         specs = self._infer(operands, op.inputs, op.operands, attributes, plain, op.graph)
         expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
+        if op.gains:  # it need not have gained what its graph has
+            expected = expected[: len(op.outputs)]
         if expected != [t.spec.to_tuple() for t in op.outputs]:
             shown = ", ".join(map(brief, op.outputs))
             raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
 
+    def try_out(self, op: Op) -> None:
+        """Raise if the function of an op cannot be traced: a rule for shapes does not look at all attributes.
+
+        An op that others carry out is left to these.
+        """
+        if self.shape is not None and not self.is_carried_out_by_others:
+            given, made = (tuple(t.spec for t in tensors) for tensors in (op.inputs, op.outputs))
+            key = ("traced", op.operands, tuple(op.attributes.items()), given, made)
+            self.remembered(key, lambda: trace(op.on_arrays(), given, made) is not None)
+
     def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands and attributes that make the same op of other inputs."""
         if op.operands is None:
-            return tuple(inputs), op.attributes
+            return tuple(inputs), dict(op.attributes)
         known = op.attributes | dict(zip(op.operands, inputs, strict=True))
         operands = tuple(known[name] for name in self._operands if name in known)
         return operands, {name: value for name, value in op.attributes.items() if name not in self._operands}
@@ -362,10 +375,9 @@ class OpKind:
         except (PopxlError, ValueError, TypeError) as problem:
             named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
             # An op that runs a graph names the input in question itself.
-            shown = "" if self.calls else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
-            source = SourceLocation.of(user_frame())
-            where = f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
-            raise type(problem)(f"{self.name}: {problem} {f'Here {shown}. ' if shown else ''}{where}") from None
+            shown = "" if self.runs else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
+            here = f"Here {shown}. " if shown else ""
+            raise type(problem)(f"{self.name}: {problem} {here}{_at_this_line(graph)}") from None
 
 
 _declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()
@@ -417,6 +429,15 @@ class _Parameters:
             defaults=defaults,
             attributes=None if by_kind[_ANY_KEYWORD] else attributes,
         )
+
+    def check_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """`TypeError` if an attribute is missing, or one too many."""
+        known = self.attributes
+        if known is None:
+            return
+        odd = [n for n, required in known.items() if required and n not in attributes] + [*attributes.keys() - known]
+        if odd:
+            raise TypeError(f"{name}: the attributes {sorted(odd)} are missing, or too many; there are {[*known]}.")
 
     def with_groups(self) -> _Parameters:
         """Where the function takes a group: an op has what makes one."""
@@ -505,12 +526,12 @@ class Op:
         self.inputs = inputs
         self.outputs: tuple[Tensor, ...] = ()
         self.operands = operands
-        self.attributes = attributes
+        self.attributes: MappingProxyType[str, Any] = MappingProxyType(attributes)
         self.modified = kind.modified(attributes, operands)
         self.ipu = context.ipu_id
         self.io_tiles = context.io_tile_set
         here = (context.ipu_id, context.io_tile_set)
-        self.location: Location = here if kind.place is None else kind.place(inputs, attributes, here)
+        self.location: Location = here if kind.placed is None else kind.placed.place(inputs, attributes, here)
         self.execution_context: ExecutionContext = context.execution_context
         self.name = context.scope_prefix + kind.name
         self._made_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
@@ -522,9 +543,25 @@ class Op:
         """An op as it was: one that was saved, or a part of one that stands for several."""
         op = object.__new__(cls)
         op.kind, op._graph, op._made_at = kind, graph.ref, source
-        for name, value in state.items():
-            setattr(op, name, value)
+        op._set(state)
         return op
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, MappingProxyType(dict(value)) if name == "attributes" else value)
+
+    def edit(self, **state: Any) -> None:
+        """Change what the op is. Attributes of an op are set by this alone: a session that was made before can tell.
+
+        Args:
+            **state: new values, by the names of attributes. What they mean together is not checked.
+
+        Example:
+            >>> site.op.edit(modified=site.op.modified | {0})
+        """
+        graph = self.graph
+        self._set(state)
+        graph.ir.edits.note()
 
     @property
     def graph(self) -> Graph:
@@ -566,17 +603,22 @@ class Op:
     @property
     def parts(self) -> tuple[Op, ...]:
         """The ops that are carried out, in order, when this one is: itself, unless it stands for several."""
-        return (self,) if self.kind.parts is None else self.kind.parts(self)
+        return (self,) if self.kind.stands_for is None else self.kind.stands_for.parts(self)
 
     @property
     def called_graphs(self) -> tuple[Graph, ...]:
         """The graphs that the op runs."""
-        return tuple(self.attributes[name] for name in self.kind.calls)
+        return tuple(self.attributes[name] for name in self.kind.graphs)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The same, each with what is bound to it."""
+        return () if self.kind.runs is None else self.kind.runs.of(self)
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
         """The inputs whose storage the first output shares: none, for an op whose results are its own."""
-        if self.kind.put is not None:
+        if self.kind.view is not None:
             return self.inputs
         return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
 
@@ -585,14 +627,19 @@ class Op:
         operands, attributes = self.kind.arguments(self, inputs)
         return self.kind.record(*operands, results=[t.name for t in self.outputs], **attributes)
 
+    @property
+    def gains(self) -> bool:
+        """Whether the op gains a result for each output that its graph gains."""
+        return self.kind.runs is not None and self.kind.runs.gains is not None
+
     def gain_output(self, output: Tensor) -> None:
         """Add a result for an output that the op's graph has gained, if the op returns these."""
-        if self.kind.mirrors is None:
+        if not self.gains:
             return
-        name, spec = output.name, self.kind.mirrors(output.spec, self.attributes)
+        name, spec = output.name, self.kind.runs.gains(output.spec, self.attributes)  # type: ignore[union-attr,misc]
         t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
         t.made_by(self)
-        self.outputs += (t,)
+        self.edit(outputs=(*self.outputs, t))
 
     def gain_input(self, t: Tensor) -> None:
         """Bind a tensor to the input that the op's graph has gained last. A loop passes it to each turn as it is.
@@ -603,10 +650,10 @@ class Op:
         Raises:
             PopxlError: if this is no such tensor, or the op is neither a call nor a loop.
         """
-        wanted = self.called_graphs[0].inputs[-1] if self.kind.mirrors is not None else None
+        wanted = self.called_graphs[0].inputs[-1] if self.gains else None
         if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():
             raise PopxlError(f"{self!r} ({self.source}) cannot bind {t!r} to {wanted!r}, an input gained by its graph.")
-        self.inputs += (t,)
+        self.edit(inputs=(*self.inputs, t))
         t.used_by(self)
         wanted.bound_to(t)
 
@@ -614,7 +661,7 @@ class Op:
         """Take back the results after the first `count`. Nothing may use them."""
         for t in self.outputs[count:]:
             self.graph.forget(t)
-        self.outputs = self.outputs[:count]
+        self.edit(outputs=self.outputs[:count])
 
     def operand_names(self) -> tuple[str, ...]:
         """Names of the inputs, as the kind's function calls them."""
@@ -630,9 +677,9 @@ class Op:
 
     def put(self, bases: Sequence[Any], view: Any) -> Any:
         """For a view op: its bases, with the view written into them."""
-        if self.kind.put is None:
+        if self.kind.view is None:
             raise PopxlInternalError(f"{self!r} is no view.")
-        return self._call(self.kind.put, bases, view, attributes=self.attributes)
+        return self._call(self.kind.view.put, bases, view, attributes=self.attributes)
 
     def _call(
         self, function: Callable[..., Any], values: Sequence[Any], *more: Any, attributes: Mapping[str, Any]
@@ -658,12 +705,23 @@ class Op:
 # What every op checks -----------------------------------------------------------------------------------------------
 
 
+def _at_this_line(graph: Graph) -> str:
+    """Where a mistake is: the graph, and the user's line that is calling us."""
+    source = SourceLocation.of(user_frame())
+    return f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
+
+
 def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
     """The error for an operand that is no tensor."""
-    return TypeError(
-        f"{name}: `{operand}` must be a Tensor; got {value!r} ({type(value).__name__}). "
-        "Make a tensor of it with `popxl.constant(value, dtype)`."
-    )
+    if isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value):
+        remedy = (
+            "These are several tensors, such as a call returns: take one of them, as in `(y,) = ops.call(graph, x)`."
+        )
+    elif callable(getattr(value, "call", None)) or isinstance(value, Graph):
+        remedy = "A graph is no value: call it first, and take what the call returns."
+    else:
+        remedy = "Make a tensor of it with `popxl.constant(value, dtype)`."
+    return TypeError(f"{name}: `{operand}` must be a Tensor; got {value!r} ({type(value).__name__}). {remedy}")
 
 
 def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueError:
@@ -679,13 +737,13 @@ def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueErr
     return ValueError(f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. {remedy}")
 
 
-def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: bool | tuple[str, ...] = True) -> None:
+def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tuple[str, ...] | None = None) -> None:
     """`ValueError` if two tensors, of all or of those named in `which`, are on different IPUs or tile sets."""
     for part, what, shown in ((0, "IPUs", "ipu"), (1, "tile sets", "tile_set")):
         first: tuple[str, Tensor, Any] | None = None
         for name, t in zip(names, tensors, strict=True):
             place = t.location[part]
-            if place is None or (isinstance(which, tuple) and name not in which):
+            if place is None or (which is not None and name not in which):
                 continue
             if first is None:
                 first = (name, t, place)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from popxl.log import Logger
+from popxl.base.edit_counter import EditCounter
+from popxl.base.log import Logger
 
-__all__ = ["SessionOptions"]
+__all__ = ["OF_THE_RUN", "SessionOptions"]
+
+OfTheRun = object()
+"""The mark of an option that touches the machine, by a folder that is named, say. It is for who runs a program, and no
+part of it: a saved program does not have it, and a loaded one has what the environment says."""
 
 
 class SessionOptions(BaseModel):
@@ -23,25 +28,31 @@ class SessionOptions(BaseModel):
     model_config = ConfigDict(validate_assignment=True, extra="forbid")
 
     replicatedGraphCount: int = Field(
-        default=1, description="Number of replicas of this process; see `Ir.replication_factor`."
+        default=1, ge=1, le=2**16, description="Number of replicas of this process; see `Ir.replication_factor`."
     )
     enableReplicatedGraphs: bool = Field(default=False, description="Whether `replicatedGraphCount` counts.")
     enableDistributedReplicatedGraphs: bool = Field(
         default=False, description="Whether `globalReplicationFactor` counts."
     )
-    globalReplicationFactor: int = Field(default=1, description="Number of replicas over all processes.")
-    globalReplicaOffset: int = Field(default=0, description="Number of the first replica of this process.")
-    enableEngineCaching: bool = Field(
+    globalReplicationFactor: int = Field(
+        default=1, ge=1, le=2**16, description="Number of replicas over all processes."
+    )
+    globalReplicaOffset: int = Field(
+        default=0, ge=0, le=2**16, description="Number of the first replica of this process."
+    )
+    enableEngineCaching: Annotated[bool, OfTheRun] = Field(
         default_factory=lambda: bool(_cache_dir()),
         description="Keep compiled programs in `cachePath`, for sessions on hardware (`'ipu_hw'`); on at first if an "
         "environment variable names a folder.",
     )
-    cachePath: str = Field(
+    cachePath: Annotated[str, OfTheRun] = Field(
         default_factory=lambda: _chosen_cache_dir(),
         description="Folder of compiled programs; at first what `POPXL_CACHE_DIR` or `POPART_CACHE_DIR` says.",
     )
-    dotChecks: set[str] = Field(default_factory=set, description="Active checkpoints of `Ir.dot_checkpoint`.")
-    logDir: str = Field(default=".", description="Folder that `Ir.dot_checkpoint` writes to.")
+    dotChecks: Annotated[set[str], OfTheRun] = Field(
+        default_factory=set, description="Active checkpoints of `Ir.dot_checkpoint`."
+    )
+    logDir: Annotated[str, OfTheRun] = Field(default=".", description="Folder that `Ir.dot_checkpoint` writes to.")
     enableInplaceAmbiguityChecking: bool = Field(
         default=True, description="Refuse programs whose in-place ops and readers of the same storage are not ordered."
     )
@@ -83,10 +94,17 @@ class SessionOptions(BaseModel):
     enableVariablesCaching: bool = True
     decomposeGradSum: bool = False
 
+    _edits: EditCounter = PrivateAttr(default_factory=EditCounter)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in type(self).model_fields:
+        if name not in type(self).model_fields and name != "_edits":
             raise _unknown(name)
         super().__setattr__(name, value)
+        self._edits.note()
+
+    def count_in(self, edits: EditCounter) -> None:
+        """Count in this counter from now on, when settings change."""
+        self._edits = edits
 
     if not TYPE_CHECKING:  # or any name would do
 
@@ -106,6 +124,10 @@ class SessionOptions(BaseModel):
         if self.enableDistributedReplicatedGraphs:
             return self.globalReplicationFactor
         return self.instance_replication_factor
+
+
+OF_THE_RUN = {name for name, field in SessionOptions.model_fields.items() if OfTheRun in field.metadata}
+"""The names of the options that are no part of a program."""
 
 
 def _unknown(name: str) -> AttributeError:

@@ -1,7 +1,7 @@
 """Remote buffers: memory beside the device's own, in equal slots that a program loads from and stores to by number.
 
 A buffer is declared here and used by the ops of `popxl.ops.remote`. What is in its slots when a program starts is said
-by the variables of `popxl.remote`. It holds no numbers.
+by the variables of `popxl.core.remote_variables`. It holds no numbers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from popxl.context import get_current_context
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
-from popxl.shapes import integer, integers
-from popxl.spec import TensorSpec, brief
+from popxl.values.shapes import integer, integers
+from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import Tensor
     from popxl.ir import Ir
-    from popxl.tensor import Tensor
 
 __all__ = ["RemoteBuffer", "remote_buffer"]
 
@@ -51,7 +52,7 @@ class RemoteBuffer:
         shard_over: into how many pieces `replica_sharded_buffer` has cut; `None` if nobody has said.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_entries", "_id", "_ir_id", "_shape", "meta_shape", "shard_over")
+    __slots__ = ("__weakref__", "_dtype", "_edits", "_entries", "_id", "_ir_id", "_shape", "meta_shape", "shard_over")
 
     meta_shape: tuple[int, ...]
     shard_over: int | None
@@ -67,13 +68,9 @@ class RemoteBuffer:
         return buffer
 
     def _register(self, ir: Ir, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> None:
-        if not isinstance(tensor_dtype, dtype_):
-            raise TypeError(
-                f"remote_buffer: `tensor_dtype` must be a popxl dtype such as popxl.float32; got {tensor_dtype!r}. "
-                "`popxl.dtype.as_dtype(...)` makes one of it."
-            )
         self._shape = integers(tensor_shape, "remote_buffer: `tensor_shape`")
-        self._dtype = tensor_dtype
+        self._dtype = check_dtype(tensor_dtype, "remote_buffer: `tensor_dtype`")
+        self._edits = ir.edits
         self.entries = entries
         self.meta_shape = ()
         self.shard_over = None
@@ -115,6 +112,7 @@ class RemoteBuffer:
         if entries < 1:
             raise ValueError(f"Entries must be a non-zero, positive integer; got {entries}.")
         self._entries = entries
+        self._edits.note()
 
     @property
     def spec(self) -> TensorSpec:
@@ -129,6 +127,7 @@ class RemoteBuffer:
     def set_remote_buffer_info(self, tensor_dtype: dtype_, tensor_shape: tuple[int, ...], entries: int) -> None:
         """Define the slots anew. Nothing is checked; ops that use the buffer already are not changed with it."""
         self._dtype, self._shape, self._entries = tensor_dtype, tuple(tensor_shape), entries
+        self._edits.note()
 
     def validate_tensor_matches_buffer(self, t: Tensor, num_shards: int = 1) -> None:
         """`ValueError` unless `t` has the shape and dtype of a slot.

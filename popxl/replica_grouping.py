@@ -6,6 +6,7 @@ A grouping only describes. Variables use it to say who shares a value, collectiv
 import math
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ class ReplicaGrouping:
         [0, 1, 2, 0, 1, 2]
     """
 
-    _ir_ref: "weakref.ref[Ir]"
+    _ir_ref: "Callable[[], Ir | None]"
     _assignment: list[int]
     _stride: int | None  # None where the grouping is not constant
     _group_size: int
@@ -194,6 +195,15 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
     return _constant(weakref.ref(ir), num_replicas, index(stride), index(group_size))
 
 
+def plain_grouping(num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
+    """A constant grouping of so many replicas, which are those of no Ir."""
+    return _constant(_of_no_ir, num_replicas, stride, group_size)
+
+
+def _of_no_ir() -> None:
+    """In place of the reference to an Ir."""
+
+
 def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGrouping:
     """Group the replicas of `ir` as listed; see `Ir.replica_grouping_from_assignments`.
 
@@ -228,20 +238,22 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
     return _from_assignment(weakref.ref(ir), assignment)
 
 
-def _constant(ir_ref: "weakref.ref[Ir]", num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
+def _constant(ir_ref: "Callable[[], Ir | None]", num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
     if group_size == 1:
         stride = 1
     block = stride * group_size
     return _make(ir_ref, [r % stride + stride * (r // block) for r in range(num_replicas)], stride, group_size)
 
 
-def _from_assignment(ir_ref: "weakref.ref[Ir]", assignment: list[int]) -> ReplicaGrouping:
+def _from_assignment(ir_ref: "Callable[[], Ir | None]", assignment: list[int]) -> ReplicaGrouping:
     groups = _groups_of(assignment)
     gaps = set(_gaps(groups))
     return _make(ir_ref, assignment, gaps.pop() if len(gaps) == 1 else None, len(groups[0]))
 
 
-def _make(ir_ref: "weakref.ref[Ir]", assignment: list[int], stride: int | None, group_size: int) -> ReplicaGrouping:
+def _make(
+    ir_ref: "Callable[[], Ir | None]", assignment: list[int], stride: int | None, group_size: int
+) -> ReplicaGrouping:
     grouping: ReplicaGrouping = object.__new__(ReplicaGrouping)
     grouping._ir_ref, grouping._assignment = ir_ref, assignment
     grouping._stride, grouping._group_size = stride, group_size

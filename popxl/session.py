@@ -11,24 +11,27 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from popxl.ambiguity import check_in_place_order
-from popxl.dot import write_checkpoint
-from popxl.edits import Snapshot
+from popxl.base.log import Logger
+from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.log import Logger
-from popxl.memory import Memory
+from popxl.looking.ambiguity import check_in_place_order
+from popxl.looking.dot import write_checkpoint
+from popxl.looking.doubts import warn_of_doubts
+from popxl.looking.edits import Snapshot
+from popxl.looking.memory import Memory
+from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
-from popxl.tensor import Constant, HostScalarTensor, Tensor, Variable
-from runtime.devices import Device
-from runtime.functions import GraphFunction, to_jax
-from runtime.host_arrays import HostArrays, Outputs
+from popxl.utils import narrowed
+from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
-from runtime.machine import Machine
-from runtime.program import Ready
+from runtime.lowering.functions import GraphFunction, to_jax
+from runtime.program.host_arrays import HostArrays, Outputs
+from runtime.program.machine import Machine
+from runtime.program.program import Ready
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.report import Report, memory_of_program, report_of
-from runtime.session_files import read, write
+from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 
 __all__ = [
@@ -55,7 +58,7 @@ class Session:
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
     copies of the variables. What interrupts a call, as Ctrl-C does, leaves the variables as they were before it or as
-    they are after it, on the device and on the host; so it leaves files.
+    they are after it, on the device and on the host; so it leaves files. An interrupted compilation is left at once.
 
     Args:
         ir: the program. It is taken as it is now. If it changes, sessions may be made of it again; one that was made
@@ -98,14 +101,17 @@ class Session:
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and ready is None:
             check_in_place_order(ir.main_graph)
+        if ready is None:
+            warn_of_unused_transfers(ir)
+            warn_of_doubts(ir.main_graph)
         self._ir = ir
         self._variables = ir.main_graph.variables
         self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
-        self._made_of = Snapshot(ir)
-        self._known_edits = ir.edits_known = ir.edits
+        self._made_of = Snapshot(ir.main_graph)
+        self._known_edits = ir.edits.known = ir.edits.count
         ir.frozen = True
         self._was_attached_stack: list[bool] = []
         self._has_run = False
@@ -251,7 +257,7 @@ class Session:
             weights_to_host_on_exit: as for a new session.
 
         Raises:
-            ValueError: if the file is damaged, or of another kind.
+            UnreadableFileError: if the file is damaged, or of another kind. It is a `PopxlError` and a `ValueError`.
             PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
         """
         ir, device, ready = read(path, device_desc)
@@ -269,9 +275,9 @@ class Session:
 
     def _look_at_edits(self) -> None:
         """Check that the Ir is unchanged, unless some session has been made of it as it is."""
-        if self._ir.edits != self._ir.edits_known:
+        if self._ir.edits.count != self._ir.edits.known:
             self._check_unchanged("run")
-        self._known_edits = self._ir.edits
+        self._known_edits = self._ir.edits.count
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
@@ -338,7 +344,7 @@ class Session:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
                 shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
                 replicas that this process drives, each if it is above 1.
-            downcast_inputs: narrow 64-bit numbers to 32 bits.
+            downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
             The arrays of the output streams, by stream. Each is fetched from the device when you look at it, so a loop
@@ -346,8 +352,8 @@ class Session:
             clock is read, or call `weights_to_host`.
 
         Raises:
-            ValueError: if the session is not attached; for a missing or unexpected stream, or an array of the wrong
-                shape.
+            ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
+                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite.
             PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
                 room for.
             PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
@@ -356,7 +362,7 @@ class Session:
         with self._lock:
             if not self.program.is_loaded:
                 self._check_loaded("run")
-            if self._known_edits != self._ir.edits:
+            if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
             if not self._has_run:
@@ -525,7 +531,8 @@ class Session:
 
         Raises:
             TypeError: if `tensor` is no variable, or for another dtype.
-            ValueError: for another shape, a variable of another Ir, or one that is a read-only memory map.
+            ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
+                is a read-only memory map.
         """
         self.write_variables_data({tensor: data})
 
@@ -567,7 +574,7 @@ class Session:
         if isinstance(data, numbers.Number):
             if wanted.names:
                 raise TypeError(f"Session.write_variable_data: {t!r} is a float8; expected an array of dtype {wanted}.")
-            data = np.asarray(data, wanted)
+            data = narrowed(np.asarray(data), wanted, f"Session.write_variable_data: the data for {t!r}")
         if not hasattr(data, "dtype"):
             raise AttributeError(
                 f"Session.write_variable_data: the data for {t!r} is {data!r} ({type(data).__name__}); expected an "

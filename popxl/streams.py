@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Self
 
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
-from popxl.shapes import integers
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers
+from popxl.values.spec import TensorSpec
 
 __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "h2d_stream"]
 
@@ -32,7 +32,7 @@ class Stream:
     def _make(cls, shape: Iterable[int], dtype: dtype_, name: str) -> Self:
         stream = object.__new__(cls)
         spec = TensorSpec(integers(shape, f"The shape of {name!r}"), dtype)
-        stream.tensor = get_current_context().main_graph.new_tensor(name, spec)
+        stream.tensor = get_current_context().main_graph.new_stream_tensor(name, spec)
         return stream
 
     @property
@@ -52,7 +52,7 @@ class Stream:
 
     @property
     def tensor_id(self) -> str:
-        """Name of the stream: the id of the tensor that stands for it in the main graph."""
+        """Name of the stream, made unique among streams: the id of the tensor that stands for it."""
         return self.tensor.id
 
     def __str__(self) -> str:

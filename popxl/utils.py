@@ -104,6 +104,41 @@ def to_numpy(
         return array.astype(target, order="C", copy=copy)
 
 
+def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[Any]:
+    """An array of wide numbers in a narrower dtype of the same kind, where all fit.
+
+    Floats are rounded, and infinities stay what they are.
+
+    Args:
+        array: the array.
+        target: the dtype.
+        what: begins the message of the error: whose array it is.
+
+    Raises:
+        ValueError: with the first number that does not fit and its place, if a finite number would become infinite, or
+            an integer another one.
+
+    Example:
+        >>> narrowed(np.array([1.0, 2.5]), np.dtype(np.float32), "The rates").dtype
+        dtype('float32')
+    """
+    try:
+        with np.errstate(over="raise", under="ignore", invalid="ignore"):  # which costs less than to look at the result
+            result = array.astype(target, order="C")
+        if target.kind == "f" or not (result != array).any():
+            return result
+    except FloatingPointError:
+        with np.errstate(over="ignore", invalid="ignore"):
+            result = array.astype(target)
+    lost = np.isinf(result) & np.isfinite(array) if target.kind == "f" else result != array
+    place = tuple(np.argwhere(lost)[0].tolist())
+    at = f", at {list(place)}," if place else ""
+    raise ValueError(
+        f"{what}: {array[place]}{at} does not fit {target}, where it is {result[place]}. Use numbers that fit, or a "
+        "wider dtype."
+    )
+
+
 def _check_memmap(array: np.memmap[Any, Any], dtype: dtypes.dtype | None) -> None:
     # The array is used in place: a converted copy would be cut off from the file.
     start = "When passing a memory-mapped NumPy array,"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from popxl.base.files import drafted
 
 
 def memory_map(
@@ -37,8 +38,7 @@ def _create(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Call
     # Written beside its place and linked in when complete: of several processes the quickest gives the contents, and
     # none ever sees half a file. Each of them fills a draft, so seeded generators stay in step.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        draft = Path(directory) / path.name
+    with drafted(path) as draft:
         array = np.memmap(draft, dtype, "w+", shape=shape)
         if fill is not None:
             array[...] = fill()

@@ -7,29 +7,32 @@ A checkpoint is a directory. In it:
     model/<file name>        a memory map, copied as it is
     session_info.json        the record
     dataloader.bin           what the data loader has written, if there is one
+    checksums.json           the digests of all these files
 
 Nothing in it is read as a Python object. It is written beside its place, brought to the disk and renamed: a program
-that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds.
+that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds. What is read is
+compared with the digests first. Checkpoints of others, and of earlier versions, have none, and are read as they are.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
 import popxl
+from popxl.base.files import CHECKSUMS, OF_ARCHIVES, check_checksums, current, discard, replacing, write_checksums
+from popxl.errors import UnreadableFileError
 from popxl_addons import _wandb
-from popxl_addons._replaced_directory import current, discard, replacing
 
 Format = Literal["npz", "safetensors"]
 
@@ -53,17 +56,21 @@ def created(place: str) -> Iterator[Path]:
     if place.startswith(_wandb.SCHEME):
         with tempfile.TemporaryDirectory() as directory:
             yield Path(directory)
+            write_checksums(Path(directory))
             _wandb.upload(place.removeprefix(_wandb.SCHEME), Path(directory))
     else:
-        with replacing(as_path(place), own=(MODEL, TENSORS, INFO, LOADER)) as directory:
+        with replacing(as_path(place), own=(MODEL, TENSORS, INFO, LOADER, CHECKSUMS)) as directory:
             yield directory
+            write_checksums(directory)
 
 
 @contextmanager
 def located(place: str) -> Iterator[Path]:
     """The directory with the files of the checkpoint `place`, for the duration of the block.
 
-    `FileNotFoundError` if there is no checkpoint.
+    All but the memory maps have been compared with their digests: `check_maps` compares these.
+
+    `FileNotFoundError` if there is no checkpoint, `UnreadableFileError` if it is damaged.
     """
     if place.startswith(_wandb.SCHEME):
         with tempfile.TemporaryDirectory() as directory:
@@ -89,7 +96,17 @@ def forget(directory: Path) -> None:
 def _checked(directory: Path, place: str) -> Path:
     if not any((directory / name).exists() for name in (MODEL, TENSORS)):
         raise FileNotFoundError(f"`{place}` is no checkpoint: there is neither `{MODEL}` nor `{TENSORS}` in it.")
+    check_checksums(directory, lambda name: not _is_map(name))
     return directory
+
+
+def check_maps(directory: Path) -> None:
+    """Compare the memory maps in a checkpoint with their digests. `UnreadableFileError` if one is damaged."""
+    check_checksums(directory, _is_map)
+
+
+def _is_map(name: str) -> bool:
+    return name.startswith(f"{MODEL}/") and not name.endswith(".npz")
 
 
 # Contents -----------------------------------------------------------------------------------------------------------
@@ -107,7 +124,8 @@ def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Form
     maps = {name: file for name, array in arrays.items() if (file := map_file(array))}
     stored = {name: array for name, array in arrays.items() if name not in maps}
     model = directory / MODEL
-    model.mkdir()
+    if maps or format == "npz":
+        model.mkdir()
     sources: dict[str, Path] = {}
     for name, source in maps.items():
         if sources.setdefault(source.name, source) != source:
@@ -127,7 +145,7 @@ def read_arrays(directory: Path) -> dict[str, np.ndarray]:
     """The arrays by name, of whichever format; without memory maps.
 
     Raises:
-        ValueError: if a file is damaged, or holds something that only Python could read.
+        UnreadableFileError: if a file is damaged, or holds something that only Python could read.
     """
     if (directory / TENSORS).exists():
         return _read_safetensors(directory / TENSORS)
@@ -152,16 +170,16 @@ def write_info(directory: Path, info: Mapping[str, Any]) -> None:
 
 
 def read_info(directory: Path) -> dict[str, Any]:
-    """The record, or that of a session that has not run if there is none. `ValueError` if it is damaged."""
+    """The record, or that of a session that has not run if there is none. `UnreadableFileError` if it is damaged."""
     path = directory / INFO
     if not path.exists():
         return {"steps": 0}
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"`{path}` is damaged: {problem}.") from problem
+    except (ValueError, RecursionError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: {problem}.") from problem
     if not isinstance(info, dict):
-        raise ValueError(f"`{path}` is damaged: expected a JSON object, found {info!r}.")
+        raise UnreadableFileError(f"`{path}` is damaged: expected a JSON object, found {info!r}.")
     return info
 
 
@@ -174,12 +192,26 @@ def _write_npz(path: Path, name: str, array: np.ndarray) -> None:
 def _read_npz(path: Path, name: str) -> np.ndarray:
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+            _check_claim(file, archive.getinfo(f"{name}.npy").file_size)
             array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+            if file.read(1):  # to the end, where the archive's own sum is compared
+                raise ValueError("there is more than the array in it.")
             return array
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
-        raise ValueError(
+    except OF_ARCHIVES as problem:
+        raise UnreadableFileError(
             f"`{path}` is damaged: expected a NumPy archive with the array `{name}`. {problem}"
         ) from problem
+
+
+def _check_claim(file: IO[bytes], size: int) -> None:
+    """`ValueError` if an array is said to have more bytes than there are: nobody is to make room for these."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    claimed = math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and claimed != size - file.tell():
+        raise ValueError(f"The array is said to have {claimed} bytes, and there are {size - file.tell()}.")
+    file.seek(0)
 
 
 # A float8 is one byte with a name, which safetensors does not know: the byte is stored, and the name beside it.
@@ -200,5 +232,5 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
             arrays = {name: file.get_tensor(name) for name in file.keys()}
             named = {name: popxl.dtype.as_dtype(float8[name]).as_numpy() for name in float8 if name in arrays}
             return arrays | {name: arrays[name].view(dtype) for name, dtype in named.items()}
-    except (SafetensorError, ValueError) as problem:
-        raise ValueError(f"`{path}` is damaged: {problem}") from problem
+    except (SafetensorError, ValueError, OSError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import popxl
 from popxl import ops
+from popxl.core.printing import schedule
 from popxl.ops.call import CallSiteInfo
 from popxl.transforms.autodiff import GradGraphInfo
 from popxl_addons.dot_tree import DotTree
@@ -100,7 +101,7 @@ class GraphWithNamedArgs:
 
     def print_schedule(self) -> str:
         """The graph as text, one line per op in the order of execution, with the flat names of its inputs."""
-        return popxl.printing.schedule(self.graph, {tensor: name for name, tensor in self.args.to_dict().items()})
+        return schedule(self.graph, {tensor: name for name, tensor in self.args.to_dict().items()})
 
     def autodiff(
         self,

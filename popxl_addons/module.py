@@ -153,7 +153,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     ) -> popxl.Tensor:
         """A placeholder for one replica's piece of a variable, split over `shard_over` replicas (default: the group).
 
-        Its shape is ``(nelms // shard_over,)``, its meta-shape that of the data.
+        Its shape is ``(ceil(nelms / shard_over),)``, its meta-shape that of the data.
         """
         factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
         return self._collected.add(name, factory)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import popxl
-from popxl.flops import own_flops
+from popxl.looking.flops import own_flops
 from popxl.op import Op
 from popxl.utils import table_to_string
 

@@ -106,7 +106,7 @@ def named_variable_buffers(
     return NamedRemoteBuffers.from_dict(
         {
             name: create_remote_buffer(
-                popxl.TensorSpec(factory.shape, factory.dtype, factory.meta_shape or ()),
+                factory.spec,
                 entries,
                 factory.replica_grouping,
                 pieces[name],
@@ -130,8 +130,8 @@ def _pieces(name: str, factory: VariableFactory, shard_over: Mapping[str, int] |
     return int(pieces)
 
 
-def named_buffers(tensors: NamedTensors, entries: int = 1) -> NamedRemoteBuffers:
-    """A buffer for each tensor, of its shape, dtype and meta-shape, under the same names.
+def named_buffers(tensors: NamedTensors | NamedVariableFactories, entries: int = 1) -> NamedRemoteBuffers:
+    """A buffer for each tensor or factory, of its shape, dtype and meta-shape, under the same names.
 
     Example:
         >>> with popxl.Ir().main_graph:

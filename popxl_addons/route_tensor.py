@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import popxl
 from popxl import Op
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
 from popxl.ops.call import call_kind
 from popxl.ops.repeat import EXTRA_INPUTS, loop_kind
 
@@ -75,7 +75,7 @@ def route_tensor_into_graph(
             if position == len(op.inputs):
                 op.gain_input(local[op.graph])
             if changes:
-                op.modified |= {position}
+                op.edit(modified=op.modified | {position})
     return local[graph]
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import popxl
 from popxl import ops
+from popxl.tensor import Variable
 from popxl_addons import _io_tiles
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
 
 __all__ = [
     "all_gather_replica_sharded_graph",
@@ -30,11 +32,13 @@ __all__ = [
 ReduceOp = Literal["add", "mean"]
 
 
-def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec, shard_over: popxl.ReplicaGrouping) -> popxl.TensorSpec:
+def replica_sharded_spec(
+    t: popxl.Tensor | popxl.TensorSpec | VariableFactory, shard_over: popxl.ReplicaGrouping
+) -> popxl.TensorSpec:
     """What one replica's piece of `t` looks like.
 
     Args:
-        t: a tensor or spec.
+        t: a tensor, a spec, or the factory of a variable.
         shard_over: the replicas that share it out.
 
     Returns:
@@ -47,7 +51,7 @@ def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec, shard_over: popxl.R
     """
     nelms, pieces = math.prod(t.shape), shard_over.const_rg.group_size
     if t.meta_shape or pieces == 1 or nelms % pieces:
-        return popxl.TensorSpec(t.shape, t.dtype, t.meta_shape)
+        return popxl.TensorSpec(t.shape, t.dtype, t.meta_shape or ())
     return popxl.TensorSpec((nelms // pieces,), t.dtype, t.shape)
 
 
@@ -57,7 +61,7 @@ def gather_replica_sharded_tensor(
     """The whole of a sharded tensor, of shape `t.meta_shape`; a tensor without a meta-shape is returned as it is.
 
     Args:
-        t: one replica's piece.
+        t: one replica's piece, or the variable that is in pieces.
         use_io_tiles: where the gathering runs; the numbers do not depend on it.
         replica_group: the replicas that hold the pieces; all of them by default.
 
@@ -67,6 +71,7 @@ def gather_replica_sharded_tensor(
         ...     gather_replica_sharded_tensor(piece).shape
         (2, 3)
     """
+    t = _piece(t)
     if not t.meta_shape:
         return t
     group = None if replica_group is None else replica_group.const_rg
@@ -114,12 +119,15 @@ def reduce_replica_sharded_tensor(
 
 
 def all_gather_replica_sharded_graph(
-    tensors: NamedTensors, use_io_tiles: bool = False, replica_groups: NamedReplicaGrouping | None = None
+    tensors: NamedTensors | NamedVariableFactories,
+    use_io_tiles: bool = False,
+    replica_groups: NamedReplicaGrouping | None = None,
 ) -> tuple[GraphWithNamedArgs, list[str]]:
     """A graph that applies `gather_replica_sharded_tensor` to tensors like these.
 
     Args:
-        tensors: what the graph's inputs look like; only their names and specs are used.
+        tensors: what the graph's inputs look like, tensors or factories of variables; only their names and specs are
+            used.
         use_io_tiles: where the gathering runs.
         replica_groups: by flat name, which replicas hold the pieces; all of them by default.
 
@@ -148,7 +156,7 @@ def all_gather_replica_sharded_graph(
 
 
 def reduce_replica_sharded_graph(
-    tensors: NamedTensors,
+    tensors: NamedTensors | NamedVariableFactories,
     op: ReduceOp = "add",
     use_io_tiles: bool = False,
     shard_groups: NamedReplicaGrouping | None = None,
@@ -157,7 +165,8 @@ def reduce_replica_sharded_graph(
     """A graph that applies `reduce_replica_sharded_tensor` to tensors like these.
 
     Args:
-        tensors: what the graph's inputs look like; only their names and specs are used.
+        tensors: what the graph's inputs look like, tensors or factories of variables; only their names and specs are
+            used.
         op: ``"add"`` or ``"mean"``.
         use_io_tiles: where the reducing runs; the numbers do not depend on it.
         shard_groups: by flat name, which replicas keep the pieces; for missing names those of `replica_group`.
@@ -187,14 +196,21 @@ def reduce_replica_sharded_graph(
 
 
 def graph_over(
-    name: str, tensors: NamedTensors, function: Callable[[str, popxl.Tensor], popxl.Tensor]
+    name: str,
+    tensors: NamedTensors | NamedVariableFactories,
+    function: Callable[[str, popxl.Tensor], popxl.Tensor],
 ) -> tuple[GraphWithNamedArgs, list[str]]:
     """A graph with an input for each name, sorted, and what the function makes of it as an output; and these names."""
     ir = popxl.gir()
     with ir.undone_on_failure():
         graph = ir.create_empty_graph(name)
         with graph:
-            args = {key: popxl.graph_input(**t.spec, name=key) for key, t in sorted(tensors.to_dict().items())}
+            args = {key: popxl.graph_input(**_piece(t).spec, name=key) for key, t in sorted(tensors.to_dict().items())}
             for key, t in args.items():
                 popxl.graph_output(function(key, t))
     return GraphWithNamedArgs(graph, NamedTensors.from_dict(args)), list(args)
+
+
+def _piece(t: Any) -> Any:
+    """What graphs get of a tensor or factory: of a variable in pieces, the piece."""
+    return t.piece if isinstance(t, Variable) and t.piece is not None else t

@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 import numpy as np
 
 import popxl
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
+from popxl.base.files import replaced_file
+from popxl.errors import MissingStateWarning
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
@@ -150,19 +154,26 @@ class TaskSession(popxl.Session):
         data = self.get_tensors_data(named.values())
         return NamedTensorData.from_dict({name: data[t] for name, t in named.items()})
 
-    def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "none") -> None:
+    def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "warn") -> None:
         """Copy the values of `src.state` to the variables of the same names in this session's state.
 
         Args:
             src: another session.
-            report_missing: what to do about names that only one of them has, as in `load_checkpoint`.
+            report_missing: what to do about names that only one of them has: ``"none"`` leaves them alone, ``"warn"``
+                gives a `popxl.errors.MissingStateWarning`, ``"error"`` raises.
 
         Raises:
-            ValueError: if shapes or dtypes differ; for missing names, if these are errors. Nothing is written then.
+            ValueError: if no name is in both states, or shapes or dtypes differ; for missing names, if these are
+                errors. Nothing is written then.
         """
         # Copies: sessions of one Ir share the host copies of its variables.
         arrays = {name: array.copy() for name, array in src.get_named_tensors_data().to_dict().items()}
-        self._write(self._matched(f"TaskSession.load_from_session, from {src!r}", "Source", arrays, report_missing))
+        what = f"TaskSession.load_from_session, from {src!r}"
+        values, missing = self._matched(what, "Source", arrays, report_missing)
+        if missing and report_missing == "warn":
+            text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
+            warnings.warn(text, MissingStateWarning, stacklevel=2)
+        self._write(values)
 
     # Checkpoints
 
@@ -182,7 +193,8 @@ class TaskSession(popxl.Session):
             checkpoint_dir: a directory, ``~`` for the user's home; or ``wandb://<name>`` for an artifact of the type
                 ``checkpoints`` of the active Weights & Biases run.
             format: ``"npz"``, a NumPy archive for each name; or ``"safetensors"``, one file for all. Memory-mapped
-                variables are copied as raw files in both.
+                variables are copied as raw files in both. With either come digests, in ``checksums.json``: delete that
+                file if you change the others by hand.
 
         Raises:
             TypeError: if `session_state` holds something that JSON does not know.
@@ -221,7 +233,9 @@ class TaskSession(popxl.Session):
                 `initialise_memmap_dir_from_checkpoint` before the program is built.
 
         Raises:
-            ValueError: if shapes or dtypes differ, or files are damaged; with ``"error"``, for all that is missing.
+            ValueError: if no name of the state is in the checkpoint, or shapes or dtypes differ; with ``"error"``, for
+                all that is missing.
+            UnreadableFileError: if files are damaged. It is a `ValueError`.
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
@@ -232,9 +246,10 @@ class TaskSession(popxl.Session):
             differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
             arrays = checkpoint.read_arrays(directory)
             maps = {path.name for path in (directory / checkpoint.MODEL).glob("*")}
-            values = self._matched(
-                f"TaskSession.load_checkpoint, from `{place}`", "Checkpoint", arrays, report_missing, differences, maps
-            )
+            what = f"TaskSession.load_checkpoint, from `{place}`"
+            values, missing = self._matched(what, "Checkpoint", arrays, report_missing, differences, maps)
+            if missing and report_missing == "warn":
+                _log.warning("%s: %s.", what, missing)
             if self._dataloader is not None:
                 self._dataloader.resume(filename=str(position))
                 if hasattr(self._dataloader, "get_state"):
@@ -250,8 +265,8 @@ class TaskSession(popxl.Session):
         report_missing: ReportMissingMethods,
         differences: Iterable[str] = (),
         maps: AbstractSet[str] = frozenset(),
-    ) -> dict[Variable, np.ndarray]:
-        """The arrays by the variables that they are for. All that does not fit is told at once.
+    ) -> tuple[dict[Variable, np.ndarray], str]:
+        """The arrays by the variables that they are for, and what is missing. All that does not fit is told at once.
 
         Memory-mapped variables whose files are among `maps` are not expected in `stored`.
         """
@@ -265,12 +280,13 @@ class TaskSession(popxl.Session):
             for name, array in stored.items()
             if name in present and _brief(array) != _brief(present[name])
         ]
+        if expected and expected.isdisjoint(stored):
+            unfit = ["No name is on both sides: values are copied by their names in `state`, so these have to agree"]
         if unfit or (missing and report_missing == "error"):
             raise ValueError(f"{what}: nothing has been loaded. {'. '.join([*missing, *unfit])}.")
-        if missing and report_missing == "warn":
-            _log.warning("%s: %s.", what, ". ".join(missing))
         named = _readable(self.state).items()
-        return {v: stored[name] for name, v in named if name in stored and isinstance(v, Variable)}
+        values = {v: stored[name] for name, v in named if name in stored and isinstance(v, Variable)}
+        return values, ". ".join(missing)
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if values:
@@ -346,6 +362,7 @@ def initialise_memmap_dir_from_checkpoint(
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
+        UnreadableFileError: if one of the files is damaged.
 
     Example:
         >>> import tempfile
@@ -367,11 +384,13 @@ def initialise_memmap_dir_from_checkpoint(
     """
     target = Path(memmap_dir)
     with checkpoint.located(os.fspath(checkpoint_dir)) as directory:
+        checkpoint.check_maps(directory)
         target.mkdir(parents=True, exist_ok=True)
         for source in sorted((directory / checkpoint.MODEL).glob("*.npy")):
-            draft = target / f".{source.name}.draft"
-            shutil.copyfile(source, draft)
-            draft.replace(target / source.name)  # a program that maps the old file keeps it, whole
+            with replaced_file(
+                target / source.name, partial(shutil.copyfile, source)
+            ):  # a program that maps the old file keeps it, whole
+                pass
 
 
 def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:

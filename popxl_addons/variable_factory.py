@@ -20,6 +20,7 @@ import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
+from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
@@ -40,7 +41,8 @@ class VariableFactory:
     element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
     With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
-    ``(nelms // shard_over,)``. Otherwise `shape` is the shape of the data and `meta_shape` is None.
+    ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
+    to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
     `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
 
@@ -80,7 +82,7 @@ class VariableFactory:
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
-            self.meta_shape, self.shape = self.shape, (math.prod(self.shape) // shard_over,)
+            self.meta_shape, self.shape = self.shape, (piece_length(self.shape, shard_over),)
 
     def create_input(self, prefix: str | None = None) -> popxl.Tensor:
         """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
@@ -93,13 +95,27 @@ class VariableFactory:
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
     ) -> Variable:
-        """The variable, whole even if the placeholder is a piece. The current graph must be the main graph.
+        """The variable; in pieces, as `popxl.replica_sharded_variable` makes it, if the placeholder is a piece.
 
-        With `empty` the value is left undefined; with `memmap_dir` it lives in a file there (see `next_memmap`).
+        The current graph must be the main graph. With `empty` the value is left undefined; with `memmap_dir` it lives
+        in a file there (see `next_memmap`).
+
+        Example:
+            >>> with popxl.Ir(replication=2).main_graph:
+            ...     factory = VariableFactory(lambda: np.zeros((2, 3)), popxl.float32, "m", shard_over=2)
+            ...     m = factory.create_tensor()
+            >>> m.shape, m.piece.shape
+            ((2, 3), (3,))
         """
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
-        return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
+        if self.meta_shape is None:
+            return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
+        pieces = piece_count(math.prod(self.meta_shape), self.shape[0], self.replica_grouping.const_rg.group_size)
+        v, _ = popxl.replica_sharded_variable(
+            data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
+        )
+        return v
 
     def create_remote_tensor(
         self,
@@ -150,8 +166,13 @@ class VariableFactory:
         return self.next_memmap(memmap_dir, name, empty, read_only_if_exists)
 
     @property
+    def spec(self) -> popxl.TensorSpec:
+        """What the placeholder looks like, as `Tensor.spec` says it of a tensor."""
+        return popxl.TensorSpec(self.shape, self.dtype, self.meta_shape or ())
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the variable, which is whole: that of the data for one replica group."""
+        """Shape of the variable: that of the data for one replica group."""
         return self.shape if self.meta_shape is None else self.meta_shape
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # of `signal`, without its look-up of names, which takes longest
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -24,10 +25,22 @@ HELD_BACK = tuple(
 """The signals that programs handle, as far as the system has them."""
 
 
+_waiting: list[tuple[int, Any]] = []
+"""The signals that wait for `uninterrupted` work to end, and what handles them."""
+
+
+def handle_waiting() -> None:
+    """Within `uninterrupted` work, where it may be left: handle the signals that wait. What handles one may raise."""
+    if _waiting and threading.current_thread() is threading.main_thread():
+        number, handler = _waiting.pop(0)
+        handler(number, sys._getframe())
+
+
 def uninterrupted(work: Callable[[], object]) -> None:
     """Do some work; signals that come meanwhile are handled right after it, in time or not.
 
-    What handles one may raise then, so the work has to leave its results somewhere by itself. It should be short.
+    What handles one may raise then, so the work has to leave its results somewhere by itself. It should be short, or
+    call `handle_waiting` where it may be left.
 
     Example:
         >>> import signal
@@ -44,13 +57,12 @@ def uninterrupted(work: Callable[[], object]) -> None:
     if threading.current_thread() is not threading.main_thread():  # there are no signals in others
         work()
         return
-    came: list[int] = []
     before: dict[int, Any] = {}
     is_working = True
 
     def held_back(number: int, frame: Any) -> None:
         if is_working:
-            came.append(number)
+            _waiting.append((number, before[number]))
         else:  # one of these signals has come, and raised, before all could be handled as before
             before[number](number, frame)
 
@@ -65,7 +77,9 @@ def uninterrupted(work: Callable[[], object]) -> None:
         is_working = False
         for number, handler in before.items():
             _signal.signal(number, handler)
-        for number in dict.fromkeys(came):
+        came = dict.fromkeys(number for number, _ in _waiting)
+        _waiting.clear()
+        for number in came:
             signal.raise_signal(number)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from popxl.distributed import PREFIX, Instance
+from popxl.base.distributed import LOOPBACK, PREFIX, Instance
 from runtime.meetings import Meetings
 
 GRACE = 5.0
@@ -55,6 +55,15 @@ all, and after a run all instances have to ask for it, also if only one saves it
 
 The first instance to fail ends the others, and its exit code becomes that of poprun: 128 plus the number of the
 signal, if it was killed by one. Stopping poprun, with Ctrl-C for example, stops all. Instances have no standard input.
+
+Who can reach what:
+  If all instances are on this machine, poprun and all instances listen on the loopback address (127.0.0.1) only. Other
+  machines reach nothing; all users of this machine reach the ports.
+  With --host and other machines, poprun, JAX's coordinator in instance 0, and the exchange between devices listen on
+  the networks of their machines, at ports that the system chooses. poprun closes connections that do not know its
+  secret. JAX's coordinator and the exchange (gloo on CPUs, NCCL on GPUs) know no secrets and encrypt nothing: whoever
+  reaches their ports can disturb the program, and whoever sees the network can read what it computes. So use a network
+  whose users you trust, behind a firewall.
 """
 
 _WITHOUT_MEANING = (
@@ -218,7 +227,7 @@ class Launch:
     def run(self) -> int:
         """Start the instances, and wait until they have ended. Returns the exit code."""
         all_here = all(map(_is_here, self._hosts))
-        here = "127.0.0.1" if all_here else socket.getfqdn()
+        here = LOOPBACK if all_here else socket.getfqdn()
         ends: Ends = queue.SimpleQueue()
 
         def failed(index: int) -> None:
@@ -322,6 +331,8 @@ class Launch:
         # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
         devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
         variables = {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
+        if instance.all_are_here:  # of NCCL, by which GPUs meet: it would take an address of a network
+            variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables |= self._variables | instance.environment()
         command = self._command if _is_here(host) else _over_ssh(host, self._command, variables)
         if self._options.verbose:

@@ -19,14 +19,17 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
+from jax.extend.backend import register_backend_factory
 
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import LOOPBACK, Instance, launched
+from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
-from popxl.log import Logger
 
 _log = Logger("session")
 
@@ -120,8 +123,9 @@ def join() -> None:
     if instance is None or instance.num_instances == 1 or has_joined():
         return
     line = Line(instance)
-    host = instance.host
-    addresses = line.meet(JOINING, f"{host}:{_free_port()}" if instance.instance_index == 0 else None)
+    address = LOOPBACK if instance.all_are_here else ""
+    port = _free_port(address)
+    addresses = line.meet(JOINING, f"{instance.host}:{port}" if instance.instance_index == 0 else None)
     devices = instance.num_local_replicas * instance.num_ipus_per_replica
     first = instance.local_instance_index * devices
     # JAX would hold SIGTERM back, and the process could not be stopped.
@@ -136,6 +140,7 @@ def join() -> None:
             local_device_ids=range(first, first + devices),
             cluster_detection_method="deactivate",
             initialization_timeout=_ALL_ARE_HERE,
+            coordinator_bind_address=f"{address or '[::]'}:{port}",
             shutdown_timeout_seconds=0,  # instances may end one after the other
         )
     except RuntimeError as problem:
@@ -143,13 +148,26 @@ def join() -> None:
             "popdist: this process cannot be connected with the other instances. If JAX has been used before, call "
             f"`popdist.init()` at the beginning of the program. JAX says: {problem}"
         ) from problem
+    if instance.all_are_here and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
+        _exchange_on(LOOPBACK)
     _lines.append(line)
     atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
 
 
-def _free_port() -> int:
+def _exchange_on(address: str) -> None:
+    """Have the CPUs of all processes exchange their data at an address.
+
+    JAX leaves it to gloo, which takes what the name of the machine stands for: often an address of a network.
+    """
+    client = distributed.global_state.client
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address)
+    make = partial(xla_bridge.make_cpu_client, collectives=collectives)
+    register_backend_factory("cpu", make, priority=0, fail_quietly=False)
+
+
+def _free_port(address: str) -> int:
     with socket.socket() as found:
-        found.bind(("", 0))
+        found.bind((address, 0))
         port: int = found.getsockname()[1]
         return port
 

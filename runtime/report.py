@@ -15,12 +15,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from popxl.aliasing import callees_first, reachable
-from popxl.estimate import Estimate, estimate_of
-from popxl.flops import moved, own_flops
+from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.core.aliasing import callees_first, reachable
+from popxl.core.printing import definition
+from popxl.core.traits import is_call
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.memory import (
+from popxl.looking.estimate import Estimate, estimate_of
+from popxl.looking.flops import moved, own_flops
+from popxl.looking.memory import (
     DeviceMemory,
     LiveTensor,
     Memory,
@@ -32,14 +35,11 @@ from popxl.memory import (
     variables_on_host,
 )
 from popxl.op import Op
-from popxl.ops.call import call_kind
-from popxl.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
-from popxl.printing import definition
 from popxl.remote_buffer import RemoteBuffer
-from popxl.spec import brief
-from runtime.plan import Plan
-from runtime.program import Program
-from runtime.structure import Structure
+from popxl.values.spec import brief
+from runtime.plan.plan import Plan
+from runtime.plan.structure import Structure
+from runtime.program.program import Program
 from runtime.timeline import Timeline
 
 
@@ -494,7 +494,7 @@ def _size(main: Graph, program: Program) -> SizeReport:
     written_out: dict[Graph, int] = {}
     for graph in callees_first(main):
         inner = (written_out[callee] for op in graph.ops for callee in op.called_graphs)
-        written_out[graph] = sum(op.kind is not call_kind for op in graph.ops) + sum(inner)
+        written_out[graph] = sum(not is_call(op) for op in graph.ops) + sum(inner)
     plan = program.executable if isinstance(program.executable, Plan) else None
     texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
     pieces = [piece.structure for piece in plan.pieces] if plan is not None else [None]

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from pydantic import BaseModel, ConfigDict
 
-from popxl.pages import OnPage, Page, Picture, Table, seconds_text
-from popxl.pictures import bars
-from runtime.executables import copied
+from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
+from popxl.base.pictures import bars
+from runtime.files.executables import copied
 
 Array = Any
 

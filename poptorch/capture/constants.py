@@ -1,7 +1,8 @@
-"""`numbers_of`: the numbers of values that come of nothing that a run brings: no input, parameter, buffer or chance.
+"""`numbers_of`: the numbers of values that come of nothing that a run brings: no input, parameter or chance.
 
 Masks, tables of positions, whatever is made from shapes and numbers in the program. A capture writes down what makes
-them, as it does for all else; where their numbers are wanted meanwhile, PyTorch does once what is written.
+them, as it does for all else; where their numbers are wanted meanwhile, PyTorch does once what is written. So it does
+with what comes of buffers, which have to stay as they are then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from poptorch.capture.torch_private import without_modes, written_arguments
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
 
-__all__ = ["is_constant", "numbers_of"]
+__all__ = ["made_of", "numbers_of"]
 
 _BY_SHAPE = frozenset(
     f"aten.{form}" for name in ("empty", "full", "ones", "zeros") for form in (f"new_{name}", f"{name}_like")
@@ -36,8 +37,11 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 """Functions kept whole of which constants are made. None is random, or overwrites anything."""
 
 
-def is_constant(op: str, overload: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether an op makes of these arguments, with values in place of tensors, what is the same in every run."""
+def made_of(op: str, overload: str, arguments: Mapping[str, Any]) -> frozenset[str] | None:
+    """Names of the buffers that what an op makes of these arguments, with values in place of tensors, comes of.
+
+    None are named if it makes the same in every run; `None` is returned if it makes something else in each.
+    """
     if op in ("poptorch.constant", "poptorch.put"):
         computable = True
     elif op.startswith("torch."):
@@ -45,7 +49,14 @@ def is_constant(op: str, overload: str, arguments: Mapping[str, Any]) -> bool:
     else:
         found = _op(op, overload)
         computable = found is not None and torch.Tag.nondeterministic_seeded not in found.tags
-    return computable and (op in _BY_SHAPE or all(value.is_constant for value in values_in(arguments)))
+    if not computable:
+        return None
+    names: frozenset[str] = frozenset()
+    for value in values_in(arguments) if op not in _BY_SHAPE else ():
+        if (of_value := value.made_of) is None:
+            return None
+        names |= of_value
+    return names
 
 
 def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor | None:
@@ -53,10 +64,12 @@ def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor |
 
     Args:
         value: the value.
-        known: what has been computed before; it is filled.
+        known: the numbers of buffers, and what has been computed before; it is filled.
     """
-    if not value.is_constant:
+    if value.made_of is None:
         return None
+    if value in known:
+        return known[value]
     with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         for node in _order(value, known):
             known.update(zip(node.results, _results(node, known), strict=True))

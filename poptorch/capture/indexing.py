@@ -1,55 +1,96 @@
-"""`getitem` and `setitem`: indexing where a tensor of shape [] says which row, and only a run knows its number.
+"""`getitem` and `setitem`: indexing where tensors of shape [] say which rows, and only a run knows their numbers.
 
-PyTorch would read it, as it does with Python's numbers. Here the row is taken by `index_select`, as one of one row, and
-put back by `index_copy_`; all other indices do what they always do.
+PyTorch would read them, as it does with Python's numbers. Here the rows are taken by `index_select`, and put back by
+`index_copy_`; all other indices do what they always do. How many rows there are has to be known: `x[i : i + 2]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from poptorch.errors import createPoptorchError
 
 __all__ = ["getitem", "setitem"]
 
 
-def getitem(t: torch.Tensor, index: Any, is_known: Callable[[torch.Tensor], bool]) -> torch.Tensor:
+class Numbers(Protocol):
+    """What is known of the numbers in tensors."""
+
+    def is_known(self, t: torch.Tensor) -> bool:
+        """Whether they can be read."""
+
+    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
+        """How much greater one number is than another, if that is the same in every run."""
+
+
+def getitem(t: torch.Tensor, index: Any, numbers: Numbers) -> torch.Tensor:
     """`t[index]`. Tensors of which it is known what they are PyTorch can read."""
-    found = _first_unknown(t, index, is_known)
+    found = _first_unknown(t, index, numbers)
     if found is None:
         return t[index]
-    dim, row, rest = found
-    return getitem(t.index_select(dim, row), rest, is_known)
+    dim, rows, rest = found
+    return getitem(t.index_select(dim, rows), rest, numbers)
 
 
-def setitem(t: torch.Tensor, index: Any, value: Any, is_known: Callable[[torch.Tensor], bool]) -> None:
+def setitem(t: torch.Tensor, index: Any, value: Any, numbers: Numbers) -> None:
     """`t[index] = value`."""
-    found = _first_unknown(t, index, is_known)
+    found = _first_unknown(t, index, numbers)
     if found is None:
         t[index] = value
         return
-    dim, row, rest = found
-    rows = t.index_select(dim, row)
-    setitem(rows, rest, value, is_known)
-    t.index_copy_(dim, row, rows)
+    dim, rows, rest = found
+    part = t.index_select(dim, rows)
+    setitem(part, rest, value, numbers)
+    t.index_copy_(dim, rows, part)
 
 
-def _first_unknown(
-    t: torch.Tensor, index: Any, is_known: Callable[[torch.Tensor], bool]
-) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
-    """The dimension that the first such tensor indexes, which row it says, and the index once that row is taken."""
+def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
+    """The first dimension of which tensors say the rows, these rows, and the index once they are taken."""
     indices = index if isinstance(index, tuple) else (index,)
     taken = [_dims(each) for each in indices]
     dim = 0
     for i, each in enumerate(indices):
         if each is Ellipsis:
             dim = t.dim() - sum(taken[i + 1 :])
-        elif _is_row(each) and dim < t.dim() and not is_known(each):
-            row = torch.where(each < 0, each + t.shape[dim], each).reshape(1).long()
-            return dim, row, (*indices[:i], 0, *indices[i + 1 :])
+        elif dim < t.dim():
+            if _is_row(each) and not numbers.is_known(each):
+                row = _from_the_front(each, t.shape[dim]).reshape(1)
+                return dim, row, (*indices[:i], 0, *indices[i + 1 :])
+            if isinstance(each, slice) and (rows := _rows(each, t.shape[dim], numbers)) is not None:
+                return dim, rows, (*indices[:i], slice(None), *indices[i + 1 :])
         dim += taken[i]
     return None
+
+
+def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
+    """The rows of a slice between two tensors; `None` for one that PyTorch can take, or is to complain about.
+
+    Raises:
+        poptorch.Error: if there are none, or their number does not divide that of all.
+    """
+    if not all(_is_row(each) and not numbers.is_known(each) for each in (part.start, part.stop)):
+        return None
+    length = numbers.distance(part.start, part.stop)
+    if length is None:
+        return None
+    if length == 0:
+        raise createPoptorchError("The start and end of a slice must be different.")
+    if length < 0:
+        raise createPoptorchError(
+            f"Taking a slice of a tensor with the end less than the start is not supported. Here it is {-length} less."
+        )
+    if size % length:
+        raise createPoptorchError(
+            f"A slice between two tensors has {length} rows, of {size}; expected a number that divides these. "
+            "`poptorch.dynamic_slice(x, dim, start, size, 1)` takes any."
+        )
+    return _from_the_front(part.start, size) + torch.arange(0, length, 1 if part.step is None else part.step)
+
+
+def _from_the_front(row: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.where(row < 0, row + size, row).long()
 
 
 def _dims(index: Any) -> int:

@@ -36,7 +36,8 @@ def final_loss(nodes: Sequence[Node]) -> Value:
         )
     if len(final) > 1:
         raise createPoptorchError(
-            f"Multiple independent losses found in graph: {', '.join(str(node) for node in reversed(final))}. Add them "
-            'up, and mark the sum: `poptorch.identity_loss(a + b, reduction="none")`.'
+            "Multiple independent losses found in graph. Graph must have one final loss. Wrap final graph loss in "
+            'poptorch.identity_loss. Add them up, and mark the sum: `poptorch.identity_loss(a + b, reduction="none")`. '
+            f"They are {', '.join(str(node) for node in reversed(final))}."
         )
     return final[0].results[0]

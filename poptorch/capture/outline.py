@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.recorder import Data, View
+from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.dtypes import to_numpy
 
@@ -71,12 +72,14 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
 def _runs(nodes: Sequence[Node]) -> list[_Run]:
     """The runs of all modules whose ops follow each other: those that run once, and without others in between."""
     found: dict[str, list[_Run]] = {}
+    seeding = {position for position, node in enumerate(nodes) if node.op in SEEDING}
     for position, node in enumerate(nodes):
         for path in accumulate(node.scope.split("."), "{}.{}".format) if node.scope else ():
             runs = found.setdefault(path, [])
             start = runs.pop().start if runs and runs[-1].stop == position else position
             runs.append(_Run(path, start, position + 1))
-    return [runs[0] for _, runs in sorted(found.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
+    once = [runs[0] for _, runs in sorted(found.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
+    return [run for run in once if seeding.isdisjoint(range(run.start, run.stop))]
 
 
 def _form(nodes: Sequence[Node]) -> Hashable:

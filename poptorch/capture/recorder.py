@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,12 +21,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Ambient
-from poptorch.capture.constants import is_constant, numbers_of
+from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.logging_ import logger
-from popxl.source import SourceLocation
+from popxl.base.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
 
@@ -118,15 +118,24 @@ class Recorder:
     Args:
         ambient: what holds for ops that arrive: the block they are in, and so on.
         excludes: parts of the paths of files in which nobody wants to be told that an op was made.
+        is_models: whether a tensor of the host belongs to the model, as an attribute.
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
+        read: the buffers whose numbers were asked for, by name, and where that was first.
     """
 
-    def __init__(self, ambient: Ambient, excludes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        ambient: Ambient,
+        excludes: Sequence[str] = (),
+        is_models: Callable[[torch.Tensor], bool] = lambda t: False,
+    ) -> None:
         self.scopes: list[str] = []
+        self.read: dict[str, SourceLocation] = {}
         self._ambient = ambient
         self._excludes = tuple(excludes)
+        self._is_models = is_models
         self._frames = [_Frame()]
         self._seen: dict[int, _Seen] = {}
         self._cells: dict[int, _Cell] = {}
@@ -141,9 +150,16 @@ class Recorder:
         """The function that is being recorded: the innermost one."""
         return self._frames[-1].trace
 
-    def new_input(self, t: torch.Tensor, name: str = "") -> Value:
-        """A new argument of the function: what a tensor holds at the beginning."""
-        value = self._new(Value(tuple(t.shape), t.dtype, name))
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is a function within another one that is being recorded."""
+        return len(self._frames) > 1
+
+    def new_input(self, t: torch.Tensor, name: str = "", numbers: torch.Tensor | None = None) -> Value:
+        """A new argument of the function: what a tensor holds at the beginning; of a buffer, the host's numbers."""
+        value = self._new(Value(tuple(t.shape), t.dtype, name, of_buffer=numbers is not None))
+        if numbers is not None:
+            self._numbers[value] = numbers
         self._introduce(t, value)
         self.trace.inputs.append(value)
         return value
@@ -160,9 +176,45 @@ class Recorder:
             seen.value, seen.version = value, seen.cell.version
         return value
 
+    def is_constant(self, t: torch.Tensor) -> bool:
+        """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
+        return self.value_of(t).is_constant
+
     def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
         """The numbers that a tensor has now, not to be overwritten; `None` if a run decides on them."""
-        return numbers_of(self.value_of(t), self._numbers)
+        value = self.value_of(t)
+        for name in value.made_of or ():
+            self.read.setdefault(name, self.source())
+        return numbers_of(value, self._numbers)
+
+    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
+        """How much greater one whole number is than another, if it is the other and known numbers."""
+        (begin, before), (end, after) = self._without_known(start), self._without_known(stop)
+        return after - before if begin is end else None
+
+    def _without_known(self, t: torch.Tensor) -> tuple[Value, int]:
+        """A number as a sum: of a value that is none itself, and what is added to it."""
+        value, added = self.value_of(t), 0
+        while (node := value.made_by) is not None and not value.dtype.is_floating_point:
+            given = node.arguments
+            if node.op in _COPIES:
+                value = given["input"]
+            elif node.op in ("aten.add", "aten.sub") and (number := self._known_integer(given["other"])) is not None:
+                value, added = (
+                    given["input"],
+                    added + number * given.get("alpha", 1) * (1 - 2 * (node.op == "aten.sub")),
+                )
+            elif node.op == "aten.add" and (number := self._known_integer(given["input"])) is not None:
+                if given.get("alpha", 1) != 1:
+                    break
+                value, added = given["other"], added + number
+            else:
+                break
+        return value, added
+
+    def _known_integer(self, given: Any) -> int | None:
+        numbers = numbers_of(given, self._numbers) if isinstance(given, Value) else given
+        return None if numbers is None else int(numbers)
 
     def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Note that a tensor has these numbers, which nobody else writes to."""
@@ -268,6 +320,7 @@ class Recorder:
                     "function that is taken as a whole, by PyTorch's own backward pass, or when the model was compiled "
                     "before, and kept since. Make it in `forward`, from what `forward` is given."
                 )
+            self._check_frozen(t)
             with without_modes():
                 numbers = t.detach().clone()
             self.new_constant(t, numbers)
@@ -275,6 +328,29 @@ class Recorder:
         lens = _lens(cell.place, _Place.of(t), t.dtype)
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
+
+    def _check_frozen(self, t: torch.Tensor) -> None:
+        """Check that a tensor of the host, whose numbers become a part of the program, is a constant of the model.
+
+        Those that the program names, as a variable of a file or of a function around, may change afterwards.
+        """
+        if getattr(t, _MADE_IN_CAPTURE, False):
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_capture":  # who calls the model may name what they like
+            code = frame.f_code
+            names = [name for name in code.co_names if frame.f_globals.get(name) is t]
+            names += [name for name in code.co_freevars if frame.f_locals.get(name) is t]
+            if names and frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+                if self._is_models(t):
+                    return
+                raise createPoptorchError(
+                    f"`{names[0]}` is a tensor of the host, {tuple(t.shape)} of {t.dtype}, and neither a parameter, a "
+                    f"buffer, an input nor a constant of the module. It is used here ({self.source()}), where its "
+                    "numbers would be frozen. Give it to the model as an argument; or have the module own it, as a "
+                    "buffer (`register_buffer`), or as an attribute if it never changes."
+                )
+            frame = frame.f_back
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
@@ -285,8 +361,8 @@ class Recorder:
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution":
             self._ambient.count_convolution()
-        known = is_constant(op, overload, values)
-        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect, is_constant=known)
+        names = made_of(op, overload, values)
+        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect, made_of=names)
         self.trace.nodes.append(node)
         return node
 
@@ -394,10 +470,18 @@ class Recorder:
             for ref, value in reversed(constant):
                 if (t := ref()) is not None and (numbers := numbers_of(value, self._numbers)) is not None:
                     become(t, numbers.clone().requires_grad_(t.requires_grad))
+                    setattr(t, _MADE_IN_CAPTURE, True)
 
     def _is_constant(self, seen: _Seen) -> bool:
         """Whether a tensor has numbers that are known, and is none of a body of a loop."""
         return all(self._is_own(v) and v.is_constant for v in (seen.value, seen.cell.value))
+
+
+_MADE_IN_CAPTURE = "_poptorch_made_in_capture"
+"""An attribute of tensors that a capture has made, and that somebody has kept."""
+
+_COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "detach", "lift_fresh"))
+"""Ops that give the number they are given."""
 
 
 def _is_in_own_derivative() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,9 +42,11 @@ __all__ = [
     "in_transform",
     "one_by_one",
     "storage_key",
+    "uncompiled",
     "unlogged_errors",
     "unvalidated_distributions",
     "with_tensors",
+    "without_compile",
     "without_modes",
     "written_arguments",
 ]
@@ -103,6 +106,26 @@ def one_by_one() -> Iterator[None]:
     finally:
         kind.__call__ = run
         torch._C._set_mkldnn_enabled(before)
+
+
+def uncompiled(model: Any) -> Any:
+    """What a user has given to `torch.compile`; others as they are."""
+    if isinstance(model, OptimizedModule):
+        return model._orig_mod
+    return getattr(model, "_torchdynamo_orig_callable", model)
+
+
+@contextmanager
+def without_compile() -> Iterator[None]:
+    """Have what `torch.compile` has made run the Python that it was made of."""
+    kind: Any = OptimizedModule
+    run = kind.__call__
+    kind.__call__ = lambda module, *args, **kwargs: module._orig_mod(*args, **kwargs)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        kind.__call__ = run
 
 
 def in_transform() -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.ambient import Site
-from popxl.source import SourceLocation
+from popxl.base.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Node", "Trace", "Value", "View", "values_in"]
 
@@ -25,6 +25,7 @@ class Value:
         made_by: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
         of_function: whether it is a result of a function that brings its own derivative, a `torch.autograd.Function`.
+        of_buffer: whether it is what a buffer holds at the beginning.
     """
 
     shape: tuple[int, ...]
@@ -33,11 +34,19 @@ class Value:
     made_by: Node | None = field(default=None, repr=False)
     requires_grad: bool | None = None
     of_function: bool = False
+    of_buffer: bool = False
+
+    @property
+    def made_of(self) -> frozenset[str] | None:
+        """Names of the buffers that its numbers come of; `None` if they come of anything else that a run brings."""
+        if self.of_buffer:
+            return frozenset([self.name])
+        return self.made_by.made_of if self.made_by is not None else None
 
     @property
     def is_constant(self) -> bool:
         """Whether its numbers are the same in every run."""
-        return self.made_by is not None and self.made_by.is_constant
+        return self.made_of == frozenset()
 
     @property
     def is_differentiable(self) -> bool:
@@ -83,7 +92,7 @@ class Node:
         source: the user's line.
         has_effect: whether it is kept, even if nothing uses its results.
         stops: positions of the results through which no gradient goes.
-        is_constant: whether it makes the same in every run.
+        made_of: names of the buffers that its results come of; `None` if they come of anything else of a run.
     """
 
     op: str
@@ -95,7 +104,7 @@ class Node:
     has_effect: bool = False
     results: list[Value] = field(default_factory=list)
     stops: frozenset[int] = frozenset()
-    is_constant: bool = False
+    made_of: frozenset[str] | None = None
 
     @property
     def inputs(self) -> list[Value]:

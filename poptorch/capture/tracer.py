@@ -22,6 +22,7 @@ from poptorch.ambient import Ambient
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
+from poptorch.capture.seeding import seeding
 from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
@@ -37,13 +38,13 @@ from poptorch.capture.torch_private import (
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
+    without_compile,
     without_modes,
     written_arguments,
 )
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation
+from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, with_masks_of_bools
 from poptorch.errors import createPoptorchError
-from poptorch.logging_ import logger
 from poptorch.weights import Attributes, not_rebound
 
 __all__ = ["Captured", "Tracer", "capture", "current"]
@@ -60,12 +61,19 @@ class Tracer:
 
     Attributes:
         recorder: where ops are written down.
+        hooks: what has hooks on gradients, in words.
     """
 
     def __init__(
-        self, ambient: Ambient, lowered: Callable[[str, str], bool], excludes: Sequence[str], keeps_whole: bool = True
+        self,
+        ambient: Ambient,
+        lowered: Callable[[str, str], bool],
+        excludes: Sequence[str],
+        keeps_whole: bool = True,
+        module: torch.nn.Module | None = None,
     ) -> None:
-        self.recorder = Recorder(ambient, excludes)
+        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module))
+        self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
         self._has_whole = False
         self._derives = not keeps_whole
@@ -194,8 +202,24 @@ class Tracer:
             raise _Again
 
     def is_known(self, t: torch.Tensor) -> bool:
-        """Whether the numbers of a tensor can be read."""
-        return not in_transform() and self.recorder.numbers_of(t) is not None
+        """Whether the numbers of a tensor are the same in every run."""
+        return not in_transform() and self.recorder.is_constant(t)
+
+    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
+        """How much greater one number is than another, if that is the same in every run."""
+        return self.recorder.distance(start, stop)
+
+    def check_classes(self, input: torch.Tensor, num_classes: int = -1) -> None:
+        """Check that the number of classes of a `one_hot` is given, or known.
+
+        Raises:
+            poptorch.Error: if it is not: the shape of the result is made from it.
+        """
+        if num_classes == -1 and not self.is_known(input):
+            raise createPoptorchError(
+                "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
+                f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self.recorder.source()})."
+            )
 
     def loss(self, x: torch.Tensor) -> Any:
         """A tensor, marked as a loss."""
@@ -206,6 +230,7 @@ class Tracer:
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
         given = _by_name(op, args, kwargs)
+        self._check_generator(op, given.pop("generator", None))
         written = {name: given[name] for name in written_arguments(op) if name in given}
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
@@ -244,6 +269,16 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results)
         return results
+
+    def _check_generator(self, op: torch._ops.OpOverload, generator: torch.Generator | None) -> None:
+        """Check that an op draws from the generator that the device has."""
+        if generator is not None and generator is not torch.default_generator:
+            raise createPoptorchError(
+                f"{op._opname} ({self.recorder.source()}) has a `generator` of its own, which would have no effect: "
+                "the device has one generator. Leave it out, and seed that one with `options.randomSeed(0)`, or in "
+                "`forward` with `torch.manual_seed(0)`. Numbers that are to be those of the generator are made "
+                "before: in `__init__`, as a buffer, or as an argument of the model."
+            )
 
     def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """What an op gives that reads numbers; `None` if these are not known before the model runs."""
@@ -292,7 +327,7 @@ class Tracer:
         return pytree.tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), op(*args, **kwargs))
 
 
-_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 """Arguments of ops that do not change a number here."""
 
 
@@ -326,9 +361,11 @@ class _Functions(TorchFunctionMode):
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 return tracer.set_data(*args)
             if func is torch.Tensor.__getitem__:
-                return getitem(args[0], args[1], tracer.is_known)
+                return getitem(args[0], args[1], tracer)
             if func is torch.Tensor.__setitem__:
-                return setitem(args[0], args[1], args[2], tracer.is_known)
+                return setitem(args[0], args[1], args[2], tracer)
+            if func is torch.nn.functional.one_hot:
+                tracer.check_classes(*args, **(kwargs or {}))
             if func in _DIFFERENTIATING:
                 tracer.differentiate()
             if func in _READING:
@@ -336,10 +373,10 @@ class _Functions(TorchFunctionMode):
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
-                _tell_of_hooks()
+                tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
-        args, kwargs = as_activation(func, args, kwargs or {})
+        args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs or {}))
         if whole is None:
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
@@ -348,15 +385,6 @@ class _Functions(TorchFunctionMode):
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
 """Functions in which numbers leave PyTorch without an op of its."""
-
-
-@cache
-def _tell_of_hooks() -> None:
-    """Tell, once, that hooks on gradients do nothing."""
-    logger.warning(
-        "Hooks on gradients (`register_hook`, `register_full_backward_hook`) have no effect in a wrapped model: what "
-        "`forward` computes is differentiated. Where one should count, write it into `forward`."
-    )
 
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -392,6 +420,8 @@ class Captured:
         written: the values that they have at the end, of those that are overwritten.
         written_inputs: the same, of the tensors given, by position.
         result: what `forward` returned, of tensors without numbers; the outputs of `trace` are the values of these.
+        hooks: what has hooks on gradients, in words: they have no effect.
+        read: the buffers whose numbers have become a part of the program, with these numbers.
     """
 
     trace: Trace
@@ -400,6 +430,8 @@ class Captured:
     written: dict[str, Value]
     written_inputs: dict[int, Value]
     result: Any
+    hooks: list[str]
+    read: dict[str, torch.Tensor]
 
 
 _tracers: list[Tracer] = []
@@ -443,7 +475,7 @@ def capture(
     """
 
     def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole)
+        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module)
         return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes)
 
     try:
@@ -470,9 +502,15 @@ def _capture(
     state_values: dict[str, Value] = {}
     by_tensor: dict[int, Value] = {}
     for key, t in fakes.items():  # tied tensors are one value
-        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key)
-    if any(t._backward_hooks for t in state.values()) or any(map(_has_hooks, module.modules() if module else ())):
-        _tell_of_hooks()
+        numbers = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
+        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, numbers)
+    tracer.hooks += _module_hooks()
+    tracer.hooks += [f"The parameter {name}" for name, t in state.items() if _is_hooked(t)]
+    tracer.hooks += [
+        f"The module {path or type(each).__name__}"
+        for path, each in (torch.nn.Module.named_modules(module) if module is not None else ())
+        if each._backward_hooks or each._backward_pre_hooks
+    ]
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
         if module is not None:
@@ -485,9 +523,11 @@ def _capture(
                 stack.enter_context(_scopes(module, recorder.scopes))
         _tracers.append(tracer)
         stack.callback(_tracers.pop)
+        stack.enter_context(seeding(recorder))
         stack.enter_context(unvalidated_distributions())
         stack.enter_context(unlogged_errors())
         stack.enter_context(one_by_one())
+        stack.enter_context(without_compile())
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
@@ -500,10 +540,19 @@ def _capture(
                 f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
                 "rows and columns. Pad nested tensors before the model."
             ) from problem
+        except (RuntimeError, TypeError, ValueError) as problem:
+            problem.args = tuple(map(_as_eager_says, problem.args))
+            raise
         returned = flatten(result)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
+        for key, where in recorder.read.items():
+            if state_ends[key] is not state_values[key]:
+                raise createPoptorchError(
+                    f"{_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it is "
+                    "another one in each run."
+                )
         recorder.trace.outputs = leaves
         trace = recorder.finish()
         with tracer.suspended():
@@ -516,11 +565,33 @@ def _capture(
         written={key: end for key, end in state_ends.items() if end is not state_values[key]},
         written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
         result=result,
+        hooks=tracer.hooks,
+        read={key: state[key].detach().clone() for key in recorder.read},
     )
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def _module_hooks() -> list[str]:
+    """Hooks on gradients of all modules there are."""
+    private = torch.nn.modules.module
+    return ["Every module"] if private._global_backward_hooks or private._global_backward_pre_hooks else []
+
+
+def _is_hooked(t: torch.Tensor) -> bool:
+    return bool(t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks)
+
+
+def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:
+    """Whether a tensor is an attribute of a module, of one within, of its class; or in a list or dictionary there."""
+    for each in module.modules() if module is not None else ():
+        namespaces = [vars(each), *map(vars, type(each).__mro__)]
+        if any(t is leaf for leaf in pytree.tree_leaves([list(names.values()) for names in namespaces])):
+            return True
+    return False
+
+
+def _as_eager_says(text: Any) -> Any:
+    """A part of an error of PyTorch, which names the types of what it was given."""
+    return text.replace("FakeTensor", "Tensor") if isinstance(text, str) else text
 
 
 def _last_frame(problem: BaseException) -> FrameType | None:

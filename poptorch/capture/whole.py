@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation"]
+__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation", "with_masks_of_bools"]
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def _attention(
 def _shaped_as_bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     if minlength == 0:
         raise createPoptorchError(
-            "bincount: without `minlength` the shape of the result depends on the numbers in the tensor. Give one that "
-            "is larger than all of them."
+            "Bincount `minlength` must be specified and must be a constant. Without it the shape of the result depends "
+            "on the numbers in the tensor. Give one that is larger than all of them."
         )
     return torch.zeros(minlength, dtype=torch.int64 if weights is None else weights.dtype)
 
@@ -383,3 +383,31 @@ def _deciding(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _is_float(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+# Masks ----------------------------------------------------------------------------------------------------------------
+
+_MASKS: dict[Any, tuple[int, str]] = {
+    **dict.fromkeys(
+        _named("masked_fill masked_fill_ masked_scatter masked_scatter_", torch, torch.Tensor), (1, "mask")
+    ),
+    **dict.fromkeys(_named("index_put index_put_", torch, torch.Tensor), (1, "indices")),
+    torch.where: (0, "condition"),
+    torch.Tensor.where: (1, "condition"),
+}
+"""Functions with a mask: its position among their arguments, and its name."""
+
+
+def with_masks_of_bools(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments of a function; masks of dtype uint8, which PyTorch takes for masks, made such of bools."""
+    position, name = _MASKS.get(function, (None, "")) if getattr(function, "__hash__", None) else (None, "")
+    if position is None:
+        return args, kwargs
+    if position < len(args):
+        return (*args[:position], _of_bools(args[position]), *args[position + 1 :]), kwargs
+    return args, {key: _of_bools(value) if key == name else value for key, value in kwargs.items()}
+
+
+def _of_bools(masks: Any) -> Any:
+    is_mask = lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dtype is torch.uint8  # noqa: E731
+    return pytree.tree_map(lambda leaf: leaf.bool() if is_mask(leaf) else leaf, masks)

@@ -13,10 +13,10 @@ from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.kept import once_of_images
 from popxl.ops.families import camel
+from popxl.ops.kernels import of_elements
 from popxl.ops.precision import rounded_once
-from popxl.shapes import broadcast, like_first
+from popxl.values.shapes import broadcast, like_first
 
 lowers("aten.relu")(lambda input: ops.relu(input))
 lowers("aten.silu")(lambda input: ops.swish(input))
@@ -82,7 +82,8 @@ def mish(input: Any) -> Any:
     return _mish(input)
 
 
-_mish = once_of_images(lambda input: input * jnp.tanh(jax.nn.softplus(input)))
+def _mish(input: Any) -> Any:
+    return of_elements(lambda t: t * jnp.tanh(jax.nn.softplus(t)), input)
 
 
 @_activation

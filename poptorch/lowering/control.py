@@ -18,6 +18,7 @@ from poptorch.lowering.registry import lowers
 from poptorch.ops import HostFunction
 from popxl import OpKind, ops
 from popxl.errors import DeviceError, PopxlError
+from popxl.op import Effect
 
 Tensors = Sequence[popxl.Tensor]
 
@@ -57,7 +58,7 @@ _host_function = OpKind(
     _on_host,
     shape=lambda *inputs, function, specs: specs,
     gradient=None,
-    effect=True,
+    traits=[Effect()],
     key="poptorch.HostFunction",
 )
 
@@ -97,6 +98,24 @@ def custom_op(inputs: Tensors, name: str, attributes: tuple[tuple[str, Any], ...
             "`poptorch.registerCustomOp(name, domain, function)`."
         )
     return _custom[name](*inputs, **dict(attributes))
+
+
+def _gathered(data: popxl.Tensor, indices: popxl.Tensor) -> popxl.Tensor:
+    """`torch.gather` along the last axis."""
+    if data.rank == 0 or data.shape[:-1] != indices.shape[:-1]:
+        raise createPoptorchError(
+            f"FastGatherLastDim: the data has the shape {list(data.shape)} and the indices {list(indices.shape)}; "
+            "expected the same in all axes but the last."
+        )
+    return _gather_last(data, indices)
+
+
+_gather_last = OpKind(
+    "FastGatherLastDim",
+    lambda data, indices: jnp.take_along_axis(data, indices, axis=-1),
+    key="poptorch.FastGatherLastDim",
+)
+_custom["poptorch.custom_ops.FastGatherLastDim"] = _gathered
 
 
 # For runs op by op ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from popxl import ops
 from popxl.op import OpKind
 from popxl.ops.families import camel
 from popxl.ops.precision import rounded_once
-from popxl.shapes import broadcast, like_first, predicate
+from popxl.values.shapes import broadcast, like_first, predicate
 
 Operand = popxl.Tensor | bool | int | float
 Function = Callable[..., Any]

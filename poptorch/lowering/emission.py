@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -17,12 +18,12 @@ import popxl
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.dtypes import device_dtype
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.operands import broadcast, reshaped
+from poptorch.lowering.operands import broadcast, narrowed, reshaped
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
+from popxl.base.source import DebugRecord
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
-from popxl.source import DebugRecord
 
 __all__ = ["Emission", "emission", "popxl_dtype", "spec_of"]
 
@@ -78,6 +79,8 @@ class Emission:
         self._seed = seed
         self._placed = placed
         self._drawn = 0
+        self._fixed: popxl.Tensor | None = None
+        self._random_states: dict[int, tuple[popxl.Tensor | None, int]] = {}
         self._functions: dict[Trace, _Function] = {}
         self.wanted: tuple[popxl.TensorSpec, ...] = ()
 
@@ -94,11 +97,28 @@ class Emission:
         return self.tensors[id(value)]
 
     def seed(self) -> popxl.Tensor:
-        """A seed that no other op has: the program's, with a number of its own."""
-        if self._seed is None:
+        """A seed that no other op has: the program's, or that of `reseed`, with a number of its own."""
+        if self._fixed is None and self._seed is None:
             raise createPoptorchError("Random numbers are not available here.")
         self._drawn += 1
-        return _derived_seed(self._seed(), number=self._drawn)
+        base = self._fixed if self._fixed is not None else self._seed()  # type: ignore[misc]
+        return _derived_seed(base, number=self._drawn)
+
+    def reseed(self, seed: int | None) -> None:
+        """Give the ops that follow seeds that are the same in every run; with `None`, the program's again."""
+        if seed is None:
+            self._fixed = None  # and further numbers: those before are taken
+            return
+        words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+        self._fixed, self._drawn = popxl.constant(words, popxl.uint32, "manual_seed"), 0
+
+    def keep_random_state(self, number: int) -> None:
+        """Remember which seeds come next."""
+        self._random_states[number] = self._fixed, self._drawn
+
+    def restore_random_state(self, number: int) -> None:
+        """Give the ops that follow the seeds that came next then."""
+        self._fixed, self._drawn = self._random_states[number]
 
     def call(self, trace: Trace, inputs: Sequence[popxl.Tensor], name: str) -> tuple[popxl.Tensor, ...]:
         """Run a trace as a graph of its own, the same one whenever it is run."""
@@ -189,9 +209,11 @@ class Emission:
                 made = lowering(**arguments)
             except (PopxlError, TypeError, ValueError) as problem:
                 raise createPoptorchError(f"{node.op} at {node.source}, `{node.source.text}`: {problem}") from problem
-            made = made if isinstance(made, tuple | list) else (made,)
+            made = made if isinstance(made, tuple | list) else () if made is None else (made,)
             for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
                 t = _as(t, value)
+                if value.dtype is torch.bfloat16 and not any(v.dtype is torch.bfloat16 for v in node.inputs):
+                    t = narrowed(t)
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
 
     def _plain(self, argument: Any) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
+from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -69,9 +70,13 @@ def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
     """`beta * input + alpha * product`; `multiplied` makes the product of the factors, by their names."""
 
     def lowering(input: popxl.Tensor, beta: float = 1, alpha: float = 1, **factors: popxl.Tensor) -> popxl.Tensor:
-        out = multiplied(**factors)
-        out = out if alpha == 1 else out * alpha
-        if beta == 0:  # not even infinities and NaN are looked at
+        if alpha == 0:  # not even infinities and NaN are looked at
+            (spec,) = emission().wanted
+            out = ops.init(spec.shape, spec.dtype, "zeros", "zero")
+        else:
+            out = multiplied(**factors)
+            out = out if alpha == 1 else out * alpha
+        if beta == 0:  # nor here
             return out
         return ops.add(*promoted(out, input if beta == 1 else together(input, out.dtype) * beta))
 

@@ -17,7 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.kept import over_images
+from popxl.ops.kernels import over_images
 from popxl.ops.precision import widened
 
 Table = NDArray[np.int32]
@@ -123,7 +123,7 @@ def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
             input, places = best, found
         return input, places
 
-    return over_images(largest, axes)(input)
+    return over_images(largest, axes, input)
 
 
 def _to_largest(g: Any, places: Any, *, shape: tuple[int, ...], axes: int, **how: Any) -> Any:
@@ -144,7 +144,7 @@ def _to_largest(g: Any, places: Any, *, shape: tuple[int, ...], axes: int, **how
             pairs = [(_read(g, at, axis, 0), _read(places, at, axis, -1)) for g, places in pairs for at in each.T]
         return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
 
-    return over_images(gradient, axes)(g, places)
+    return over_images(gradient, axes, g, places)
 
 
 _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)

@@ -14,7 +14,12 @@ from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 
 
-@lowers("poptorch.nop", "poptorch.set_available_memory")
+@lowers(
+    "poptorch.nop",
+    "poptorch.set_available_memory",
+    "poptorch.set_overlap_for_input",
+    "poptorch.set_overlap_for_output",
+)
 def identity(tensor: popxl.Tensor, available_memory_proportion: float = 0) -> popxl.Tensor:
     return ops.identity(tensor)
 

@@ -204,6 +204,24 @@ def _multinomial(key: Any, input: Any, *, count: int, replacement: bool) -> Any:
     return jax.lax.top_k(weights + jax.random.gumbel(key, input.shape, weights.dtype), count)[1]
 
 
+# The generator --------------------------------------------------------------------------------------------------------
+
+
+@lowers("poptorch.manual_seed")
+def manual_seed(seed: int | None) -> None:
+    emission().reseed(seed)
+
+
+@lowers("poptorch.get_rng_state")
+def get_rng_state(number: int) -> None:
+    emission().keep_random_state(number)
+
+
+@lowers("poptorch.set_rng_state")
+def set_rng_state(number: int) -> None:
+    emission().restore_random_state(number)
+
+
 # Dropout --------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
-from popxl.kept import computed_once
+from popxl.ops.kernels import computed_once
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.resample import Taps, tapped, transposed
 
@@ -119,7 +119,7 @@ def _made_anew(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
     """One axis. Each element of the next one reads several of what is blended here: it is not blended for each."""
     if axis.mode in ("nearest", "exact"):
         return tapped(t, i, taps)
-    return computed_once(lambda t: tapped(t, i, taps))(t)
+    return computed_once(lambda t: tapped(t, i, taps), t)
 
 
 _resample_grad = jax_op(title="ResampleGrad")(_read_backward)

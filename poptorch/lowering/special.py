@@ -16,7 +16,7 @@ from poptorch.lowering.logic import limited
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.ops.precision import rounded_once
-from popxl.shapes import broadcast, like_first
+from popxl.values.shapes import broadcast, like_first
 
 _OF_FLOATS: dict[str, Function] = {
     "erf": special.erf,

@@ -20,9 +20,10 @@ from __future__ import annotations
 from typing import Any, Literal, NoReturn
 
 import poptorch
+from poptorch.logging_ import logger
 from poptorch.options import _DistributedOptions
 from poptorch.settings import group
-from popxl.distributed import Instance, launched
+from popxl.base.distributed import Instance, launched
 from runtime import processes
 
 __all__ = ["Options"]
@@ -42,11 +43,11 @@ class Options(poptorch.Options):
     The number of rows of a call is that of this process's replicas. It joins the other processes, and waits for them.
 
     Args:
-        ipus_per_replica: how many devices each replica has; by default what `poprun` says.
+        ipus_per_replica: how many devices each replica has; by default what `poprun` says. Another number than that is
+            followed, with a warning.
 
     Raises:
-        RuntimeError: if `poprun` says another number; by `replicationFactor`, `useIpuId` and the methods of
-            `Distributed`.
+        RuntimeError: by `replicationFactor`, `useIpuId` and the methods of `Distributed`.
     """
 
     Distributed: _Processes = group(_Processes, "Which of several processes this is, as `poprun` says.")
@@ -55,9 +56,12 @@ class Options(poptorch.Options):
         super().__init__()
         instance = launched() or Instance()
         if ipus_per_replica not in (None, instance.num_ipus_per_replica):
-            raise RuntimeError(
-                f"popdist.poptorch.Options: `ipus_per_replica` is {ipus_per_replica}, and poprun was told of "
-                f"{instance.num_ipus_per_replica}: `poprun --ipus-per-replica`."
+            logger.warning(
+                "popdist.poptorch.Options: `ipus_per_replica` is %d, and %s. The program is followed.",
+                ipus_per_replica,
+                f"poprun was told of {instance.num_ipus_per_replica}: `poprun --ipus-per-replica`"
+                if launched()
+                else "poprun, which could say it, has not started this process",
             )
         processes.join()
         self._set(replication_factor=instance.num_local_replicas)

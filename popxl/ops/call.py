@@ -1,27 +1,29 @@
 """Running a graph from another: `call`, and the record of a call site.
 
 A call copies its inputs into the graph, runs it, and copies the results out. Only inputs passed by reference are
-copied back. How a called graph is compiled once, however often it is called, is in `runtime.lower`.
+copied back. How a called graph is compiled once, however often it is called, is in `runtime.lowering.lower`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
-from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import reachable, written_inputs
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, TensorLike, Variable
+from popxl.core.traits import Overwrites, Runs
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind, foreign_tensor
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
 from popxl.utils import table_to_string, to_numpy
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["CallSiteInfo", "call", "call_with_info"]
 
@@ -131,7 +133,7 @@ class CallSiteInfo:
             )
         (i,) = positions
         if not infer_modified_regions or i + self._first_input in written_inputs(self.called_graph):
-            self.op.modified |= {i}
+            self.op.edit(modified=self.op.modified | {i})
 
     def __repr__(self) -> str:
         called = " and ".join(graph.title for graph in self.op.called_graphs)
@@ -256,22 +258,23 @@ def usable_info(forward: Any, graph: Graph) -> Any:
 
 def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
     """In place of a lowering: running a graph needs to know what is lowered already."""
-    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lower`.")
+    raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lowering.lower`.")
+
+
+def those_that_matter(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Tensor]:
+    """The outputs of a graph whose results matter."""
+    return [t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter]
 
 
 call_kind = OpKind(
     "Call",
     by_the_machine,
     shape=results_of,
-    modifies=by_ref_inputs,
-    aliased=False,
     gradient=_call_gradient,
-    calls=("graph",),
-    mirrors=lambda spec, attributes: spec,
-    returns=lambda op, callee, matter: [
-        t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter
+    traits=[
+        Overwrites(aliased=False, positions=by_ref_inputs),
+        Runs(("graph",), returns=those_that_matter, gains=lambda spec, attributes: spec),
     ],
-    colocated=False,
 )
 
 
@@ -285,7 +288,8 @@ def call(
     Args:
         graph: what to run.
         *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is no
-            tensor becomes a constant of the input's dtype.
+            tensor becomes a constant of the input's dtype. A replica-sharded variable stands for its piece where the
+            input is one.
         inputs_dict: values for inputs of the graph, by the input's tensor.
 
     Returns:
@@ -391,7 +395,14 @@ def bind_inputs(
             f"Not enough inputs have been provided for the {which} graph {graph.name}; nothing is bound to "
             f"{', '.join(t.name for t in missing)}.\n{table}"
         )
-    return tuple(constant(arrays[t], t.dtype) if t in arrays else bound[t] for t in graph.inputs)
+    return tuple(constant(arrays[t], t.dtype) if t in arrays else _in_place_of(bound[t], t) for t in graph.inputs)
+
+
+def _in_place_of(given: Tensor, wanted: Tensor) -> Tensor:
+    """The tensor to bind: where a graph takes a piece, that of a variable which is in pieces."""
+    if wanted.meta_shape and isinstance(given, Variable) and given.piece is not None:
+        return given.piece
+    return given
 
 
 def check_callable(graph: Any, here: Graph) -> None:

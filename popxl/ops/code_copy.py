@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NoReturn
 
 from popxl.context import get_current_context
+from popxl.core.traits import Effect, Exchange
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import OpKind
@@ -18,8 +19,7 @@ _remote_code_load = OpKind(
     lambda *, graph, destination: (),
     shape=lambda *, graph, destination: (),
     gradient=None,
-    effect=True,
-    exchange="graph",
+    traits=[Effect(), Exchange("graph")],
 )
 
 

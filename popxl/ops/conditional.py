@@ -7,6 +7,8 @@ from typing import Any
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor, TensorLike
+from popxl.core.traits import Runs
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -20,13 +22,13 @@ from popxl.ops.call import (
     refuse_unused,
     seed_or_zeros,
     seeds_of,
+    those_that_matter,
     usable_info,
 )
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.ops.shape import reshape
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["ConditionalSiteInfo", "conditional", "conditional_with_info"]
 
@@ -123,6 +125,8 @@ def _results(cond: Any, *inputs: Tensor, then_branch: Graph, else_branch: Graph)
     """Specs of the results, after checking that the condition, the inputs and the two branches fit."""
     if cond.dtype is not dtypes.bool or cond.nelms != 1:
         raise PopxlError(f"the condition has to be a bool of one element; `{cond.name}` is {brief(cond)}.")
+    if any(t.by_ref for branch in (then_branch, else_branch) for t in branch.inputs):
+        raise PopxlError("a branch takes an input by reference, and cannot change a tensor of the caller.")
     count = len(then_branch.inputs)
     check_fit(then_branch, inputs[:count], then_branch.inputs)
     check_fit(else_branch, inputs[count:], else_branch.inputs)
@@ -189,11 +193,7 @@ conditional_kind = OpKind(
     lambda cond, *inputs, **branches: by_the_machine(),
     shape=_results,
     gradient=_gradient,
-    calls=("then_branch", "else_branch"),
-    returns=lambda op, callee, matter: [
-        t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter
-    ],
-    colocated=False,
+    traits=[Runs(("then_branch", "else_branch"), returns=those_that_matter)],
 )
 
 

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from popxl import dtypes
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
-from popxl.shapes import integer, integers
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, integers
+from popxl.values.spec import TensorSpec
 
 __all__ = [
     "PadType",
@@ -134,8 +135,7 @@ def _declared(
         shape=spec_of_scaled,
         result=result,
         gradient=REFUSED,
-        requires=SCALE,
-        colocated=("t", "weight"),
+        traits=[SCALE, Colocated("t", "weight")],
     )
 
 

@@ -10,12 +10,14 @@ import numpy as np
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.tensor import Location, Tensor
+from popxl.core.traits import Placed, View
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
-from popxl.shapes import integer, like_first
-from popxl.spec import TensorSpec
-from popxl.tensor import Location, Tensor
+from popxl.values.shapes import integer, like_first
+from popxl.values.spec import TensorSpec
 
 
 def _convert(t: Any, *, data_type: dtype_) -> Any:
@@ -33,8 +35,7 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
 
 
 def _converted(t: Any, *, data_type: dtype_) -> TensorSpec:
-    if not isinstance(data_type, dtype_):
-        raise TypeError(f"`data_type` must be a popxl dtype such as popxl.float16; got {data_type!r}.")
+    check_dtype(data_type, "`data_type`")
     for what, asked in (("`data_type`", data_type), ("`t`", t.dtype)):
         if asked.is_float8:
             raise TypeError(
@@ -59,7 +60,7 @@ _detach_ = OpKind(
     shape=like_first,
     result="detach_out",
     gradient=None,
-    put=lambda t, view: (view,),
+    traits=[View(lambda t, view: (view,))],
 )
 
 
@@ -78,10 +79,10 @@ _ipu_copy: OpKind = OpKind(
     shape=like_first,
     result="{t}_c{destination}",
     gradient={"t": lambda g, destination, source: _copied(g, destination=source, source=destination)},
-    place=_destination,
+    traits=[Placed(_destination)],
 )
 _io_tile_copy = OpKind(
-    "IoTileCopy", lambda t: t, shape=like_first, result="{t}_iotilecopy", gradient=None, place=_other_tiles
+    "IoTileCopy", lambda t: t, shape=like_first, result="{t}_iotilecopy", gradient=None, traits=[Placed(_other_tiles)]
 )
 
 

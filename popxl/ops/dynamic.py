@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.op import OpKind
 from popxl.ops.host import init
-from popxl.shapes import integers, like_first, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers, like_first, one_axis
+from popxl.values.spec import TensorSpec
 
 
 def _block(shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> dict[int, int]:

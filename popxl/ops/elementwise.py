@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
-from popxl.create import constant
-from popxl.kept import once_of_images
-from popxl.op import OpKind
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
+from popxl.op import Op, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
-from popxl.ops.precision import quotient, rounded_once
-from popxl.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor, TensorLike, taken_back_on_failure
+from popxl.ops.kernels import of_elements, quotient
+from popxl.ops.precision import rounded_once
+from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
+from popxl.values.spec import TensorSpec
 
 # Gradients that are one op of their own -----------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ gelu = unary(
 )
 geluerf = unary(
     "geluerf",
-    once_of_images(lambda t: jax.nn.gelu(t, approximate=False)),
+    lambda t: of_elements(functools.partial(jax.nn.gelu, approximate=False), t),
     "0.5 t (1 + erf(t / √2)), the exact Gaussian error linear unit.",
     kind="GeluErf",
     see="torch.nn.functional.gelu",
@@ -195,6 +195,11 @@ _pow = OpKind(
 _sum = OpKind(
     "Sum", rounded_once(lambda *ts: functools.reduce(jnp.add, ts)), shape=broadcast, gradient={"ts": lambda g: g}
 )
+
+
+def is_sum(op: Op) -> bool:
+    """Whether an op is `add_n`."""
+    return op.kind is _sum
 
 
 def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:

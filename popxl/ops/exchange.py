@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
 
+from popxl.base.source import SourceLocation
+from popxl.core.traits import Effect, Overwrites, StandsFor
 from popxl.errors import PopxlInternalError
 from popxl.op import Op, OpKind
-from popxl.source import SourceLocation
-from popxl.spec import TensorSpec
+from popxl.values.spec import TensorSpec
 
 __all__ = ["Part", "multi_exchange_kind"]
 
@@ -43,7 +44,7 @@ class Part:
     def of(op: Op) -> Part:
         """An op, as a part of an exchange."""
         outputs = tuple(t.spec for t in op.outputs)
-        return Part(op.kind, op.id, op.name, op.operands, op.attributes, len(op.inputs), outputs, op.source)
+        return Part(op.kind, op.id, op.name, op.operands, dict(op.attributes), len(op.inputs), outputs, op.source)
 
     def __repr__(self) -> str:
         return f"Op[{self.name}.{self.id}]"
@@ -91,8 +92,9 @@ multi_exchange_kind = OpKind(
     _by_its_parts,
     shape=lambda *ts, parts: [spec for part in parts for spec in part.outputs],
     gradient=None,
-    modifies=lambda attributes: frozenset(_overwritten(attributes)),
-    effect=True,
-    parts=_parts,
-    colocated=False,
+    traits=[
+        Overwrites(positions=lambda attributes: frozenset(_overwritten(attributes))),
+        Effect(),
+        StandsFor(_parts),
+    ],
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
+from popxl.core.tensor import Tensor
 from popxl.op import OpKind
 from popxl.ops.precision import rounded_once, widened
-from popxl.shapes import (
+from popxl.values.shapes import (
     broadcast,
     broadcast_to_first,
     integer_or_integers,
@@ -19,8 +20,7 @@ from popxl.shapes import (
     reduced_shape,
     reduction_axes,
 )
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.spec import TensorSpec
 
 Rule = Callable[..., Tensor]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -13,20 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind, Requirement, not_a_tensor
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.spec import TensorSpec
 
 # What the scaled ops share ------------------------------------------------------------------------------------------
 
-SCALE = {
-    "log2_scale": Requirement(
-        lambda k: (k >= -32) & (k < 32), "has to be in [-32, 32)", option="throwIfLog2ScaleTensorNotInRange"
-    )
-}
-"""What an op with an operand `log2_scale` requires of it: `OpKind(..., requires=SCALE)`."""
+SCALE = Requirement(
+    "log2_scale",
+    lambda k: (k >= -32) & (k < 32),
+    "has to be in [-32, 32)",
+    option="throwIfLog2ScaleTensorNotInRange",
+)
+"""What an op with an operand `log2_scale` requires of it."""
 
 
 def check_scale(function_name: str, log2_scale: Tensor) -> None:
@@ -92,7 +94,7 @@ def _conversion(name: str, accepted: tuple[dtype_, ...]) -> OpKind:
         return TensorSpec(t.shape, data_type, t.meta_shape)
 
     result = "{t}_{data_type.name}"
-    return OpKind(name, _scaled, shape=shape, result=result, gradient=REFUSED, requires=SCALE, colocated=False)
+    return OpKind(name, _scaled, shape=shape, result=result, gradient=REFUSED, traits=[SCALE, Colocated()])
 
 
 def _either(accepted: tuple[dtype_, ...]) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
 from popxl.ops.index import gather
 from popxl.ops.logic import where
 from popxl.ops.shape import slice, squeeze, subsample
-from popxl.tensor import Tensor, taken_back_on_failure
 from popxl.utils import to_numpy
 
 

@@ -1,6 +1,6 @@
 """Ops that make tensors from outside the graph, or hand them out: `init`, the host streams, printing.
 
-Their meaning needs the machine, so they only declare their specs here; `runtime.effects` carries them out.
+Their meaning needs the machine, so they only declare their specs here; `runtime.lowering.effects` carries them out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any, Literal, NoReturn
 import jax.numpy as jnp
 
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Effect, Exchange
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.op import OpKind
-from popxl.shapes import integers, like_first
-from popxl.spec import TensorSpec
+from popxl.op import Op, OpKind
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers, like_first
+from popxl.values.spec import TensorSpec
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
 
@@ -28,6 +29,11 @@ init_kind = OpKind(
     result="t",
     gradient=None,
 )
+
+
+def is_init(op: Op) -> bool:
+    """Whether an op only makes room for a tensor."""
+    return op.kind is init_kind
 
 
 def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
@@ -56,8 +62,7 @@ host_load_kind = OpKind(
     operands=("t",),
     shape=lambda t, *, stream: stream.spec,
     gradient=None,
-    effect=True,
-    exchange="stream",
+    traits=[Effect(), Exchange("stream")],
 )
 host_store_kind = OpKind(
     "HostStore",
@@ -65,8 +70,7 @@ host_store_kind = OpKind(
     operands=("t",),
     shape=_stored,
     gradient=None,
-    effect=True,
-    exchange="stream",
+    traits=[Effect(), Exchange("stream")],
 )
 print_tensor_kind: OpKind = OpKind(
     "PrintTensor",
@@ -74,7 +78,7 @@ print_tensor_kind: OpKind = OpKind(
     operands=("t",),
     shape=like_first,
     result="print_out",
-    effect=True,
+    traits=[Effect()],
     gradient={
         "t": lambda g, title, print_gradient, style: (
             print_tensor_kind(g, title=f"{title}_gradient", print_self=True, print_gradient=False, style=style)
@@ -162,7 +166,11 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
 
 def _check_stream(name: str, stream: Any, kind: type[Stream]) -> None:
     if not isinstance(stream, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {stream!r} ({type(stream).__name__}).")
+        maker = "h2d_stream" if kind is HostToDeviceStream else "d2h_stream"
+        raise TypeError(
+            f"{name}: the first argument must be a {kind.__name__}, which `popxl.{maker}` makes; got {stream!r} "
+            f"({type(stream).__name__})."
+        )
     main = get_current_context().graph.main_graph
     if stream.tensor.graph_ref is not main.ref:
         raise ValueError(f"{name}: the stream {stream} is of another Ir than the current graph.")

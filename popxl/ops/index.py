@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import widened
-from popxl.shapes import given, integer, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import given, integer, one_axis
+from popxl.values.spec import TensorSpec
 
 
 def or_beyond(indices: Any, size: int) -> Any:

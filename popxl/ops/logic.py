@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.families import Binary, binary, public, unary
-from popxl.shapes import broadcast_shapes, meta_shape_of, predicate, same_dtype
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import broadcast_shapes, meta_shape_of, predicate, same_dtype
+from popxl.values.spec import TensorSpec
 
 isinf = unary("isinf", jnp.isinf, "Whether t is +∞ or -∞.", None, kind="IsInf", shape=predicate, see="numpy.isinf")
 isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNaN", shape=predicate, see="numpy.isnan")

@@ -10,15 +10,17 @@ from jax import lax
 
 from popxl import dtypes
 from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
 from popxl.ops.shape import reshape, transpose
-from popxl.shapes import broadcast_shapes, given, same_dtype
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import broadcast_shapes, given, same_dtype
+from popxl.values.spec import TensorSpec
 
 
 def _matmul(
@@ -38,8 +40,8 @@ def _matmul(
 def _shape(
     lhs: Any, rhs: Any, *, output_type: dtype_ | None, partials_type: dtype_ | None = None, **hints: Any
 ) -> TensorSpec:
-    if not isinstance(output_type, dtype_ | None):
-        raise TypeError(f"`output_type` must be a popxl dtype such as popxl.float16; got {output_type!r}.")
+    if output_type is not None:
+        check_dtype(output_type, "`output_type`")
     if partials_type not in (None, dtypes.float16, dtypes.float32):
         raise ValueError(f"`partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
     result = _product(lhs, rhs)
@@ -178,8 +180,7 @@ _pow2scaled_kind = OpKind(
     result="matmul_pow2scaled_out",
     key="MatMulPow2Scaled",
     gradient=REFUSED,
-    requires=SCALE,
-    colocated=("lhs", "rhs"),
+    traits=[SCALE, Colocated("lhs", "rhs")],
 )
 
 

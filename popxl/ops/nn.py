@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops import sums
 from popxl.ops.precision import wide_dtype, widened
-from popxl.ops.sums import summed
-from popxl.shapes import integer, like_first, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor, taken_back_on_failure
+from popxl.ops.sums import largest, summed
+from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.spec import TensorSpec
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]
 
@@ -85,12 +85,12 @@ def _flat(labels: Any) -> Any:
     return labels.reshape(-1).astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
-def _picked(probs: Any, labels: Any) -> Any:
-    """For each of the flat labels, what it picks; 0 for a label out of range."""
-    inside = (labels >= 0) & (labels < probs.shape[-1])
-    rows = probs.reshape(-1, probs.shape[-1])
+def _picked(t: Any, labels: Any, otherwise: float = 0) -> Any:
+    """For each of the flat labels, what it picks in its row; `otherwise` for a label out of range."""
+    inside = (labels >= 0) & (labels < t.shape[-1])
+    rows = t.reshape(-1, t.shape[-1])
     picked = jnp.take_along_axis(rows, jnp.where(inside, labels, 0)[:, None], axis=1, mode="clip")
-    return jnp.where(inside, picked[:, 0], 0).astype(wide_dtype(probs))
+    return jnp.where(inside, picked[:, 0], otherwise).astype(wide_dtype(t))
 
 
 def _counted(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
@@ -123,6 +123,11 @@ def _hot(labels: Any, classes: int) -> Any:
     return labels[:, None] == jnp.arange(classes, dtype=labels.dtype)
 
 
+def _towards_labels(probs: Any, labels: Any, scale: Any) -> Any:
+    """The gradient of the logits: of rows of probabilities, flat labels, and the incoming gradient of each."""
+    return jnp.where(_hot(labels, probs.shape[1]), probs - 1, probs) * scale[:, None]
+
+
 def _smallest(dtype: Any, float32: float) -> float:
     """The probability below which the logarithm is flat."""
     return 6.104e-5 if dtype == jnp.float16 else float32
@@ -143,26 +148,36 @@ def _nll_backward(g: Any, probs: Any, labels: Any, *, ignore_index: int | None, 
     return jnp.where(_hot(flat, probs.shape[-1]), slope[:, None], 0).reshape(probs.shape)
 
 
-def _loss_spec(probs: Any, labels: Any, *, reduction: str, **how: Any) -> TensorSpec:
+def _loss_spec(rows: Any, labels: Any, *, reduction: str, **how: Any) -> TensorSpec:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction` is {reduction!r}; expected 'mean', 'sum' or 'none'.")
-    if not probs.shape or labels.shape != probs.shape[:-1]:
-        raise PopxlError("`probs` has one dimension, the classes, more than `labels`, and agrees with it otherwise.")
-    return TensorSpec(labels.shape if reduction == "none" else (), probs.dtype)
+    if not rows.shape or math.prod(labels.shape) != math.prod(rows.shape[:-1]):
+        raise PopxlError(
+            f"expected a label for each row of classes, of which there are {math.prod(rows.shape[:-1])} in the shape "
+            f"{rows.shape}; got `labels` of shape {labels.shape}."
+        )
+    return TensorSpec(labels.shape if reduction == "none" else (), rows.dtype)
 
 
-def _nll_spec(probs: Any, labels: Any, **how: Any) -> TensorSpec:
-    spec = _loss_spec(probs, labels, **how)
+def _of_integers(rows: Any, labels: Any, **how: Any) -> TensorSpec:
+    spec = _loss_spec(rows, labels, **how)
     if not labels.dtype.is_int:
         raise PopxlError(f"labels are integers; these are {labels.dtype.name}. Convert them with `ops.cast`.")
     return spec
+
+
+def _with_gradient(rows: Any, labels: Any, loss_grad: Any, **how: Any) -> tuple[TensorSpec, TensorSpec]:
+    spec = _loss_spec(rows, labels, **how)
+    if loss_grad.nelms != 1 and loss_grad.shape != labels.shape:
+        raise PopxlError("`loss_grad` is one number, or for 'none' one for each label.")
+    return spec, like_first(rows)
 
 
 _nll_grad = OpKind("NllGrad", _nll_backward, shape=lambda g, probs, labels, **how: like_first(probs))
 _nll = OpKind(
     "Nll",
     _nll_lowering,
-    shape=_nll_spec,
+    shape=_of_integers,
     result="loss",
     gradient={
         "probs": lambda g, probs, labels, ignore_index, reduction, log_prob: _nll_grad(
@@ -179,18 +194,13 @@ def _fused_lowering(
     loss = _loss(jnp.log(_picked(probs, flat) + 1e-7), flat, ignore_index, reduction)
     rows = probs.reshape(-1, probs.shape[-1]).astype(wide_dtype(probs))
     scale = _scale(loss_grad, flat, ignore_index, reduction, rows.dtype)
-    dx = jnp.where(_hot(flat, rows.shape[1]), rows - 1, rows) * scale[:, None]
+    dx = _towards_labels(rows, flat, scale)
     return loss.reshape(labels.shape if reduction == "none" else ()), dx.reshape(probs.shape)
 
 
-def _fused_specs(probs: Any, labels: Any, loss_grad: Any, **how: Any) -> tuple[TensorSpec, TensorSpec]:
-    spec = _loss_spec(probs, labels, **how)
-    if loss_grad.nelms != 1 and loss_grad.shape != labels.shape:
-        raise PopxlError("`loss_grad` is one number, or for 'none' one for each label.")
-    return spec, like_first(probs)
-
-
-_fused = OpKind("NlllWithSoftmaxGradDirect", _fused_lowering, shape=_fused_specs, result=("loss", "dx"), gradient=None)
+_fused = OpKind(
+    "NlllWithSoftmaxGradDirect", _fused_lowering, shape=_with_gradient, result=("loss", "dx"), gradient=None
+)
 
 
 def _ignored(name: str, labels: Tensor, ignore_index: int | None) -> int | None:
@@ -214,10 +224,12 @@ def nll_loss(
     """Negative log likelihood of the labels: -log(probs[..., label]).
 
     Probabilities below 1e-7 (float16: 6.104e-5) count as that; the gradient divides by no less than 1e-10 (6.104e-5).
+    From logits, without such limits: `popxl_addons.cross_entropy`.
 
     Args:
         probs: probabilities of shape `(..., C)`; the classes are the last dimension.
-        labels: integer tensor of shape `(...)`. A label outside `[0, C)` picks a probability of 0. No gradient.
+        labels: integer tensor of shape `(...)`, or of another with as many elements. A label outside `[0, C)` picks a
+            probability of 0. No gradient.
         ignore_index: labels with this value contribute nothing, and do not count in the mean.
         reduction: `"mean"` over the labels that count, `"sum"`, or `"none"`.
         log_prob: `probs` holds logarithms of probabilities.
@@ -252,7 +264,7 @@ def nll_loss_with_softmax_grad(
 
     Args:
         probs: probabilities of shape `(..., C)`.
-        labels: integer tensor of shape `(...)`.
+        labels: integer tensor of shape `(...)`, or of another with as many elements.
         loss_grad: the gradient of the loss, a loss scale for example: a number, a scalar tensor, or for `"none"` a
             tensor of the shape of `labels`.
         ignore_index: labels with this value contribute nothing, and do not count in the mean.
@@ -272,11 +284,158 @@ def nll_loss_with_softmax_grad(
         "ignore_index": _ignored("nll_loss_with_softmax_grad", labels, ignore_index),
         "reduction": reduction,
     }
-    if isinstance(loss_grad, Tensor):
-        return _fused(probs, labels, loss_grad, **how)
-    double = isinstance(probs, Tensor) and probs.dtype is dtypes.float64
-    with taken_back_on_failure(constant(loss_grad, dtypes.float64 if double else dtypes.float32)) as scale:
-        return _fused(probs, labels, scale, **how)
+    return _scaled(_fused, probs, labels, loss_grad, how)
 
 
-__all__ = ["REDUCTION_TYPE", "nll_loss", "nll_loss_with_softmax_grad", "softmax"]
+def _scaled(
+    kind: OpKind, rows: Tensor, labels: Tensor, scale: float | Tensor, how: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """A loss and its gradient times `scale`: a number becomes a constant, but of a loss that is refused."""
+    if isinstance(scale, Tensor):
+        return kind(rows, labels, scale, **how)
+    double = isinstance(rows, Tensor) and rows.dtype is dtypes.float64
+    with taken_back_on_failure(constant(scale, dtypes.float64 if double else dtypes.float32)) as number:
+        return kind(rows, labels, number, **how)
+
+
+# Cross entropy ------------------------------------------------------------------------------------------------------
+
+
+def _powers(x: Any) -> tuple[Any, Any, Any]:
+    """Rows of logits less the largest of each row, their exponentials, and the sums of these."""
+    rows = x.reshape(-1, x.shape[-1]).astype(wide_dtype(x))
+    rows -= largest(rows, (1,), keepdims=True)
+    powers = jnp.exp(rows)
+    return rows, powers, summed(powers, (1,), keepdims=True)
+
+
+def _surprise(rows: Any, totals: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
+    """The loss. A label that is none of the classes has a probability of 0."""
+    flat = _flat(labels)
+    loss = _loss(_picked(rows, flat, -math.inf) - jnp.log(totals[:, 0]), flat, ignore_index, reduction)
+    return loss.reshape(labels.shape if reduction == "none" else ())
+
+
+def _learned(g: Any, probs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
+    """The gradient of the logits, as rows."""
+    flat = _flat(labels)
+    return _towards_labels(probs, flat, _scale(g, flat, ignore_index, reduction, probs.dtype))
+
+
+def _cross_entropy_lowering(x: Any, labels: Any, *, ignore_index: int | None, reduction: str) -> Any:
+    rows, _, totals = _powers(x)
+    return _surprise(rows, totals, labels, ignore_index, reduction)
+
+
+def _cross_entropy_backward(g: Any, x: Any, labels: Any, *, ignore_index: int | None, reduction: str) -> Any:
+    _, powers, totals = _powers(x)
+    return _learned(g, powers / totals, labels, ignore_index, reduction).reshape(x.shape)
+
+
+def _cross_entropy_with_grad_lowering(
+    x: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
+) -> tuple[Any, Any]:
+    rows, powers, totals = _powers(x)
+    dx = _learned(loss_grad, powers / totals, labels, ignore_index, reduction)
+    return _surprise(rows, totals, labels, ignore_index, reduction), dx.reshape(x.shape)
+
+
+_cross_entropy_grad = OpKind(
+    "CrossEntropyGrad", _cross_entropy_backward, shape=lambda g, x, labels, **how: like_first(x)
+)
+_cross_entropy = OpKind(
+    "CrossEntropy",
+    _cross_entropy_lowering,
+    shape=_of_integers,
+    result="loss",
+    gradient={
+        "x": lambda g, x, labels, ignore_index, reduction: _cross_entropy_grad(
+            g, x, labels, ignore_index=ignore_index, reduction=reduction
+        )
+    },
+)
+_cross_entropy_with_grad = OpKind(
+    "CrossEntropyWithGrad",
+    _cross_entropy_with_grad_lowering,
+    shape=_with_gradient,
+    result=("loss", "dx"),
+    gradient=None,
+)
+
+
+def cross_entropy(
+    x: Tensor, labels: Tensor, ignore_index: int | None = None, reduction: REDUCTION_TYPE = "mean"
+) -> Tensor:
+    """`-log(softmax(x)[..., label])` of logits: never flat, however improbable the label is.
+
+    Computed in float32 (float64 for that), from the logits, and rounded once; so is the gradient.
+
+    Args:
+        x: logits of shape `(..., C)`; the classes are the last dimension.
+        labels: integer tensor of shape `(...)`, or of another with as many elements. No gradient. A label that is none
+            of the classes has a probability of 0 and an infinite loss, unless it is ignored.
+        ignore_index: labels with this value contribute nothing, and do not count in the mean. It may lie outside of
+            the classes.
+        reduction: `"mean"` over the labels that count, `"sum"`, or `"none"`.
+
+    Returns:
+        The loss, of the dtype of `x`: a scalar, or of the shape of `labels` for `"none"`.
+
+    Raises:
+        ValueError: for another `reduction`.
+        PopxlError: if the shapes do not fit, or the labels are not integers.
+
+    See also: `torch.nn.functional.cross_entropy`.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     x, labels = popxl.constant([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]]), popxl.constant([2, 0], popxl.int32)
+        ...     loss = cross_entropy(x, labels)  # (0.40761 + 1.09861) / 2
+        >>> loss.shape
+        ()
+    """
+    ignored = _ignored("cross_entropy", labels, ignore_index)
+    return _cross_entropy(x, labels, ignore_index=ignored, reduction=reduction)
+
+
+def cross_entropy_with_grad(
+    x: Tensor,
+    labels: Tensor,
+    loss_scaling: float | Tensor = 1,
+    ignore_index: int | None = None,
+    reduction: REDUCTION_TYPE = "mean",
+) -> tuple[Tensor, Tensor]:
+    """The loss of `cross_entropy`, and its gradient with respect to `x`, multiplied by `loss_scaling`.
+
+    The gradient is what the backward graph of a model starts from. The loss is not scaled.
+
+    Args:
+        x, labels, ignore_index, reduction: as those of `cross_entropy`.
+        loss_scaling: a number, a scalar tensor, or for `"none"` a tensor of the shape of `labels`.
+
+    Returns:
+        `(loss, dx)`: the loss; the gradient, of the shape and dtype of `x`. No gradient flows through either.
+
+    Raises:
+        ValueError: for another `reduction`.
+        PopxlError: if the shapes do not fit.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     x, labels = popxl.constant([[1.0, 2.0, 3.0]]), popxl.constant([2], popxl.int32)
+        ...     loss, dx = cross_entropy_with_grad(x, labels)  # 0.40761, [[0.0900, 0.2447, -0.3348]]
+        >>> dx.shape
+        (1, 3)
+    """
+    how = {"ignore_index": _ignored("cross_entropy_with_grad", labels, ignore_index), "reduction": reduction}
+    return _scaled(_cross_entropy_with_grad, x, labels, loss_scaling, how)
+
+
+__all__ = [
+    "REDUCTION_TYPE",
+    "cross_entropy",
+    "cross_entropy_with_grad",
+    "nll_loss",
+    "nll_loss_with_softmax_grad",
+    "softmax",
+]

@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.sums import summed
-from popxl.shapes import integer, like_first, number
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, like_first, number
+from popxl.values.spec import TensorSpec
 
 # Of a batch ---------------------------------------------------------------------------------------------------------
 

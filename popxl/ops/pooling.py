@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.kept import over_images, quick_on_cpus
 from popxl.op import OpKind
+from popxl.ops.kernels import Kernel, over_images
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
-from popxl.shapes import integers, like_first
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integers, like_first
+from popxl.values.spec import TensorSpec
 
 __all__ = ["average_pool", "max_pool"]
 
@@ -58,45 +58,41 @@ def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
     return TensorSpec((*t.shape[:2], *counts), t.dtype)
 
 
-class _Combining(NamedTuple):
+class Combining(NamedTuple):
     """How two elements of a window are combined, and what changes nothing."""
 
     of_two: Callable[[Any, Any], Any]
     neutral: Any
 
     def over(self, t: Any, windows: Sequence[Windows]) -> Any:
-        """The elements of each window, combined. Padding contributes nothing.
-
-        XLA goes through windows number by number on CPUs; there one axis is done after the other.
-        """
-
-        def by_axes(first: int, t: Any) -> Any:
-            for axis, along in enumerate(windows, first):
-                t = self.along(t, axis, along)
-            return t
-
-        def whole(t: Any) -> Any:
-            return self._by_xla(t, dict(enumerate(windows, 2)))
-
-        return quick_on_cpus(over_images(by_axes, len(windows)), whole)(t)
+        """The elements of each window of the spatial axes, combined. Padding contributes nothing."""
+        return over_windows(self, t, windows)
 
     def along(self, t: Any, axis: int, windows: Windows) -> Any:
         """The same for windows along one axis."""
         if windows.reach > LONG:
-            return self._by_xla(t, {axis: windows})
+            return self.by_xla(t, {axis: windows})
         edges = [(windows.begin, windows.end, 0) if a == axis else (0, 0, 0) for a in range(t.ndim)]
         padded = lax.pad(t, np.asarray(self.neutral, t.dtype), edges)
         starts = (windows.count - 1) * windows.stride + 1
         places = (lax.slice_in_dim(padded, k, k + starts, windows.stride, axis) for k in range(windows.reach))
         return reduce(self.of_two, places)
 
-    def _by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
+    def by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
+        """The same for windows along some axes."""
+
         def each(entry: str, otherwise: int) -> list[int]:
             return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]
 
         pads = list(zip(each("begin", 0), each("end", 0), strict=True))
         neutral = np.asarray(self.neutral, t.dtype)
         return lax.reduce_window(t, neutral, self.of_two, each("reach", 1), each("stride", 1), pads)
+
+
+@Kernel
+def over_windows(combining: Combining, t: Any, windows: Sequence[Windows]) -> Any:
+    """What `Combining.over` gives."""
+    return combining.by_xla(t, dict(enumerate(windows, 2)))
 
 
 def _inside(windows: Sequence[Windows]) -> Any:
@@ -113,7 +109,7 @@ def _inside(windows: Sequence[Windows]) -> Any:
 
 def _average(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
-    total = _Combining(lax.add, 0).over(t.astype(wide_dtype(t)), windows)
+    total = Combining(lax.add, 0).over(t.astype(wide_dtype(t)), windows)
     return total / jnp.maximum(_inside(windows), 1).astype(total.dtype)
 
 
@@ -122,8 +118,8 @@ _average_pool = OpKind("AveragePool", _average, shape=_pooled_shape, result="ave
 # Maximum ------------------------------------------------------------------------------------------------------------
 
 
-def _largest(dtype: Any) -> _Combining:
-    return _Combining(lax.max, -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min)
+def _largest(dtype: Any) -> Combining:
+    return Combining(lax.max, -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min)
 
 
 def _max(t: Any, **how: Any) -> Any:
@@ -150,7 +146,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
             g = _to_largest(g, x, largest, axis, along)
         return g
 
-    return over_images(gradient, len(windows))(g, t)
+    return over_images(gradient, len(windows), g, t)
 
 
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
-from jax import lax
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,18 +19,6 @@ def wide_dtype(*arrays: Any) -> Any:
 def widened(t: Any) -> Any:
     """The array; float16 as float32."""
     return t.astype(jnp.float32) if t.dtype == jnp.float16 else t
-
-
-def quotient(lhs: Any, rhs: Any) -> Any:
-    """lhs / rhs of floats, rounded once: XLA multiplies by the inverse of what is a constant or broadcast.
-
-    On accelerators it does: the divisors would have to be in memory.
-    """
-
-    def exact(lhs: Any, rhs: Any) -> Any:
-        return lhs / lax.optimization_barrier(jnp.broadcast_to(rhs, jnp.broadcast_shapes(lhs.shape, rhs.shape)))
-
-    return lax.platform_dependent(lhs, rhs, cpu=exact, default=jnp.true_divide)
 
 
 def rounded_once(function: F) -> F:

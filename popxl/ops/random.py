@@ -16,20 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Drops
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.ops.precision import quotient, wide_dtype
-from popxl.shapes import broadcast_shapes, integer, integers, like_first, number
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor
+from popxl.ops.kernels import quotient
+from popxl.ops.precision import wide_dtype
+from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
+from popxl.values.spec import TensorSpec, brief
 
 
 def _key(seed: Any) -> Any:
     """The key that a seed is. The generator is named, so that JAX's settings do not choose another."""
-    if seed.shape != (2,):
-        raise ValueError(f"a seed is a uint32 tensor of shape (2,); this one has the shape {seed.shape}.")
     return jax.random.wrap_key_data(seed.astype(jnp.uint32), impl="threefry2x32")
 
 
@@ -39,8 +40,8 @@ def _drawn(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) ->
         return draw(_key(seed), *how, **parameters)
 
 
-def _check_seed(seed: Any) -> None:
-    if seed.shape != (2,) or seed.dtype is not dtypes.uint32:
+def _check_seed(seed: Any, any_integers: bool = False) -> None:
+    if seed.shape != (2,) or not (seed.dtype is dtypes.uint32 or (any_integers and seed.dtype.is_int)):
         raise ValueError(
             f"expected a seed, a uint32 tensor of shape (2,) such as `popxl.create_seeds` makes; got {brief(seed)}."
         )
@@ -126,8 +127,8 @@ _normal = _sampler(
 
 
 def _sample_arguments(name: str, shape: Iterable[int], dtype: dtype_ | None, **parameters: float) -> dict[str, Any]:
-    if not isinstance(dtype, dtype_ | None):
-        raise TypeError(f"{name}: `dtype` must be a popxl dtype such as popxl.float32; got {dtype!r}.")
+    if dtype is not None:
+        check_dtype(dtype, f"{name}: `dtype`")
     plain = {key: float(number(value, f"{name}: `{key}`")) for key, value in parameters.items()}
     return {"shape": integers(shape, f"{name}: `shape`"), "dtype": dtypes.float32 if dtype is None else dtype, **plain}
 
@@ -208,16 +209,22 @@ def _dropped(t: Any, seed_tensor: Any, shape: tuple[int, ...], ratio: float) -> 
     return jnp.where(kept, quotient(t.astype(wide), divisor), np.zeros((), wide))
 
 
+def _like_t(t: Any, seed_tensor: Any, **attributes: Any) -> TensorSpec:
+    _check_seed(seed_tensor, any_integers=True)
+    return like_first(t)
+
+
 def _masked(t: Any, seed_tensor: Any, *, shape: tuple[int, ...], ratio: float) -> TensorSpec:
     if broadcast_shapes(t.shape, shape) != t.shape:
         raise PopxlError(f"the `shape` {shape} does not broadcast to that of `t`.")
-    return like_first(t)
+    return _like_t(t, seed_tensor)
 
 
 _dropout: OpKind = OpKind(
     "Dropout",
     lambda t, seed_tensor, *, p: _dropped(t, seed_tensor, t.shape, p),
-    shape=like_first,
+    shape=_like_t,
+    traits=[Drops("seed_tensor", "p")],
     gradient={"t": lambda g, seed_tensor, p: _dropout(g, seed_tensor, p=p)},
 )
 _shaped_dropout: OpKind = OpKind(
@@ -225,6 +232,7 @@ _shaped_dropout: OpKind = OpKind(
     lambda t, seed_tensor, *, shape, ratio: _dropped(t, seed_tensor, shape, ratio),
     shape=_masked,
     result="shapeddropout_out",
+    traits=[Drops("seed_tensor", "ratio")],
     gradient={
         "t": lambda g, seed_tensor, shape, ratio: _shaped_dropout(g, seed_tensor, shape=shape, ratio=ratio),
     },
@@ -253,8 +261,7 @@ def dropout(t: Tensor, seed_tensor: Tensor, p: float) -> Tensor:
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: for another `p`.
-        PopxlError: when the session is made, if `seed_tensor` has another shape.
+        ValueError: for another `p`, or if `seed_tensor` has another shape or holds no integers.
 
     See also: `torch.nn.functional.dropout`.
 
@@ -278,9 +285,8 @@ def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: 
         A new tensor of the shape and dtype of `t`.
 
     Raises:
-        ValueError: for another `ratio`.
-        PopxlError: if `shape` does not broadcast to the shape of `t`; when the session is made, if `seed_tensor` has
-            another shape.
+        ValueError: for another `ratio`, or if `seed_tensor` has another shape or holds no integers.
+        PopxlError: if `shape` does not broadcast to the shape of `t`.
 
     See also: `torch.nn.functional.dropout1d`.
 

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
 from popxl.op import OpKind
 from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
 from popxl.ops.sums import largest, summed
-from popxl.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
+from popxl.values.spec import TensorSpec
 
 _broadcast = OpKind(
     "Expand",

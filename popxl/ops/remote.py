@@ -1,7 +1,7 @@
 """Ops that move tensors between the device and remote buffers.
 
-Their meaning needs the machine, so they only declare their specs here; `runtime.remote` carries them out. Ops that use
-one buffer run in the order in which they were created.
+Their meaning needs the machine, so they only declare their specs here; `runtime.lowering.remote_buffers` carries them
+out. Ops that use one buffer run in the order in which they were created.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from typing import Any, NoReturn
 
 from popxl import dtypes
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated, Effect, Exchange, Overwrites, Trait, always
 from popxl.errors import PopxlError
 from popxl.op import OpKind, foreign_tensor, not_a_tensor
 from popxl.ops.host import init
 from popxl.remote_buffer import RemoteBuffer
-from popxl.shapes import integer, like_first
-from popxl.spec import brief
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, like_first
+from popxl.values.spec import brief
 
 __all__ = ["remote_load", "remote_load_", "remote_store"]
 
@@ -26,14 +27,14 @@ def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
     raise PopxlError("this op uses a remote buffer, and is carried out by a Session only.")
 
 
-def _exchange(name: str, **settings: Any) -> OpKind:
+def _exchange(name: str, *more: Trait, **settings: Any) -> OpKind:
     """Declare an op that uses a buffer: with the tensor in question, and the number of the slot."""
-    settings |= {"gradient": None, "effect": True, "exchange": "buffer", "colocated": False}
-    return OpKind(name, _by_the_machine, operands=("t", "offset"), **settings)
+    traits = [Effect(), Exchange("buffer"), Colocated(), *more]
+    return OpKind(name, _by_the_machine, operands=("t", "offset"), gradient=None, traits=traits, **settings)
 
 
 remote_load_kind = _exchange("RemoteLoad", shape=like_first)
-remote_load_inplace_kind = _exchange("RemoteLoadInplace", shape=like_first, modifies=("t",))
+remote_load_inplace_kind = _exchange("RemoteLoadInplace", Overwrites("t", forgets=always), shape=like_first)
 remote_store_kind = _exchange("RemoteStore", shape=lambda t, offset, *, buffer: ())
 
 

@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from typing import Any, SupportsIndex
 
 from popxl import dtypes
-from popxl.aliasing import reachable, written_inputs
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import reachable, written_inputs
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, TensorLike
+from popxl.core.traits import Overwrites, Runs
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import Op, OpKind
@@ -20,7 +22,6 @@ from popxl.ops.call import (
     bind_inputs,
     by_the_machine,
     call_gradient_graph,
-    call_kind,
     call_op,
     check_callable,
     check_fit,
@@ -29,8 +30,7 @@ from popxl.ops.call import (
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.ops.index import gather
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor, TensorLike
+from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["repeat", "repeat_with_info"]
 
@@ -69,6 +69,10 @@ def returned_by_ref(op: Op) -> frozenset[int]:
 
 
 def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
+    if not 0 <= repeat_count < 2**31:
+        raise PopxlError(f"`repeat_count` is {repeat_count}; expected 0 to {2**31 - 1}.")
+    if not 0 <= carried <= min(len(inputs), len(graph.outputs) - EXTRA_OUTPUTS) or len(graph.called_graphs) != 1:
+        raise PopxlError(f"{graph.title} is no wrapper of a graph that carries {carried} values from turn to turn.")
     check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])
     results = [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]
     return results[:carried] + [_stacked(spec, {"repeat_count": repeat_count}) for spec in results[carried:]]
@@ -156,11 +160,11 @@ def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
 def left_on(t: Tensor) -> int | None:
     """The IPU that the op leaves a tensor on which makes it: in a graph that is called, if that has ops on several."""
     op = t.origin.producer
-    while op is not None and op.kind in (call_kind, loop_kind):
+    while op is not None and op.kind.runs is not None and not op.kind.runs.chooses:
         if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:
             break
-        first = EXTRA_OUTPUTS if op.kind is loop_kind else 0
-        t = op.called_graphs[0].outputs[first + op.outputs.index(t.origin)]
+        (run,) = op.runs
+        t = run.outputs[op.outputs.index(t.origin)]
         op = t.origin.producer
     return None if op is None else op.location_of(t.origin)[0]
 
@@ -195,13 +199,19 @@ loop_kind: OpKind = OpKind(
     "Loop",
     by_the_machine,
     shape=_carried_specs,
-    modifies=_overwritten,
-    aliased=False,
     gradient=_loop_gradient,
-    calls=("graph",),
-    mirrors=_stacked,
-    returns=_that_matter,
-    colocated=False,
+    traits=[
+        Overwrites(aliased=False, positions=_overwritten),
+        Runs(
+            ("graph",),
+            returns=_that_matter,
+            gains=_stacked,
+            turns="repeat_count",
+            carried="carried",
+            own_inputs=EXTRA_INPUTS,
+            own_outputs=EXTRA_OUTPUTS,
+        ),
+    ],
 )
 
 
@@ -291,7 +301,7 @@ def repeat_with_info(
     except BaseException:
         ir.remove_graph(wrapper)
         raise
-    op.name = context.scope_prefix + op.name  # the results take no name scope, the op does
+    op.edit(name=context.scope_prefix + op.name)  # the results take no name scope, the op does
     return RepeatSiteInfo(op)
 
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype, widened
-from popxl.shapes import integer, integers, number
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, integers, number
+from popxl.values.spec import TensorSpec
 
 InterpolateType = Literal["nearest", "linear", "cubic"]
 InterpolateNearestType = Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"]

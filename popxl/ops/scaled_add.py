@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.tensor import Tensor
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number
-from popxl.shapes import meta_shape_of
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import meta_shape_of
+from popxl.values.spec import TensorSpec
 
 
 def _spec(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> TensorSpec:

@@ -12,14 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.host import init
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import widened
-from popxl.shapes import integer, like_first, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Constant, Tensor
+from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.spec import TensorSpec
 
 # Where indices point ------------------------------------------------------------------------------------------------
 

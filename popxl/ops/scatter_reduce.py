@@ -9,16 +9,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind, not_a_tensor
 from popxl.ops.host import init
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widened
 from popxl.ops.scatter import leading, padded, put, read
-from popxl.shapes import integer, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, one_axis
+from popxl.values.spec import TensorSpec
 
 Reduction = Literal["sum", "min", "max", "none"]
 

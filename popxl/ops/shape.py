@@ -16,11 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.core.tensor import Tensor
+from popxl.core.traits import View
 from popxl.errors import PopxlError
 from popxl.op import OpKind, not_a_tensor
-from popxl.shapes import integer, integer_or_integers, integers, one_axis
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, integer_or_integers, integers, one_axis
+from popxl.values.spec import TensorSpec
 
 Bounds = int | Sequence[int | None] | None
 
@@ -63,7 +64,7 @@ _reshape_ = OpKind(
     shape=_reshaped,
     result="{t}_reshaped",
     gradient=_reshape.gradient,
-    put=lambda t, view, *, shape: (view.reshape(t.shape),),
+    traits=[View(lambda t, view, *, shape: (view.reshape(t.shape),))],
 )
 
 
@@ -175,7 +176,7 @@ _transpose_ = OpKind(
     shape=_transposed,
     result="{t}_T",
     gradient=_transpose.gradient,
-    put=lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),),
+    traits=[View(lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),))],
 )
 
 
@@ -265,7 +266,7 @@ _slice_ = OpKind(
     shape=_sliced,
     result="slice_out",
     gradient=_slice.gradient,
-    put=lambda t, view, **where: (t.at[_cuts(t.ndim, **where)].set(view),),
+    traits=[View(lambda t, view, **where: (t.at[_cuts(t.ndim, **where)].set(view),))],
 )
 
 
@@ -421,7 +422,12 @@ _concat = OpKind(
     gradient={"ts": _part},
 )
 _concat_ = OpKind(
-    "ConcatInplace", _concat.lowering, shape=_joined, result="concat_out", gradient={"ts": _part}, put=_put_parts
+    "ConcatInplace",
+    _concat.lowering,
+    shape=_joined,
+    result="concat_out",
+    gradient={"ts": _part},
+    traits=[View(_put_parts)],
 )
 
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl import dtypes
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import public
 from popxl.ops.precision import widened
-from popxl.shapes import integer, one_axis, reduced_shape
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, one_axis, reduced_shape
+from popxl.values.spec import TensorSpec
 
 # Where the extreme element is ---------------------------------------------------------------------------------------
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
 from popxl.graph import Graph
 from popxl.op import check_colocated, foreign_tensor, not_a_tensor
 from popxl.ops.convert import cast_if_needed
-from popxl.tensor import Tensor
 
 __all__ = [
     "cast_if_needed",

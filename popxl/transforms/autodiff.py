@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from popxl.aliasing import callees_first, has_effect, reachable
+from popxl.base.log import Logger
+from popxl.base.nesting import Nested, done
 from popxl.context import get_current_context
-from popxl.create import constant
+from popxl.core.aliasing import callees_first, has_effect, reachable
+from popxl.core.create import constant
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import is_call
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.log import Logger
-from popxl.nesting import Nested, done
 from popxl.op import REFUSED, Op
-from popxl.ops.call import call_kind
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.reduce import sum as sum_
 from popxl.ops.shape import reshape
-from popxl.tensor import Constant, Tensor
 from popxl.transforms.grad_graph_info import (
     ExpectedConnection,
     ExpectedConnectionType,
@@ -108,7 +108,7 @@ def _bring_calls_up_to_date(graph: Graph) -> None:
     """Give calls the outputs that the user added to their graph later: those that autodiff adds come after them."""
     for called in reachable(graph):
         for op in called.call_sites:
-            if op.kind is call_kind:
+            if is_call(op):
                 for t in called.outputs[len(op.outputs) :]:
                     op.gain_output(t)
 
@@ -129,9 +129,9 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
     for graph in reversed(callees_first(root, infos)):
         leads = leading_to(graph, needed.get(graph, ()))
         for op in graph.ops:
-            for callee in op.called_graphs:
-                known = needed.setdefault(callee, [])
-                known += [t for t in op.kind.returns(op, callee, leads) if t not in known]
+            for run in op.runs:
+                known = needed.setdefault(run.graph, [])
+                known += [t for t in run.trait.returns(op, run.graph, leads) if t not in known]
     return needed
 
 
@@ -168,7 +168,7 @@ class _Differentiation:
         self.activations: dict[Tensor, Tensor] = {}
         self.copies: dict[Tensor, Tensor] = {}
         # Where some op cannot return more than it does, as a conditional, values on the way are computed again.
-        self.recomputes = any(site.kind.mirrors is None for site in graph.call_sites)
+        self.recomputes = not all(site.gains for site in graph.call_sites)
         self.again: dict[Op, Op] = {}
 
     def run(self) -> Nested[None]:

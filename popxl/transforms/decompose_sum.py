@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial, reduce
 
+from popxl.core.tensor import Tensor
 from popxl.graph import Graph
-from popxl.ops.elementwise import _sum as sum_kind
-from popxl.ops.elementwise import add
+from popxl.ops.elementwise import add, is_sum
 from popxl.ops.host import init
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.spec import TensorSpec
 
 __all__ = ["decompose_sum"]
 
@@ -28,7 +27,7 @@ def decompose_sum(graph: Graph) -> Graph:
         >>> popxl.transforms.decompose_sum(info.graph)
     """
     for op in graph.ops:
-        if op.kind is sum_kind and len({*op.inputs}) > 2:
+        if is_sum(op) and len({*op.inputs}) > 2:
             graph.replace([op], partial(_one_by_one, op.outputs[0].spec))
     return graph
 

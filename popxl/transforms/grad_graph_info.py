@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from typing import NoReturn
 
+from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.ops.call import CallSiteInfo
-from popxl.tensor import Tensor
 
 __all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "make_grad_graph_info"]
 
@@ -108,6 +109,7 @@ class GradGraphInfo:
 
         Raises:
             TypeError: if it is no call of the forward graph.
+            ValueError: if the call neither takes nor returns one of them.
         """
         if getattr(fwd_call_info, "called_graph", None) is not self.forward_graph:
             raise TypeError(
@@ -115,17 +117,23 @@ class GradGraphInfo:
                 f"{fwd_call_info!r}. A repeat calls a wrapper graph; take the activations inside of it."
             )
         parents = fwd_call_info.parents()
-        return {
-            t: parents[expected.fwd_tensor]
+        wanted = {
+            t: expected.fwd_tensor
             for t, expected in zip(self.graph.inputs, self._expected_inputs, strict=False)
             if expected.is_activation
         }
+        if unknown := [t for t in wanted.values() if t not in parents]:
+            raise ValueError(
+                f"inputs_dict: this call of {self.forward_graph.title} neither takes nor returns "
+                f"{', '.join(map(repr, unknown))}. Make them outputs of the graph before it is called."
+            )
+        return {t: parents[activation] for t, activation in wanted.items()}
 
     def fwd_graph_ins_to_grad_parent_outs(self, grad_call_info: CallSiteInfo) -> dict[Tensor, Tensor]:
         """The gradients of one gradient call, by the tensors of the forward graph."""
-        return {
-            expected.fwd_tensor: grad_call_info.parent_output(i) for i, expected in enumerate(self._expected_outputs)
-        }
+        return _Gradients(
+            {expected.fwd_tensor: grad_call_info.parent_output(i) for i, expected in enumerate(self._expected_outputs)}
+        )
 
     def fwd_parent_ins_to_grad_parent_outs(
         self, fwd_call_info: CallSiteInfo, grad_call_info: CallSiteInfo
@@ -143,13 +151,25 @@ class GradGraphInfo:
         for t in gradients:
             if t not in parents:
                 raise ValueError(f"{t!r} is neither an input nor an output of {self.forward_graph.title}.")
-        return {parents[t]: gradient for t, gradient in gradients.items()}
+        return _Gradients({parents[t]: gradient for t, gradient in gradients.items()})
 
     def __repr__(self) -> str:
         lines = [f"  graph={self.graph.id}"]
         for name, connections in (("inputs", self._expected_inputs), ("outputs", self._expected_outputs)):
             lines += [f"  expected_{name}=[", *(f"    {c!r}" for c in connections), "  ]"]
         return "\n".join(["GradGraphInfo[", *lines, "]"])
+
+
+class _Gradients(dict[Tensor, Tensor]):
+    """Gradients, by the tensors that they are of."""
+
+    def __missing__(self, t: object) -> NoReturn:
+        known = ", ".join(of.name for of in self) or "nothing"
+        raise KeyError(
+            f"There is no gradient of {t!r}; there are those of {known}. A gradient is computed of the tensors in "
+            "`grads_required` of `autodiff`, which are tensors of the forward graph; here they are looked up as they "
+            "are bound there."
+        )
 
 
 def make_grad_graph_info(

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from popxl.context import get_current_graph, in_sequence, io_tiles
-from popxl.dependencies import dependencies
+from popxl.core.dependencies import dependencies
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.exchange import Part, multi_exchange_kind
-from popxl.ops.host import init_kind
+from popxl.ops.host import is_init
 
 __all__ = ["io_tile_exchange", "merge_exchange"]
 
@@ -65,7 +65,7 @@ def io_tile_exchange(verify_overlap: bool = True) -> Iterator[None]:
     first_id = graph.ir.counters["op_ids"]
     with io_tiles(), in_sequence(False), merge_exchange():
         yield
-    left = [op for op in graph.ops if op.id >= first_id and op.kind is not init_kind]
+    left = [op for op in graph.ops if op.id >= first_id and not is_init(op)]
     if verify_overlap and len(left) > 1:
         told = ", ".join(f"{op.op_type}.{op.id} ({op.source})" for op in left)
         raise RuntimeError(

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from popxl import dtypes
+from popxl.core.tensor import Tensor
+from popxl.core.tracing import inputs_used
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.op import REFUSED, VJP, Op, OpKind
 from popxl.ops.host import init
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
-from popxl.tracing import inputs_used
+from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.transforms.grad_graph_info import GradGraphInfo

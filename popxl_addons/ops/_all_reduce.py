@@ -13,6 +13,7 @@ from typing import Any, Literal
 import popxl
 from popxl import Op, OpKind, ops
 from popxl.errors import PopxlError
+from popxl.op import BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members, to_collective_op
 from popxl_addons.patterns import Replacement, pattern
@@ -56,7 +57,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
         shape=lambda t, **attributes: t.spec,
         gradient={"t": gradient},
         result="{t}_all_reduce",
-        between_replicas=True,
+        traits=[BetweenReplicas()],
     )
 
     @pattern("default")

@@ -35,6 +35,11 @@ def host_store(t: popxl.Tensor) -> popxl.DeviceToHostStream:
         >>> stream.tensor_id
         'v_stream'
     """
+    if not isinstance(t, popxl.Tensor):
+        raise TypeError(
+            f"host_store: `t` must be a Tensor; got {t!r} ({type(t).__name__}). Of a graph, store what a call of it "
+            "returns: `(y,) = graph.call(x)`."
+        )
     stream = popxl.d2h_stream(t.shape, t.dtype, f"{t.name}_stream")
     ops.host_store(stream, t)
     return stream

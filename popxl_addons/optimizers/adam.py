@@ -112,7 +112,7 @@ class AdamOptimizerStep(Module):
             dtype,
             by_ref=True,
             replica_grouping=replica_grouping,
-            shard_over=math.prod(var.meta_shape) // math.prod(var.shape),
+            shard_over=math.ceil(math.prod(var.meta_shape) / math.prod(var.shape)),
         )
 
 

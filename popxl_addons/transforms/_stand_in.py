@@ -27,7 +27,7 @@ def stand_in(
     if t in inside:
         return input_for(t)
     op = t.origin.producer
-    if op is None or op.kind.put is None:
+    if op is None or op.kind.view is None:
         return input_for(t.origin)
     bases = [stand_in(base, inside, graph, input_for) for base in op.bases]
     with graph:

@@ -75,7 +75,8 @@ def autodiff_with_accumulation(
     tensor ``accum.<name>``, of its shape and dtype. `<name>` is the tensor's flat name in ``graph.args``, or for others
     ``sanitise(tensor.name)``. A call takes a gradient ``g`` into a mean of ``c`` values as
     ``accum = (c * accum + g) / (c + 1)``, and then counts up ``c``. All start at zero; setting the counter to zero
-    starts new means. For a tensor that is a piece, each replica has the mean of its piece, without a meta-shape.
+    starts new means. For a tensor that is a piece, each replica has the mean of its piece, without a meta-shape: the
+    host has one for every replica.
 
     Args:
         graph: what to differentiate.
@@ -84,7 +85,7 @@ def autodiff_with_accumulation(
         grads_required: tensors of `graph` whose gradients are returned, in this order; by default none.
         called_graphs_grad_info: as for `autodiff`.
         replica_groupings: by `<name>`, which replicas share an accumulator's initial value; by default all. Further
-            names are ignored.
+            names are ignored, and those of pieces, which no two replicas share.
 
     Returns:
         Factories of the variables, and the gradient graph, with the same names in `args`.
@@ -133,7 +134,8 @@ def autodiff_with_accumulation(
     with grad.graph, popxl.in_sequence():
         counter = state("mean_accum_counter", (), popxl.float32, None)
         for (name, t), gradient in zip(accumulated.to_dict().items(), gradients, strict=True):
-            mean = state(f"accum.{name}", t.shape, t.dtype, groups.get(name))
+            group = groups.get(name) if not t.meta_shape else grad.graph.ir.replica_grouping(group_size=1)
+            mean = state(f"accum.{name}", t.shape, t.dtype, group)
             ops.var_updates.accumulate_mean_(mean, gradient, counter)
         ops.var_updates.accumulate_(counter, popxl.constant(1, popxl.float32))
     return factories, grad

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import popxl
 from popxl import Op
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
 
 __all__ = ["set_available_memory_proportion_by_ipu", "set_graph_available_memory_proportion_by_ipu"]
 
@@ -56,6 +56,6 @@ def _set(graphs: Iterable[popxl.Graph], proportions: Iterable[float]) -> None:
 
 def _set_op(op: Op, proportion: float) -> None:
     if "available_memory_proportion" in op.attributes:
-        op.attributes["available_memory_proportion"] = proportion
+        op.edit(attributes={**op.attributes, "available_memory_proportion": proportion})
     if several := op.attributes.get("available_memory_proportions"):
-        op.attributes["available_memory_proportions"] = (proportion,) * len(several)
+        op.edit(attributes={**op.attributes, "available_memory_proportions": (proportion,) * len(several)})

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import popxl
 from popxl import ops
-from popxl.aliasing import reachable
+from popxl.core.aliasing import reachable
 from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.utils import suffix_graph_name

@@ -23,7 +23,7 @@ import popxl
 from popxl import ops
 from popxl.ops.call import CallSiteInfo
 from popxl.transforms import GradGraphInfo
-from runtime import structure
+from runtime.plan import structure
 from tests.benchmarks.harness import (
     OURS,
     Measure,

@@ -12,8 +12,8 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from runtime.effects import Channels
-from runtime.lower import Lowering
+from runtime.lowering.effects import Channels
+from runtime.lowering.lower import Lowering
 from tests.benchmarks.harness import (
     OURS,
     Measure,

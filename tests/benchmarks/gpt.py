@@ -17,7 +17,7 @@ import numpy as np
 
 import popxl
 from popxl_addons.ops.rotary_pos_embed import trig_tables
-from runtime import structure
+from runtime.plan import structure
 from tests.benchmarks.blocks import Compiled, compile_time, needed, run_time
 from tests.benchmarks.harness import OURS, Measure, Row, Size, Target, check_agreement, megabytes, time_of, times
 from tests.popxl_addons.gpt.model import Config, batches, first_weights

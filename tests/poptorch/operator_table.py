@@ -43,6 +43,8 @@ ELSEWHERE = {
     "poptorch.custom_op": "test_ops",
     "poptorch.fps": "test_ops",
     "poptorch.nearest": "test_ops",
+    "poptorch.set_overlap_for_input": "test_programs_in_use",
+    "poptorch.set_overlap_for_output": "test_programs_in_use",
 }
 """Operators that have no row, since they mean something on the device alone, and where they are tested."""
 

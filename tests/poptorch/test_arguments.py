@@ -335,7 +335,7 @@ def test_calls_that_do_not_match(compiled, called, message):
 
 def test_the_rest_must_match():
     signature = Signature(variadic, (ones(1), ones(1)), {"mask": ones(1)})
-    with pytest.raises(Error, match="Number of positional arguments mismatch: expected 1 but got 2"):
+    with pytest.raises(Error, match="Number of positional arguments mismatch: expected 2 arguments but got 3"):
         signature.check((ones(1),) * 3, {"mask": ones(1)})
     with pytest.raises(Error, match="kwargs: Missing arguments: mask"):
         signature.check((ones(1),) * 2, {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 import poptorch
-from poptorch.capture import tracer
 
 F = torch.nn.functional
 Function = Callable[..., Any]
@@ -138,7 +138,7 @@ def _written_at_a_mask(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-_of_the_module = torch.eye(3, 4) > 0
+_KEPT = [torch.eye(3, 4) > 0]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ _of_the_module = torch.eye(3, 4) > 0
         lambda x: x[torch.tensor([0, 2]), torch.tensor([True, False, False, True])],
         lambda x: x[torch.where(torch.eye(3, 4) > 0)],
         lambda x: x[torch.ones_like(x).triu().bool()],
-        lambda x: x[_of_the_module],
+        lambda x: x[_KEPT[0]],
         _at_a_mask_written_before,
         _written_at_a_mask,
         lambda x: x.masked_select(torch.arange(4) > 1),
@@ -346,29 +346,151 @@ def test_transformed_functions(function: Function) -> None:
     _agrees(function, _input(2, 3, 4), _input(5, 4))
 
 
-def test_hooks_on_gradients_have_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x.clone().requires_grad_() * 2
-        y.register_hook(lambda gradient: gradient * 100)
-        return y
+class _Hooked(torch.nn.Module):
+    """A model with a hook on gradients somewhere."""
 
-    tracer._tell_of_hooks.cache_clear()
-    with caplog.at_level("WARNING"):
-        _agrees(function, _input(2))
-    assert "Hooks on gradients" in caplog.text
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = torch.nn.Linear(2, 3)
+        if kind == "parameter":
+            self.linear.weight.register_hook(lambda gradient: gradient * 100)
+        if kind == "after a parameter":
+            self.linear.bias.register_post_accumulate_grad_hook(lambda p: None)
+        if kind == "module":
+            self.linear.register_full_backward_hook(lambda module, into, out: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.kind == "tensor":
+            y.register_hook(lambda gradient: gradient * 100)
+        return F.mse_loss(y, torch.ones_like(y))
 
 
-@pytest.mark.parametrize("kind", ["module", "parameter"])
-def test_hooks_of_a_model_are_told_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    tracer._tell_of_hooks.cache_clear()
-    model = torch.nn.Linear(2, 3)
-    if kind == "module":
-        model.register_full_backward_hook(lambda module, into, out: None)
-    else:
-        model.weight.register_hook(lambda gradient: gradient * 100)
-    with caplog.at_level("WARNING"):
-        poptorch.inferenceModel(model)(_input(2, 2))
-    assert "Hooks on gradients" in caplog.text
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("parameter", "The parameter linear.weight has hooks"),
+        ("after a parameter", "The parameter linear.bias has hooks"),
+        ("module", "The module linear has hooks"),
+        ("tensor", r"A tensor of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+    ],
+)
+def test_hooks_on_gradients_are_refused_where_a_model_is_trained(kind: str, where: str) -> None:
+    with pytest.raises(poptorch.Error, match=f"{where} on gradients.*Write what they do into `forward`"):
+        poptorch.trainingModel(_Hooked(kind))(_input(4, 2))
+
+
+def test_hooks_on_gradients_do_nothing_where_there_are_none() -> None:
+    model, x = _Hooked("tensor"), _input(4, 2)
+    model.linear.register_full_backward_hook(lambda module, into, out: None)
+    torch.testing.assert_close(poptorch.inferenceModel(model)(x), model(x).detach())
+
+
+def test_hooks_on_gradients_that_come_later_are_refused() -> None:
+    model = _Hooked("none")
+    training = poptorch.trainingModel(model)
+    training(_input(4, 2))
+    with pytest.raises(poptorch.Error, match="A parameter of the model has hooks.*after `destroy"):
+        model.linear.weight.register_hook(lambda gradient: gradient * 100)
+    training(_input(4, 2))  # it has been removed
+    model.linear.register_full_backward_hook(lambda module, into, out: None)
+    with pytest.raises(poptorch.Error, match="A module of the model has hooks"):
+        training(_input(4, 2))
+
+
+# Numbers of buffers ---------------------------------------------------------------------------------------------------
+
+
+class _Counted(torch.nn.Module):
+    """Reads buffers of the host while it is captured."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False, True]), persistent=False)
+        self.register_buffer("row", torch.tensor(1))
+        self._writes = writes
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._writes:
+            self.count += 1
+        y = x
+        for _ in range(self.count.item()):
+            y = y + 1
+        return y[:, self.mask] * float(self.count * 2), x[self.row]
+
+
+def test_numbers_of_a_buffer_are_known(tmp_path: Path) -> None:
+    module, x = _Counted(), _input(2, 3)
+    model = poptorch.inferenceModel(module)
+    torch.testing.assert_close(model(x), module(x))
+    module.row.fill_(0)  # only a run reads it
+    model.copyWeightsToDevice()
+    torch.testing.assert_close(model(x), module(x))
+    model.save(tmp_path / "model.poptorch")
+    module.count.fill_(4)
+    with pytest.raises(poptorch.Error, match="The buffer count is not what it was when.*destroy"):
+        model.copyWeightsToDevice()
+    model.destroy()
+    torch.testing.assert_close(model(x), module(x))
+    loaded = poptorch.load(tmp_path / "model.poptorch")
+    with torch.no_grad():
+        loaded.model.count.fill_(5)
+    with pytest.raises(poptorch.Error, match="The buffer count is not what it was"):
+        loaded.copyWeightsToDevice()
+
+
+def test_numbers_of_a_buffer_that_is_written_are_not_known() -> None:
+    with pytest.raises(poptorch.Error, match=r"The buffer count is needed here \(test_capture_corners.py:\d+\)"):
+        poptorch.inferenceModel(_Counted(writes=True))(_input(2, 3))
+
+
+# bfloat16 -------------------------------------------------------------------------------------------------------------
+
+
+class _Narrow(torch.nn.Module):
+    """A model in bfloat16 that keeps a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(3, 4)
+        self.register_buffer("mean", torch.full((4,), 0.1))
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.linear(x).tanh()
+        self.mean.lerp_(y.mean(0).detach(), 0.3)
+        return y, x.float().mul(1.1).bfloat16().float(), F.mse_loss(y, torch.ones_like(y))
+
+
+def test_a_model_in_bfloat16_gives_bfloat16(tmp_path: Path) -> None:
+    def trained(steps: int, state: dict[str, torch.Tensor] | None = None) -> tuple[Any, ...]:
+        module = _Narrow()
+        module.load_state_dict(state or module.state_dict())
+        model = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.3))
+        results = [model(x) for _ in range(steps)]
+        return model, results[-1], {name: t.clone() for name, t in module.state_dict().items()}
+
+    x = _input(5, 3).bfloat16()
+    model, (y, rounded, loss), whole = trained(4)
+    assert (y.dtype, rounded.dtype, loss.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert torch.equal(rounded, x.float().mul(1.1).bfloat16().float())
+    _, _, half = trained(2)
+    assert all(torch.equal(t, whole[name]) for name, t in trained(2, half)[2].items())
+    assert {t.dtype for t in whole.values()} == {torch.bfloat16}
+    eager = _Narrow()
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        theirs = eager(x)
+        theirs[-1].backward()
+        optimizer.step()
+    torch.testing.assert_close((y, loss), (theirs[0].detach(), theirs[-1].detach()), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(whole, {n: t.detach() for n, t in eager.state_dict().items()}, rtol=2e-2, atol=1e-2)
+    model.save(tmp_path / "model.poptorch")
+    assert poptorch.load(tmp_path / "model.poptorch")(x)[0].dtype is torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

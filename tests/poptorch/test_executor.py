@@ -56,7 +56,9 @@ def test_what_can_be_wrapped(module: Model) -> None:
         poptorch.inferenceModel(module, 3)
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
-    with pytest.raises(poptorch.Error, match="Inference does not accumulate gradients.*use `deviceIterations`"):
+    with pytest.raises(
+        poptorch.Error, match=r"Training.gradientAccumulation to 1 .*Use poptorch.Options\(\).deviceIterations\(\)"
+    ):
         poptorch.inferenceModel(module, options)
 
 
@@ -237,7 +239,7 @@ def test_results(module: Model) -> None:
     assert result["number"] == 3
     assert result["constant"].tolist() == [1, 2]
     torch.testing.assert_close(result["x"], X)
-    with pytest.raises(poptorch.Error, match="`backward` has no meaning"):
+    with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly"):
         result["y"].backward()
 
 
@@ -275,7 +277,7 @@ def test_inputs_that_need_a_change(caplog: pytest.LogCaptureFixture) -> None:
         y, i, b = model(x, torch.tensor([2**31 - 2]), torch.ones(2, dtype=torch.bfloat16))
     torch.testing.assert_close(y, x.detach() + 1)
     assert i.dtype is torch.int32 and i.item() == 2**31 - 1
-    assert b.dtype is torch.float32
+    assert b.dtype is torch.bfloat16
     assert caplog.text.count("is not contiguous") == 1
     assert caplog.text.count("requires a gradient") == 1
 

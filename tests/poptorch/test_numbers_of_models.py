@@ -89,17 +89,20 @@ def test_padding_trains_as_in_pytorch(make: Callable[[], nn.Module], padding: st
 
 # Losses by each of their names ----------------------------------------------------------------------------------------
 
-_SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0])
-_TIMES, _COUNTS = torch.tensor([5, 4]), torch.tensor([2, 1])
+_SIGNS = [1.0, -1.0, -1.0, 1.0]
+_TIMES, _COUNTS = [5, 4], [2, 1]
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "binary_cross_entropy_with_logits": lambda x: torch.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
-    "cosine_embedding_loss": lambda x: torch.cosine_embedding_loss(x, x.detach().cos(), _SIGNS),
+    "cosine_embedding_loss": lambda x: torch.cosine_embedding_loss(x, x.detach().cos(), torch.tensor(_SIGNS)),
     "ctc_loss": lambda x: torch.ctc_loss(
-        x.T.reshape(6, 2, 2).log_softmax(-1), torch.ones(2, 2, dtype=torch.int64), _TIMES, _COUNTS
+        x.T.reshape(6, 2, 2).log_softmax(-1),
+        torch.ones(2, 2, dtype=torch.int64),
+        torch.tensor(_TIMES),
+        torch.tensor(_COUNTS),
     ),
-    "hinge_embedding_loss": lambda x: torch.hinge_embedding_loss(x[:, 0], _SIGNS),
+    "hinge_embedding_loss": lambda x: torch.hinge_embedding_loss(x[:, 0], torch.tensor(_SIGNS)),
     "kl_div": lambda x: torch.kl_div(x.log_softmax(1), x.detach().softmax(1).roll(1, 0), 2),
-    "margin_ranking_loss": lambda x: torch.margin_ranking_loss(x[:, 0], x[:, 1], _SIGNS),
+    "margin_ranking_loss": lambda x: torch.margin_ranking_loss(x[:, 0], x[:, 1], torch.tensor(_SIGNS)),
     "poisson_nll_loss": lambda x: torch.poisson_nll_loss(x, x.detach().abs(), True, False, 1e-8, 1),
     "triplet_margin_loss": lambda x: torch.triplet_margin_loss(x, x.detach().cos(), x.detach().sin()),
     "linear_cross_entropy": lambda x: F.linear_cross_entropy(x, x.detach().cos(), torch.tensor([0, 2, 1, 1])),
@@ -129,7 +132,7 @@ def test_losses_are_found_by_each_of_their_names(name: str) -> None:
 
 # Halves beside floats -------------------------------------------------------------------------------------------------
 
-_PLACES = torch.tensor([0, 1, 1])
+_PLACES = [0, 1, 1]
 PROMOTING: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
     "matmul": (lambda x, y: x @ y, ((2, 3), (3, 4))),
     "mm": (torch.mm, ((2, 3), (3, 4))),
@@ -144,8 +147,8 @@ PROMOTING: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], .
     "attention": (lambda x, y: F.scaled_dot_product_attention(x, y, y), ((2, 3, 4), (2, 5, 4))),
     "lerp": (lambda x, y: torch.lerp(x, y, 0.25), ((3,), (3,))),
     "cdist": (torch.cdist, ((2, 3), (4, 3))),
-    "scatter_add": (lambda x, y: x.scatter_add(0, _PLACES, y), ((3,), (3,))),
-    "index_add": (lambda x, y: torch.index_add(x, 0, _PLACES, y), ((3,), (3,))),
+    "scatter_add": (lambda x, y: x.scatter_add(0, torch.tensor(_PLACES), y), ((3,), (3,))),
+    "index_add": (lambda x, y: torch.index_add(x, 0, torch.tensor(_PLACES), y), ((3,), (3,))),
     "prelu": (F.prelu, ((2, 3), (3,))),
 }
 
@@ -163,8 +166,8 @@ def test_operands_of_two_dtypes_are_promoted(name: str, half: int) -> None:
 
 def test_what_is_updated_in_place_keeps_its_dtype() -> None:
     x, y = torch.randn(3).half(), torch.randn(3)
-    result = poptorch.inferenceModel(lambda x, y: x.clone().scatter_add_(0, _PLACES, y))(x, y)
-    torch.testing.assert_close(result, x.scatter_add(0, _PLACES, y.half()), rtol=5e-3, atol=5e-4)
+    result = poptorch.inferenceModel(lambda x, y: x.clone().scatter_add_(0, torch.tensor(_PLACES), y))(x, y)
+    torch.testing.assert_close(result, x.scatter_add(0, torch.tensor(_PLACES), y.half()), rtol=5e-3, atol=5e-4)
 
 
 def test_a_number_beside_halves_is_one() -> None:

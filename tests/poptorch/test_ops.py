@@ -119,7 +119,7 @@ def test_loops_are_for_inference() -> None:
             (x,) = poptorch.for_loop(2, lambda a: a * 2, [x * self.w])
             return poptorch.identity_loss(x, "sum")
 
-    with pytest.raises(poptorch.Error, match="poptorch.for_loop .* is only supported in inference"):
+    with pytest.raises(poptorch.Error, match=r"poptorch.for_loop\(\) is only supported in inference"):
         poptorch.trainingModel(Model())(X)
 
 
@@ -148,7 +148,7 @@ def test_slices_that_are_refused() -> None:
         poptorch.dynamic_slice(X, 0, torch.tensor(1.0), 1, 1)
     with pytest.raises(poptorch.Error, match="`start` is 1; expected a tensor with an integer"):
         poptorch.dynamic_update(X, X, 0, 1, 1)
-    with pytest.raises(poptorch.Error, match="expected 2 dimensions and the dtype of `input`"):
+    with pytest.raises(poptorch.Error, match=r"must have same dtype. \(torch.float32 vs torch.float16\)"):
         poptorch.dynamic_update(X, X.half(), 0, torch.tensor(0), 1)
     with pytest.raises(poptorch.Error, match="5 elements with step 1, of 3 in dimension 1"):
         poptorch.dynamic_slice(X, 1, torch.tensor(0), 5, 1)
@@ -169,8 +169,8 @@ ONE, PLACE = torch.ones(2, 1), torch.tensor(1)
         (lambda x: poptorch.dynamic_slice(x, -3, PLACE, 1, 1), "`dim` is -3, of a tensor with 2 dimensions"),
         (lambda x: poptorch.dynamic_slice(x[0, 0], 0, PLACE, 1, 1), "`dim` is 0, of a tensor with 0 dimensions"),
         (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor([1, 1]), 1, 1), r"`start` is \[2\] of torch.int64"),
-        (lambda x: poptorch.dynamic_slice(x, 0, PLACE > 0, 1, 1), r"`start` is \[\] of torch.bool"),
-        (lambda x: poptorch.dynamic_slice(x, 0, PLACE * 1j, 1, 1), r"`start` is \[\] of torch.complex64"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(True), 1, 1), r"`start` is \[\] of torch.bool"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(1j), 1, 1), r"`start` is \[\] of torch.complex64"),
         (lambda x: poptorch.dynamic_slice(x, 0, None, 1, 1), "`start` is None"),
         (lambda x: poptorch.dynamic_slice(x, 0, PLACE, 1, 0), "step 0"),
         (lambda x: poptorch.dynamic_update(x, 1.0, 1, PLACE, 1), "`src` is of type float; expected a tensor"),
@@ -179,8 +179,11 @@ ONE, PLACE = torch.ones(2, 1), torch.tensor(1)
         (lambda x: poptorch.dynamic_update(x, ONE, 1.0, PLACE, 1), "`dim` is 1.0, a float; expected an int"),
         (lambda x: poptorch.dynamic_update(x, ONE, 5, PLACE, 1), "`dim` is 5, of a tensor with 2 dimensions"),
         (lambda x: poptorch.dynamic_update(x, ONE, 1, PLACE, 0), "0 elements, of 3 in dimension 1"),
-        (lambda x: poptorch.dynamic_update(x, ONE, 1, PLACE, 2), r"`src` is \[2, 1\] .*: \[2, 2\] of torch.float32"),
-        (lambda x: poptorch.dynamic_update(x, ONE[:1], 1, PLACE, 1), r"`src` is \[1, 1\] .*: \[2, 1\]"),
+        (lambda x: poptorch.dynamic_update(x, ONE, 1, PLACE, 2), r"`src` has the shape \[2, 1\]; .*, \[2, 2\]"),
+        (
+            lambda x: poptorch.dynamic_update(x, torch.ones(1, 1), 1, PLACE, 1),
+            r"`src` has the shape \[1, 1\]; .*, \[2, 1\]",
+        ),
         (lambda x: poptorch.dynamic_update(x, x, 0, torch.tensor([0, 1]), 2), r"`start` is \[2\] of torch.int64"),
     ],
 )

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import popdist.poptorch  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
 import poptorch
-from popxl.distributed import Instance
+from popxl.base.distributed import Instance
 from runtime import processes
 from tests.poptorch.popdist_training import REPLICAS, train
 
@@ -38,7 +38,9 @@ def test_the_numbers_of_one_process(tmp_path: Path) -> None:
     assert (masks[0] != masks[-1]).any() and (masks[:, 0] != masks[:, 1]).any()
 
 
-def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_says_which_process_this_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(processes, "join", lambda: None)
     instance = Instance(instance_index=1, num_instances=2, num_total_replicas=6, num_ipus_per_replica=2)
     for name, value in instance.environment().items():
@@ -53,8 +55,10 @@ def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch
     model.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 3, poptorch.VariableRetrievalMode.OnePerGroup)
     with pytest.raises(NotImplementedError, match="replicaGrouping: 'weight' has groups of replicas, of which other"):
         model(torch.ones(3, 2))
-    with pytest.raises(RuntimeError, match="`ipus_per_replica` is 1, and poprun was told of 2"):
-        popdist.poptorch.Options(ipus_per_replica=1)
+    caplog.clear()
+    options = popdist.poptorch.Options(ipus_per_replica=1)
+    (warning,) = caplog.messages
+    assert "`ipus_per_replica` is 1, and poprun was told of 2" in warning and options.replication_factor == 3
 
 
 def test_a_single_process() -> None:

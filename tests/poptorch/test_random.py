@@ -54,13 +54,44 @@ def test_ops_draw_numbers_of_their_own() -> None:
     assert not torch.equal(a, b)
 
 
-def test_a_seed_set_in_a_model_has_no_effect() -> None:
-    def draw(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        return torch.rand(64)
+def test_a_seed_set_in_a_model_gives_the_same_numbers_in_each_run() -> None:
+    def draw(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = torch.rand(64)
+        torch.manual_seed(2**40 + 5)
+        first, state = torch.rand(64), torch.get_rng_state()
+        second = torch.rand(64)
+        torch.set_rng_state(state)
+        again = torch.rand(64)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            other = torch.rand(64)
+        return before, first, second, other, again, torch.rand(64)
 
-    first, second = _drawn(draw, seed=3, times=2)
-    assert not torch.equal(first, second)
+    one, two = _drawn(draw, seed=3, times=2)
+    (elsewhere,) = _drawn(draw, seed=4)
+    host = torch.get_rng_state()  # `randomSeed` sets it, and `forward` does not
+    torch.manual_seed(4)
+    assert torch.equal(torch.get_rng_state(), host)
+    assert not torch.equal(one[0], two[0])
+    for i in range(1, 6):
+        assert torch.equal(one[i], two[i]) and torch.equal(one[i], elsewhere[i])
+    assert torch.equal(one[2], one[4])
+    *different, _, last = one
+    assert len({tuple(t.tolist()) for t in (*different, last)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda x: x + torch.rand(64, generator=torch.Generator()), "rand .*has a `generator` of its own.*randomSeed"),
+        (lambda x: x.normal_(generator=torch.Generator()), "normal_ .*has a `generator` of its own"),
+        (lambda x: (torch.set_rng_state(torch.zeros(5056, dtype=torch.uint8)), x)[1], "only a state can be set that"),
+        (lambda x: poptorch.for_loop(2, lambda x: (torch.manual_seed(1), x)[1], [x])[0], "seeded in a body of a loop"),
+    ],
+)
+def test_generators_that_the_device_does_not_have(draw: Callable[[torch.Tensor], Any], message: str) -> None:
+    with pytest.raises(poptorch.Error, match=message):
+        _drawn(draw, seed=1)
 
 
 def test_distributions_do_not_look_at_numbers_and_look_again_afterwards() -> None:

@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import optim
+from poptorch.saving import digest_of
 
 THREE = torch.tensor([3.0])
 
@@ -348,6 +349,15 @@ def _harm() -> None:
     Hostile.ran = True
 
 
+def packed(parts: dict[str, bytes]) -> bytes:
+    """A file of these parts, with their digest."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, part in (parts | {"digest": digest_of(parts).encode()}).items():
+            archive.writestr(name, part)
+    return content.getvalue()
+
+
 def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
     good = tmp_path / "good.poptorch"
     poptorch.inferenceModel(module.eval()).compileAndExport(good, X)
@@ -362,11 +372,7 @@ def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
     about = json.loads(parts["about.json"])
 
     def archived(**changed: bytes) -> bytes:
-        content = io.BytesIO()
-        with zipfile.ZipFile(content, "w") as archive:
-            for name, part in (parts | {n.replace("_", "."): c for n, c in changed.items()}).items():
-                archive.writestr(name, part)
-        return content.getvalue()
+        return packed(parts | {n.replace("_", "."): c for n, c in changed.items()})
 
     def about_with(path: str, value: object) -> bytes:
         changed = json.loads(json.dumps(about))
@@ -392,6 +398,9 @@ def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
         about_with("call/result", {"dataclass": [1], "class": "a:b", "fields": ["x=1"]}),
         about_with("call/result", {"tensor": [1], "dtype": "hub"}),
         about_with("options", {"Training.x.y": 1}),
+        about_with("options", {"executable_cache": str(tmp_path / "folder")}),
+        about_with("options", {"profile_dir": str(tmp_path / "folder")}),
+        about_with("options", {"_Popart.options": {"dict": [["logDir", str(tmp_path / "folder")]]}}),
         about_with("extra", 1),
     ]
     for number, content in enumerate(files):
@@ -410,9 +419,7 @@ def test_other_versions_and_missing_files(module: Model, tmp_path: Path) -> None
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     about = json.loads(parts["about.json"]) | {"poptorch": "0.0.1"}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, part in (parts | {"about.json": json.dumps(about).encode()}).items():
-            archive.writestr(name, part)
+    path.write_bytes(packed(parts | {"about.json": json.dumps(about).encode()}))
     with pytest.raises(AssertionError, match=r"was written by version 0.0.1 of poptorch.*Compile and save"):
         poptorch.load(path)
     with pytest.raises(poptorch.Error, match="holds no model that can be read"):

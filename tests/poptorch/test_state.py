@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import optim
+from poptorch.compiled import Compiled
 from poptorch.executor import PoplarExecutor
 
 
@@ -126,26 +128,35 @@ def test_state_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
         optimizer.load_state_dict({})
 
 
-@pytest.mark.parametrize("make", [lambda p: optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)])
-def test_changes_have_an_effect_when_set(make) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)),
+    ],
+)
+def test_changes_have_an_effect_at_the_next_call(make) -> None:
     module, optimizer, model = wrapped(make)
     model(X)
-    optimizer.param_groups[0]["lr"] = 0.5
+    (group,) = optimizer.param_groups
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(0.5)
+    else:
+        group["lr"] = 0.5
     model(X)
-    torch.testing.assert_close(module.w.detach(), torch.tensor([1.0, 2.0, 3.0]) - 0.2 * X[0])
     model.setOptimizer(optimizer)
     model(X)
-    torch.testing.assert_close(module.w.detach(), torch.tensor([1.0, 2.0, 3.0]) - 0.7 * X[0])
+    torch.testing.assert_close(module.w.detach(), torch.tensor([1.0, 2.0, 3.0]) - 1.1 * X[0])
 
 
+@pytest.mark.filterwarnings("error")  # PyTorch warns where it has not seen a step of the optimiser
 def test_a_schedule_of_rates() -> None:
     module, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=1.0))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    optimizer.step()  # PyTorch wants to see one
     for _ in range(3):
         model(X)
         schedule.step()
-        model.setOptimizer(optimizer)
     torch.testing.assert_close(module.w.detach(), torch.tensor([1.0, 2.0, 3.0]) - 1.75 * X[0])
 
 
@@ -157,6 +168,9 @@ def test_constants_cannot_change() -> None:
         model.setOptimizer(optimizer)
     with pytest.raises(poptorch.Error, match="was compiled with SGD, and this optimizer is Adam"):
         model.setOptimizer(optim.Adam(module.parameters(), lr=0.1))
+    with pytest.raises(poptorch.Error, match="'weight_decay' of group 0 is 0.1.*markAsVariable"):
+        model(X)
+    optimizer.param_groups[0]["weight_decay"] = 0
     model(X)  # goes on as before
     torch.testing.assert_close(module.w.detach(), torch.tensor([1.0, 2.0, 3.0]) - 0.2 * X[0])
 
@@ -269,6 +283,69 @@ def test_a_running_mean_does_not_overflow() -> None:
     assert module.w.item() == -30
 
 
+class Scaled(torch.nn.Module):
+    """Weights in one dtype, used in another: the loss is a sum of products."""
+
+    def __init__(self, dtype: torch.dtype, used_in: torch.dtype) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([1.0, 2.0, -1.0], dtype=dtype))
+        self.used_in = used_in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss((self.w.to(self.used_in) * x.to(self.used_in)).sum(), "none")
+
+
+def emulated(
+    dtype: torch.dtype, used_in: torch.dtype, rows: torch.Tensor, scaling: float, lr: float
+) -> tuple[list[float], list[list[float]]]:
+    """Factors and weights after each step, by PyTorch: rows are `[steps, micro-batches, elements]`."""
+    module = Scaled(dtype, used_in)
+    factor, factors, weights = 1.0, [], []
+    for step in rows:
+        total, largest = torch.zeros(3), 0.0
+        for x in step:
+            module.w.grad = None
+            loss = (module.w.to(used_in) * x.to(used_in)).sum()
+            loss.backward(torch.tensor(scaling * factor, dtype=used_in))
+            total += module.w.grad.float()
+            largest = max(largest, module.w.grad.float().abs().nan_to_num(torch.inf).max().item())
+        with torch.no_grad():
+            module.w.copy_(module.w.float() - lr * total / len(step) / (scaling * factor))
+        if used_in is torch.half:
+            scale = factor * scaling * (2.0 if largest <= 65504 / 8 else 0.5)
+            factor = min(max(scale, 2.0**-15), 2.0**15) / scaling
+        factors.append(factor)
+        weights.append(module.w.tolist())
+    return factors, weights
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used_in", "replicas"),
+    [(torch.half, torch.half, 1), (torch.half, torch.half, 2), (torch.float, torch.half, 1), (torch.float,) * 2 + (1,)],
+)
+def test_automatic_loss_scaling(dtype: torch.dtype, used_in: torch.dtype, replicas: int) -> None:
+    """Beside PyTorch in float16. In the third step gradients are large, in the fifth too, with a mean of 0; the last
+    overflows."""
+    options = poptorch.Options().replicationFactor(replicas)
+    options.Training.setAutomaticLossScaling(True).gradientAccumulation(2 // replicas)
+    options.anchorTensor("scale", "finalLossScale")
+    module = Scaled(dtype, used_in)
+    optimizer = optim.SGD(module.parameters(), lr=0.125, loss_scaling=64.0)
+    model = poptorch.trainingModel(module, options, optimizer)
+    rows = torch.tensor([[[0.5, -0.25, 1.0], [1.0, 0.5, 2.0]]]).repeat(6, 1, 1)
+    rows[2] *= 20.0
+    rows[4, 1] = -rows[4, 0]
+    rows[4] *= 40.0
+    rows[5] *= 1000.0
+    factors, weights = emulated(dtype, used_in, rows, 64.0, 0.125)
+    assert used_in is torch.float or factors == [2, 4, 2, 4, 2, 1]
+    for step, factor, weight in zip(rows, factors, weights, strict=True):
+        model(step)
+        assert optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"].item() == factor
+        assert model.getAnchoredTensor("scale").item() == 64 * factor
+        np.testing.assert_array_equal(module.w.detach().float().numpy(), np.float32(weight))
+
+
 def test_automatic_loss_scaling_is_state() -> None:
     options = poptorch.Options()
     options.Training.setAutomaticLossScaling(True)
@@ -279,3 +356,245 @@ def test_automatic_loss_scaling_is_state() -> None:
     model(X.half())
     assert optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"].item() == 2
     assert model.getAnchoredTensor("scale").item() == 16
+
+
+# In PyTorch's form ----------------------------------------------------------------------------------------------------
+
+
+class Layers(torch.nn.Module):
+    """Two layers that are trained, one that is not reached by the loss, and a parameter that is frozen."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(3, 4, dtype=dtype)
+        self.second = torch.nn.Linear(4, 2, dtype=dtype)
+        self.unused = torch.nn.Linear(2, 5, dtype=dtype)
+        self.scale = torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.second(self.first(x).tanh()) * self.scale, torch.ones_like(x[:, :2]))
+
+
+ROWS = torch.linspace(-1, 1, 15).reshape(5, 3)
+
+
+def eagerly(module: Layers, optimizer: torch.optim.Optimizer, times: int) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        module(ROWS.to(module.scale.dtype)).backward()
+        optimizer.step()
+
+
+def trained(make, times: int, state=None, dtype: torch.dtype = torch.float32):
+    """Module, optimiser and wrapper after some steps; from the states of others, if they are given."""
+    module = Layers(dtype)
+    optimizer = make(module.parameters())
+    model = poptorch.trainingModel(module, None, optimizer)
+    if state is not None:
+        module.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for _ in range(times):
+        model(ROWS.to(dtype))
+    return module, optimizer, model
+
+
+MAKES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "lamb": lambda p: optim.LAMB(p, lr=0.1),
+    "combined": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, use_combined_accum=True, velocity_scaling=128.0),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_training_goes_on_exactly_from_a_state_and_in_pytorch_too(name: str) -> None:
+    make = MAKES[name]
+    whole, optimizer, model = trained(make, 3)
+    state = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    for _ in range(3):
+        model(ROWS)
+    again, *_ = trained(make, 3, state)
+    for key, expected in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[key], expected)
+
+    eager = Layers()
+    theirs = make(eager.parameters())
+    eager.load_state_dict(state[0])
+    theirs.load_state_dict(state[1])
+    eagerly(eager, theirs, 3)
+    torch.testing.assert_close(eager.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
+    assert {type(p) for p in theirs.state} == {torch.nn.Parameter}
+    mine = {p.shape: {key: t.shape for key, t in each.items()} for p, each in optimizer.state.items()}
+    assert mine == {p.shape: {key: t.shape for key, t in each.items()} for p, each in theirs.state.items()}
+
+    back = Layers()  # the same optimiser, three steps in PyTorch, three in a wrapped model, three in PyTorch
+    theirs = make(back.parameters())
+    eagerly(back, theirs, 3)
+    model = poptorch.trainingModel(back, None, theirs)
+    for _ in range(3):
+        model(ROWS)
+    torch.testing.assert_close(back.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
+    eagerly(back, theirs, 3)
+    model.copyWeightsToDevice()
+    model(ROWS)
+    reference = Layers()
+    theirs = make(reference.parameters())
+    eagerly(reference, theirs, 10)
+    torch.testing.assert_close(back.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_state_is_read_when_somebody_looks_and_what_is_changed_in_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer, model = trained(MAKES["sgd"], 1)
+    reads = []
+    state = Compiled.state
+    monkeypatch.setattr(Compiled, "state", lambda self: reads.append(self) or state(self))
+    for _ in range(3):
+        model(ROWS)
+    assert not reads
+    assert len(optimizer.state) == 4 and len(optimizer.state_dict()["state"]) == 4
+    kept = optimizer.state[module.first.bias]["momentum_buffer"]
+    assert len(reads) == 1
+    model(ROWS)  # nobody has changed anything
+    assert not torch.equal(optimizer.state[module.first.bias]["momentum_buffer"], kept)
+    assert len(reads) == 2
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["momentum"] = 1.0
+    before = optimizer.state[module.second.bias]["momentum_buffer"].clone()
+    optimizer.state[module.second.bias]["momentum_buffer"].add_(1000)
+    model(ROWS)
+    after = optimizer.state[module.second.bias]["momentum_buffer"]
+    torch.testing.assert_close(after, before + 1000, rtol=0, atol=2)
+    optimizer.state.clear()  # as in PyTorch, training begins anew
+    model(ROWS)
+    assert optimizer.state[module.second.bias]["momentum_buffer"].abs().max() < 2
+
+
+def test_a_state_that_is_loaded_between_calls_counts() -> None:
+    module, optimizer, model = trained(MAKES["adam"], 2)
+    state = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    model(ROWS)
+    expected = copy.deepcopy(module.state_dict())
+    model(ROWS)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    model(ROWS)
+    assert all(torch.equal(t, expected[name]) for name, t in module.state_dict().items())
+    optimizer.load_state_dict(state[1])
+    del optimizer.state[module.second.bias]
+    with pytest.raises(poptorch.Error, match=r"different numbers of steps: 0 for second.bias, 2 for .*state.clear"):
+        model(ROWS)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_of_torchs_optimizers_have_plain_state(duplicate) -> None:
+    module, optimizer, _ = trained(MAKES["adamw"], 2)
+    copied = duplicate((module, optimizer))[1]
+    assert type(copied.state).__name__ == "defaultdict"
+    assert [each["step"].item() for each in copied.state.values()] == [2] * 4
+    assert {p.shape for p in copied.state} == {(4, 3), (4,), (2, 4), (2,)}
+
+
+def test_two_wrappers_share_an_optimizer() -> None:
+    one, other = Model(), Model()
+    optimizer = torch.optim.SGD([one.w, other.w], lr=0.1, momentum=0.5)
+    models = [poptorch.trainingModel(each, None, optimizer) for each in (one, other)]
+    models[0](X), models[1](X), models[0](X)
+    state = optimizer.state_dict()["state"]
+    torch.testing.assert_close(state[0]["momentum_buffer"], 1.5 * X[0])
+    torch.testing.assert_close(state[1]["momentum_buffer"], X[0])
+
+
+@pytest.mark.parametrize("make", [optim.SGD, torch.optim.SGD])
+def test_a_wrapper_that_is_forgotten_leaves_the_state(make) -> None:
+    module, optimizer, model = wrapped(lambda p: make(p, lr=0.1, momentum=0.5))
+    model(X), model(X)
+    del model
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["momentum_buffer"], 1.5 * X[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_state_of_narrow_parameters_is_exact_if_it_is_loaded_into_a_wrapper(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, optimizer, model = trained(MAKES["adamw"], 2, dtype=dtype)
+    state = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    model(ROWS.to(dtype))
+    again, *_ = trained(MAKES["adamw"], 1, state, dtype)
+    assert all(torch.equal(t, whole.state_dict()[name]) for name, t in again.state_dict().items())
+    assert "is rounded" not in caplog.text
+    plain = Layers(dtype)
+    other = MAKES["adamw"](plain.parameters())
+    other.load_state_dict(state[1])  # PyTorch itself does, before there is a wrapper
+    poptorch.trainingModel(plain, None, other)(ROWS.to(dtype))
+    assert "is rounded to the type of its parameters" in caplog.text
+
+
+def test_state_is_saved_before_a_run(tmp_path) -> None:
+    _, optimizer, model = trained(MAKES["adam"], 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    model(ROWS)
+    optimizer.load_state_dict(state)
+    model.save(tmp_path / "model.poptorch")
+    loaded = poptorch.load(tmp_path / "model.poptorch")
+    loaded(ROWS)
+    (found, *_) = loaded._trainer.optimizer.state.values()
+    assert found["step"].item() == 3
+
+
+def test_a_frozen_parameter_is_told_of() -> None:
+    module, _, model = trained(MAKES["sgd"], 1)
+    module.first.requires_grad_(False)
+    with pytest.raises(poptorch.Error, match="`requires_grad` of first.weight, first.bias has been changed.*destroy"):
+        model(ROWS)
+    model.destroy()
+    before = copy.deepcopy(module.first.weight.detach())
+    model(ROWS)
+    assert torch.equal(module.first.weight, before)
+    module.first.requires_grad_(False)  # as it is already
+    model(ROWS)
+
+
+# What PyTorch does with gradients -------------------------------------------------------------------------------------
+
+
+def test_gradients_are_not_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    module, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=0.1))
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0) == 0  # there has been no call
+    model(X)
+    with pytest.raises(poptorch.Error, match="cannot be clipped after its call.*max_grad_norm=1.0"):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    with pytest.raises(poptorch.Error, match="cannot be clipped after its call"):
+        torch.nn.utils.clip_grad_value_(module.parameters(), 1.0)
+    optimizer.zero_grad(), optimizer.step(), module.zero_grad()  # as programs do; nothing is left to be done
+    assert "grad" not in caplog.text
+    for _ in range(2):
+        assert module.w.grad is None
+    assert caplog.text.count("gradients of a wrapped model stay in its program") == 1
+    torch.testing.assert_close(module.w.detach(), torch.tensor([1.0, 2.0, 3.0]) - 0.1 * X[0])
+
+
+def test_training_within_inference_mode_and_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    module, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5))
+    with torch.inference_mode():
+        model(X)
+        torch.testing.assert_close(optimizer.state[module.w]["momentum_buffer"], X[0])
+    model(X)
+    torch.testing.assert_close(optimizer.state[module.w]["momentum_buffer"], 1.5 * X[0])
+    assert not caplog.text
+    module = Model()
+    module.forward = torch.no_grad()(module.forward)
+    _, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), module)
+    model(X)
+    assert "Nothing is trained" in caplog.text
+    assert not optimizer.state
+
+
+def test_what_is_told_of_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer, model = wrapped(lambda p: torch.optim.SGD(p, lr=0.1, maximize=True))
+    optimizer.register_step_post_hook(lambda *given: None)
+    model(X)
+    assert "SGD: maximize=True has no effect in a wrapped model" in caplog.text
+    assert "Hooks of SGD's step" in caplog.text

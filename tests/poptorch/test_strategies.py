@@ -69,6 +69,8 @@ def test_automatic_stages(strategy: type[PipelinedExecution]) -> None:
         (["A", "B"], [Stage("C"), Stage("D")]),
         ([Phase("A", "B"), Phase(Stage("C"), Stage("D"))],),
         ([["A", "B"], [Stage("C"), Stage("D")]],),
+        (["A", "B"], [["C"], ["D"]]),
+        ([[["A", "B"]], [["C"], Stage("D")]],),
     ],
 )
 def test_phased(strategy: Callable[..., Any], phases: tuple[Any, ...]) -> None:
@@ -76,6 +78,13 @@ def test_phased(strategy: Callable[..., Any], phases: tuple[Any, ...]) -> None:
     assert [[stage.blocks for stage in phase.stages] for phase in given.phases] == [[["A", "B"]], [["C"], ["D"]]]
     assert given.phase(1).stage(0).blocks == ["C"] and given.stage("B").blocks == ["A", "B"]
     assert given.useSeparateBackwardPhase() is given and given.backendOptions()["separate_backward_phase"] is True
+
+
+@pytest.mark.parametrize("strategy", PHASED)
+def test_stages_and_ids_are_phases(strategy: Callable[..., Any]) -> None:
+    given = strategy("A", Stage("B", "C").ipu(2), ["D"])
+    assert [[stage.blocks for stage in phase.stages] for phase in given.phases] == [[["A"]], [["B", "C"]], [["D"]]]
+    assert given.place("C", None, 0) == Place(2, 0, 1)
 
 
 def test_the_units_of_phases() -> None:
@@ -124,7 +133,7 @@ def test_liveness() -> None:
         (lambda: ShardedExecution().place("B", None, 0), "Block 'B' has no `ipu_id`, and poptorch.AutoStage.SameAsIpu"),
         (lambda: SerialPhasedExecution(), "SerialPhasedExecution: there are no phases"),
         (lambda: ParallelPhasedExecution([]), "ParallelPhasedExecution: there are no phases"),
-        (lambda: SerialPhasedExecution("A"), "SerialPhasedExecution: 'A' is no phase; expected a `Phase`"),
+        (lambda: SerialPhasedExecution(1), "SerialPhasedExecution: 1 is no phase; expected a `Phase`"),
         (lambda: SerialPhasedExecution(["A"], ["A"]), "block 'A' is in Stage('A') and in Stage('A')"),
         (lambda: SerialPhasedExecution(["A"]).setTensorsLiveness(1), "`liveness` is 1; expected a `poptorch.Liveness`"),
     ],

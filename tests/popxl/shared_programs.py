@@ -7,7 +7,10 @@ replicas. It returns what every process knows, and what each replica has stored,
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +85,10 @@ def grouped_variables(replication: Replication, share: Share) -> Results:
         ops.host_store(out, v + mixed + every)
     data = np.random.default_rng(2).integers(-9, 9, (REPLICAS, 3)).astype(np.float32)
     known, own = {}, {}
-    with popxl.Session(ir, "ipu_hw") as session:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", popxl.errors.DriftingVariableWarning)  # `mixed`
+        session = popxl.Session(ir, "ipu_hw")
+    with session:
         fed = share(data).reshape(session.host_shape((3,)))
         own["first"] = np.asarray(session.run({into: fed})[out]).reshape(-1, 3)
         known["v"] = session.get_tensor_data(v).copy()
@@ -242,6 +248,25 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
 }
 
 
+def listening() -> list[str]:
+    """The addresses at which this process listens to others, on Linux."""
+    sockets = {f"socket:[{line[9]}]": line[1] for line in _connections() if line[3] == "0A"}
+    opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    return [_address(where.split(":")[0]) for name, where in sockets.items() if name in opened]
+
+
+def _connections() -> list[list[str]]:
+    tables = (Path(f"/proc/self/net/{protocol}") for protocol in ("tcp", "tcp6"))
+    return [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+
+
+def _address(words: str) -> str:
+    """An address as one writes it, of one as Linux lists it: words of four bytes, the last byte first."""
+    data = bytes.fromhex(words)
+    address = ipaddress.ip_address(b"".join(data[i : i + 4][::-1] for i in range(0, len(data), 4)))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
 def main(folder: Path, *names: str) -> None:
     first, count = popdist.getReplicaIndexOffset(), popdist.getNumLocalReplicas()
     results: dict[str, np.ndarray] = {}
@@ -249,6 +274,7 @@ def main(folder: Path, *names: str) -> None:
         known, own = PROGRAMS[name]("popdist", lambda data: data[first : first + count])
         results |= {f"{name}/known/{key}": value for key, value in known.items()}
         results |= {f"{name}/own/{key}": value for key, value in own.items()}
+    results["listening"] = np.array(listening(), str)
     np.savez(folder / f"{popdist.getInstanceIndex()}.npz", **results)
 
 

@@ -311,6 +311,8 @@ def test_the_mappings(ir, run):
         assert parent == fwd.graph_to_parent(forward)
     assert gi.fwd_parent_ins_to_grad_parent_outs(fwd, bwd) == {b: db, w: dw}
     assert gi.fwd_graph_ins_to_grad_parent_outs(bwd) == {fg.inputs[2]: db, fg.inputs[1]: dw}
+    with pytest.raises(KeyError, match=r"no gradient of Variable\[x .*; there are those of b, w\..*`grads_required`"):
+        gi.fwd_parent_ins_to_grad_parent_outs(fwd, bwd)[x]
     assert run(ir, fwd.outputs[0], db, dw) == [7, 10, 30]
 
 
@@ -341,6 +343,14 @@ def test_call_sites_of_other_graphs(ir):
         with pytest.raises(TypeError, match="expected a call of graph"):
             info.inputs_dict(either)
         assert f"{graph.title} and {other.title}" in repr(either)
+
+
+def test_a_call_without_an_activation(ir):
+    graph = graph_of(ir, lambda x: ops.sin(ops.exp(x)))
+    info = autodiff(graph)
+    graph.trim_outputs(1)
+    with ir.main_graph, pytest.raises(ValueError, match=r"neither takes nor returns Tensor\[.*exp_out"):
+        info.inputs_dict(ops.call_with_info(graph, 1.0))
 
 
 def test_what_is_given_and_not_used_is_told(ir, capfd):
@@ -733,6 +743,7 @@ def test_a_training_step():
     np.testing.assert_allclose(b.data, [-0.32], rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 @pytest.mark.parametrize(("by_ref", "expected"), [(True, [1.4, 0.8]), (False, [2.0, 2.0])])
 def test_gradient_accumulation_in_a_loop(by_ref, expected):
     hint = TensorByRef if by_ref else popxl.Tensor

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 from popxl.op import OpKind
-from runtime import structure
-from runtime.bundle import pack, unpack
-from runtime.cache import KIND
+from runtime.files.bundle import pack, unpack
+from runtime.files.cache import KIND
+from runtime.plan import structure
 
 ROOT = Path(__file__).parents[2]
 COMPILED, FOUND = "/jax/compilation_cache/cache_misses", "/jax/compilation_cache/cache_hits"

@@ -408,6 +408,7 @@ def test_a_reference_that_is_not_changed(ir, run):
     assert after(ir, v) == [3]
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 def test_aliases_do_not_cross_the_boundary(ir, run):
     def f(x, y):
         with popxl.in_sequence():

@@ -14,8 +14,8 @@ import pytest
 
 import popxl
 from popxl.__main__ import main
-from runtime.machine import Machine
-from runtime.replicas import Replicas
+from runtime.lowering.replicas import Replicas
+from runtime.program.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 

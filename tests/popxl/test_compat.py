@@ -88,7 +88,8 @@ def test_shapes_and_streams_of_a_session():
     ir.num_host_transfers = 3
     with ir.main_graph, popxl.in_sequence():
         x, y = popxl.h2d_stream((4,), popxl.float32), popxl.d2h_stream((4,), popxl.float32)
-        ops.host_store(y, ops.host_load(x))
+        for _ in range(3):
+            ops.host_store(y, ops.host_load(x))
     session = popxl.Session(ir, "ipu_model")
     assert session._full_input_shape((4,)) == session.host_shape((4,)) == (3, 2, 4)
     assert session._extra_input_dims == (3, 2)

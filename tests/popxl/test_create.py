@@ -5,7 +5,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, PopxlWarning
 
 makers = pytest.mark.parametrize("make", [popxl.variable, popxl.constant], ids=["variable", "constant"])
 
@@ -42,6 +42,20 @@ def test_data(ir, make, data, options, dtype, shape, values):
 
 
 @makers
+def test_numbers_that_32_bits_do_not_hold_are_told(ir, make):
+    told = r"%s: %s does not fit %s, where it is %s\. Use numbers that fit, or a wider dtype\."
+    name = make.__name__
+    with ir.main_graph:
+        with pytest.warns(PopxlWarning, match=told % (name, r"-1e\+300, at \[0, 1\],", "float32", "-inf")) as warned:
+            assert make([[1.0, -1e300, 1e300]]).data.tolist() == [[1, -np.inf, np.inf]]
+        assert [warning.filename for warning in warned] == [__file__]
+        with pytest.warns(PopxlWarning, match=told % (name, "1099511627781", "int32", "5")):
+            assert make(2**40 + 5).data == 5
+        asked = [make(1e300, popxl.float32), make(2**40 + 5, popxl.int32), make(np.inf), make(1e300, downcast=False)]
+    assert [t.data for t in asked] == [np.inf, 5, np.inf, 1e300]
+
+
+@makers
 def test_data_is_copied(ir, make):
     data = np.ones(3, np.float32)
     with ir.main_graph:
@@ -64,6 +78,21 @@ def test_kinds(ir, make):
     assert isinstance(t, popxl.Tensor)
     assert t.in_sync_with_ipu is True
     assert t in (ir.main_graph.variables if make is popxl.variable else ir.main_graph.constants)
+
+
+@makers
+def test_a_dtype_of_others_is_told_with_ours(ir, make):
+    for dtype, remedy in (
+        (np.float32, r"Write `popxl\.float32`"),
+        ("int8", r"Write `popxl\.int8`"),
+        ("f4x", "There are bool"),
+    ):
+        with (
+            ir.main_graph,
+            pytest.raises(TypeError, match=rf"^{make.__name__}: `dtype` must be a popxl dtype.*{remedy}"),
+        ):
+            make(1, dtype)
+    assert ir.main_graph.tensors == ()
 
 
 def test_constants_do_not_change(ir):

@@ -335,6 +335,7 @@ def test_the_marker_is_not_called():
     assert TensorByRef.__name__ == "TensorByRef"
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 def test_changes_by_reference_reach_the_caller(ir):
     def bump(a: TensorByRef, b):
         a += 10

@@ -17,8 +17,8 @@ from popxl.errors import NonFiniteError, PopxlError
 from popxl.session import CompilationProgress, compilation_progress
 from popxl.transforms import autodiff
 from runtime import progress
-from runtime.devices import Device
-from runtime.structure import forget
+from runtime.plan.structure import forget
+from runtime.targets.devices import Device
 from tests.popxl.random_programs.maker import Maker
 from tests.popxl.shared_programs import PROGRAMS
 
@@ -145,9 +145,9 @@ def test_the_letter() -> None:
         "",
         "log_out: f32[] = Log(x)",
         "in graph `logarithm_subgraph(0)`, at `return ops.log(x)`",
-        f"{popxl.printing.line(body.ops[1])}",
+        f"{popxl.core.printing.line(body.ops[1])}",
         f"in {body.title}, at `ops.conditional(flag, inner, inner, [x], [x])`",
-        f"{popxl.printing.line(ir.main_graph.ops[0])}, in turn 3 of 5",
+        f"{popxl.core.printing.line(ir.main_graph.ops[0])}, in turn 3 of 5",
         "in the main graph, at `ops.add_(x, ops.repeat(body, 5, x)[0])`",
         "",
     ]
@@ -277,6 +277,7 @@ def results(seed: int, is_debugged: bool) -> dict[str, np.ndarray]:
         return stored | {v.id: data for v, data in session.get_tensors_data(ir.main_graph.variables).items()}
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs(seed: int) -> None:
     debugged, compiled = results(seed, True), results(seed, False)
@@ -378,9 +379,92 @@ def test_what_changes_an_ir() -> None:
             session.run()
 
 
+def test_a_call_that_writes_back_from_now_on() -> None:
+    ir = popxl.Ir()
+    ir.options.enableInplaceAmbiguityChecking = False
+    with ir.main_graph:
+        v = popxl.variable(1.0, name="v")
+        site = ops.call_with_info(ir.create_graph(lambda t: ops.add_(t, popxl.constant(1.0)), v), v)
+    with popxl.Session(ir) as session:
+        session.run()
+        site.set_parent_input_modified(v)
+        with pytest.raises(
+            PopxlError, match=r"Op\[Call.\d+\] \(test_debugging.py:\d+\) has other inputs that it change"
+        ):
+            session.run()
+        assert session.get_tensor_data(v) == 1
+    with popxl.Session(ir) as session:
+        session.run()
+        assert session.get_tensor_data(v) == 2
+
+
+def test_all_edits_are_counted_and_told() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph as main, popxl.in_sequence():
+        x = popxl.variable([1.0, 2.0], name="x")
+        buffer = popxl.remote_buffer((2,), F32, 1)
+        graph = ir.create_graph(lambda t, u: t @ u, x, x)
+        (y,) = ops.call(graph, x, x)
+        ops.remote_store(buffer, 0, x)
+    (call,), (product,) = graph.call_sites, graph.ops
+
+    def an_input() -> None:
+        call.gain_input(x)
+
+    def slots() -> None:
+        buffer.entries = 2
+
+    def other_slots() -> None:
+        buffer.set_remote_buffer_info(F32, (2,), 3)
+
+    def a_variable_in_a_slot() -> None:
+        with main:
+            popxl.remote_variable([1.0, 2.0], buffer, 0, name="filling")
+
+    def by_reference() -> None:
+        graph.inputs[0].by_ref = True
+
+    def an_option() -> None:
+        ir.options.throwIfLog2ScaleTensorNotInRange = False
+
+    def replicas() -> None:
+        ir.options.enableReplicatedGraphs, ir.options.replicatedGraphCount = True, 2
+
+    edits: list[tuple[Callable[[], Any], str]] = [
+        (lambda: graph.add_input(x.spec, "late"), r"graph `.*` has gained input Tensor\[.*late"),
+        (an_input, r"Op\[Call.\d+\] .* has other inputs(;|\.)"),
+        (
+            lambda: graph.add_output(graph.inputs[0]),
+            r"Op\[Call.\d+\] .* has other results; graph .* has gained output Tensor",
+        ),
+        (lambda: call.edit(modified=frozenset({0})), "has other inputs that it changes"),
+        (lambda: product.edit(attributes={**product.attributes}), r"Op\[MatMul.\d+\] .* has other attributes"),
+        (lambda: product.edit(ipu=1), r"Op\[MatMul.\d+\] .* has another IPU"),
+        (by_reference, "has gained input by reference Tensor"),
+        (slots, r"remote buffer 1 is .*\[1: 2 x f32\[2\]\], and was .*\[1: 1 x"),
+        (other_slots, r"remote buffer 1 is .*\[1: 3 x f32\[2\]\], and was"),
+        (a_variable_in_a_slot, r"what fills remote buffers is \[Variable\[filling .*\]\], and was \[\]"),
+        (an_option, "`ir.options.throwIfLog2ScaleTensorNotInRange` is False, and was True"),
+        (replicas, "`ir.replication_factor` is 2, and was 1"),
+    ]
+    with popxl.Session(ir) as session:
+        for edit, told in edits:
+            count = ir.edits.count
+            edit()
+            assert ir.edits.count > count, told
+            with pytest.raises(PopxlError, match=told):
+                session.run()
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        product.attributes["trans_a"] = True
+
+
 def test_what_does_not_change_what_is_run() -> None:
     ir, x = counter()
     with popxl.Session(ir) as session:
+        ir.main_graph.add_output(x)
+        with pytest.raises(PopxlError, match="has gained output"):
+            session.run()
+        ir.main_graph.trim_outputs(0)
         autodiff(ir.create_graph(lambda t: ops.exp(t), x))
         with ir.main_graph:
             popxl.variable(1.0)

@@ -10,8 +10,8 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.estimate import BOW, GC200, Estimate, estimate_of
-from popxl.memory import size
+from popxl.looking.estimate import BOW, GC200, Estimate, estimate_of
+from popxl.looking.memory import size
 
 
 def cycles(amount: float, each_second: float) -> int:

@@ -25,7 +25,8 @@ import popart
 import popdist
 import popxl
 import runtime
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 
 PACKAGES = {"jax": jax, "jnp": jnp, "np": np, "ops": ops, "popart": popart, "popxl": popxl, "runtime": runtime}
 

@@ -12,28 +12,28 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.errors import ApplicationRuntimeError, PopxlError
-from popxl.op import OpKind, Requirement
+from popxl.op import Exchange, OpKind, Overwrites, Requirement
 from popxl.ops.exchange import multi_exchange_kind
 from popxl.transforms import io_tile_exchange, merge_exchange
 
 F32 = popxl.float32
+
+some_slots_are_left = pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")
 
 # Exchanges with something that is no stream: `buffer` is only a name here.
 fetch = OpKind(
     "Fetch",
     lambda t, offset=None, *, buffer: t + (0 if offset is None else offset),
     shape=lambda t, offset=None, *, buffer: t.spec,
-    requires={"offset": Requirement(lambda n: n < 3, "has to be below 3")},
+    traits=[Requirement("offset", lambda n: n < 3, "has to be below 3"), Exchange("buffer")],
     gradient=None,
-    exchange="buffer",
 )
 fetch_ = OpKind(
     "FetchInplace",
     lambda t, *, buffer: jnp.full(t.shape, float(len(buffer)), t.dtype),
     shape=lambda t, *, buffer: t.spec,
-    modifies=("t",),
+    traits=[Overwrites("t"), Exchange("buffer")],
     gradient=None,
-    exchange="buffer",
 )
 
 
@@ -418,6 +418,7 @@ def test_an_in_place_change_is_ordered_by_an_exchange(ir, main, w, v, run):
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
+@some_slots_are_left
 def test_values_are_the_same(ir, main, w, v):
     """Streams of several elements, one of them stored to twice, inside and outside of the exchange."""
     ir.num_host_transfers = 3
@@ -519,6 +520,7 @@ def test_saved_and_loaded(ir, main, w, v, tmp_path):
     assert results[0] == results[1]
 
 
+@some_slots_are_left
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=12))
 def test_random_blocks_compute_what_they_did(steps):

@@ -371,8 +371,27 @@ def test_a_graph_that_has_changed() -> None:
     f = popxl.to_jax(graph)
     with graph:
         graph.outputs[0] + 1
-    with pytest.raises(PopxlError, match=r"gained ops since `popxl.to_jax` was called\. Call it again"):
+    with pytest.raises(
+        PopxlError, match=r"gained Op\[Add.*\] \(test_interop.py:\d+\) since `popxl.to_jax` was called\. Call it"
+    ):
         f(X, W)
+
+
+def test_a_call_that_has_changed() -> None:
+    ir = popxl.Ir()
+    inner = ir.create_graph(lambda t: ops.add_(t, popxl.constant(1.0)), popxl.TensorSpec((), popxl.float32))
+    graph = ir.create_empty_graph()
+    with graph:
+        t = popxl.graph_input((), popxl.float32, "t", by_ref=True)
+        site = ops.call_with_info(inner, t)
+        popxl.graph_output(t + 0.0)
+    f = popxl.to_jax(graph)
+    assert f(1.0) == 1
+    site.set_parent_input_modified(t)
+    with pytest.raises(PopxlError, match="has other inputs that it changes since `popxl.to_jax` was called"):
+        f(1.0)
+    result, written = popxl.to_jax(graph)(1.0)
+    assert (result, written["t"]) == (2, 2)
 
 
 def test_a_lowering_that_fails_names_the_op() -> None:
@@ -389,7 +408,7 @@ def test_what_ops_require_is_checked_by_checkify() -> None:
         "Root",
         jnp.sqrt,
         operands=("t",),
-        requires={"t": popxl.op.Requirement(lambda t: t >= 0, "has to be positive {or zero}")},
+        traits=[popxl.op.Requirement("t", lambda t: t >= 0, "has to be positive {or zero}")],
     )
 
     def roots(x):
@@ -476,6 +495,18 @@ def test_the_main_graph_in_a_loop_of_jax_and_with_defaults() -> None:
     assert_close((w, losses), (changed["w"], [first["loss"], second["loss"]]))
     gradient = jax.grad(lambda w: step(w=w, x=X)[0]["loss"])(W)
     assert_close(gradient, jax.grad(lambda w: jnp.tanh(X @ w).sum())(W))
+
+
+def test_a_stream_with_the_name_of_a_variable() -> None:
+    """Its argument gets another name."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        w = popxl.variable([1.0, 2.0], name="w")
+        ops.host_store(popxl.d2h_stream((2,), w.dtype, "out"), w * ops.host_load(popxl.h2d_stream((), w.dtype, "w")))
+    step = popxl.to_jax(ir.main_graph)
+    assert step.inputs == ("w", "w_stream")
+    fetched, _ = step(w_stream=np.float32(3))
+    assert_close(fetched["out"], [3, 6])
 
 
 def test_errors_of_the_main_graph() -> None:

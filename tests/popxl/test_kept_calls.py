@@ -11,7 +11,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from runtime.devices import Device
+from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import popart
 import popxl
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 
 
 @pytest.fixture(autouse=True)

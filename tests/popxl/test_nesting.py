@@ -2,7 +2,7 @@
 
 import pytest
 
-from popxl.nesting import done
+from popxl.base.nesting import done
 
 
 def depth(levels):

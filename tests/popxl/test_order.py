@@ -11,7 +11,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
-from runtime.order import LARGE, after
+from runtime.cpu.order import LARGE, after
 
 ROWS, WIDTHS = 3, (150, 140, 130)
 """So many numbers in weights that copying them takes long; no two tensors have the same shape."""

@@ -14,8 +14,8 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime import structure
-from runtime.devices import Device
+from runtime.plan import structure
+from runtime.targets.devices import Device
 from tests.popxl_addons import test_addons_pipelining as pipelines
 
 F32 = popxl.float32
@@ -313,6 +313,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.DriftingVariableWarning")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_numbers(program: Callable[[], Any], replicas: int) -> None:
@@ -602,8 +603,8 @@ def test_prints(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_checks() -> None:
     """What fails on any device is raised, and told by its op. Checks on several do not wait for each other."""
-    not_negative = Requirement(lambda x: x >= 0, "has to be 0 or more")
-    root = OpKind("RootInPlaces", lambda x: x**0.5, shape=lambda x: x.spec, requires={"x": not_negative})
+    not_negative = Requirement("x", lambda x: x >= 0, "has to be 0 or more")
+    root = OpKind("RootInPlaces", lambda x: x**0.5, shape=lambda x: x.spec, traits=[not_negative])
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         feed = popxl.h2d_stream((), F32)

@@ -15,7 +15,7 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError, PopxlError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime.plan import Plan
+from runtime.plan.plan import Plan
 
 WAYS = ("kept", "dispatched", "inlined")
 X = np.float32([[1, -2, 3], [0.5, 4, -1]])
@@ -249,6 +249,7 @@ def test_by_reference_through_several_graphs() -> None:
     all_ways(build, 3, x=X)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 def test_streams_in_pieces() -> None:
     """Loads and stores in the main graph, in called graphs and in loops go on where they were."""
 
@@ -290,8 +291,8 @@ def test_prints_come_in_order(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_checks() -> None:
     """What a piece requires of its numbers is raised by `run`, and the variables stay usable."""
-    not_negative = Requirement(lambda x: x >= 0, "has to be 0 or more")
-    root = OpKind("RootInPlan", lambda x: x**0.5, shape=lambda x: x.spec, requires={"x": not_negative})
+    not_negative = Requirement("x", lambda x: x >= 0, "has to be 0 or more")
+    root = OpKind("RootInPlan", lambda x: x**0.5, shape=lambda x: x.spec, traits=[not_negative])
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         feed = popxl.h2d_stream((), popxl.float32)

@@ -29,7 +29,7 @@ def counter(ir):
 @pytest.fixture
 def uploads(monkeypatch):
     """Counts the uploads of all programs."""
-    from runtime.program import Program
+    from runtime.program.program import Program
 
     original, counted = Program.upload, []
     monkeypatch.setattr(Program, "upload", lambda self: (counted.append(self), original(self))[1])
@@ -90,7 +90,11 @@ def test_what_the_device_raises_is_caught(ir):
 
 def test_every_error_of_ours_has_a_name():
     ours = {e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)}
-    assert ours - {getattr(popart, name) for name in popart.__all__} == {errors.NonFiniteError, errors.UndefinedValue}
+    assert ours - {getattr(popart, name) for name in popart.__all__} == {
+        errors.NonFiniteError,
+        errors.UndefinedValue,
+        errors.UnreadableFileError,
+    }
 
 
 def test_the_version():

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from popxl.distributed import Instance
+from popxl.base.distributed import Instance
 from popxl.errors import PopxlRuntimeError
 from runtime.poprun import GRACE
 from runtime.processes import Line

@@ -5,7 +5,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.printing import schedule
+from popxl.core.printing import schedule
 
 F32 = popxl.float32
 

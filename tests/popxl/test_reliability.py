@@ -7,7 +7,9 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +23,7 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import host_pow2scale_cast_to_fp8
+from runtime.aside import Aside
 from runtime.interrupts import uninterrupted
 from tests.benchmarks.soak import FORMS, Footprint, counter, soak
 
@@ -217,7 +220,7 @@ def test_a_replaced_file_can_be_read_by_others(tmp_path):
 def test_a_program_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     ir, pair = two_that_are_alike()
     ir.save(tmp_path / "program")
-    from popxl import saving
+    from popxl.program import saving
 
     original = saving._read_program
 
@@ -243,6 +246,101 @@ def test_a_signal_handler_may_use_the_session(interrupted):
         assert session.get_tensor_data(program.count)[0] == 1 + 200 * program.growth
     assert len(seen) > 100
     assert {(value - 1) % program.growth for value in seen} == {0.0}
+
+
+COMPILING = """
+    import signal, sys
+    import numpy as np
+    import popxl
+    from popxl import ops
+    from popxl.session import compilation_progress
+
+    def program(length, calls="kept"):
+        ir = popxl.Ir()
+        ir.options.calledGraphs = calls
+        with ir.main_graph:
+            x = popxl.variable(np.float32([0.5, 2, 1]), name="x")
+            graph = ir.create_graph(lambda x: ops.sin(x) + ops.tanh(x * 0.5), x)
+            for _ in range(length):
+                (x,) = ops.call(graph, x)
+                x = ops.cos(x)
+            out = popxl.d2h_stream(x.shape, x.dtype)
+            ops.host_store(out, x)
+        return ir, out
+
+    def check(ir, out, length):
+        x = np.array([0.5, 2, 1])
+        for _ in range(length):
+            x = np.cos(np.sin(x) + np.tanh(x * 0.5))
+        with popxl.Session(ir, "cpu") as session:
+            np.testing.assert_allclose(session.run()[out], x, rtol=1e-5)
+
+    def is_interrupted(ir, where):
+        # in the call of a function, from when the compilation begins
+        file, name, times = where
+
+        def profile(frame, event, _):
+            nonlocal times
+            code = frame.f_code
+            if event == "call" and code.co_filename.endswith(file) and name in ("", code.co_name):
+                times -= 1
+                if times == 0:
+                    signal.raise_signal(signal.SIGINT)
+
+        try:
+            with compilation_progress(lambda progress: sys.setprofile(profile)):
+                popxl.Session(ir, "cpu")
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+
+    ir, out = program(12)
+    for where in PLACES:
+        assert is_interrupted(ir, where), where
+    check(*program(1), 1)
+    check(ir, out, 12)
+    planned, out = program(3, "dispatched")
+    assert is_interrupted(planned, PLACES[-1])
+    check(planned, out, 3)
+    print("all is well")
+"""
+
+PLACES = [("lower.py", "carry_out", 20), ("mlir.py", "", 300), ("_base.py", "result", 1)]
+"""While JAX traces, while it lowers, and while XLA compiles: the file, the function, and the call of it."""
+
+
+def test_going_on_after_a_compilation_was_interrupted():
+    """What JAX and XLA had begun must not bring down the process when it compiles the next program."""
+    program = textwrap.dedent(COMPILING).replace("PLACES", repr(PLACES))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "all is well\n"), done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process cannot be ended by a signal there")
+def test_an_interrupt_that_nobody_catches_ends_the_program_at_once():
+    """The thread that compiles must not abort the process, or hold it."""
+    program = """
+        import os, signal, threading, time
+        from runtime.aside import Aside
+        with Aside(1) as aside:
+            working = aside.begin(lambda: time.sleep(1000))
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+            working.result()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=100)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.endswith(b"KeyboardInterrupt\n")
+
+
+def test_threads_that_compile_have_the_settings_of_those_that_wait():
+    with jax.enable_x64(True), jax.default_matmul_precision("float32"), Aside(1) as aside:
+        dtype, precision = aside.begin(lambda: (jnp.float64(1).dtype, jax.config.jax_default_matmul_precision)).result()
+    assert (dtype, precision) == (np.float64, "float32")
+    with Aside(2) as aside:
+        assert aside.begin(lambda: jnp.asarray(1.0).dtype).result() == np.float32
+        with pytest.raises(ZeroDivisionError):
+            aside.begin(lambda: 1 / 0).result()
 
 
 def test_signals_wait():

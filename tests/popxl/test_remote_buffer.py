@@ -16,7 +16,7 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlError
 from popxl.transforms import io_tile_exchange, merge_exchange
-from runtime.devices import Device
+from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
 F32, I32 = popxl.float32, popxl.int32

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
-from popxl.sharding import Parts, parts_of, piece_length
-from runtime.devices import Device
+from popxl.values.sharding import Parts, parts_of, piece_length
+from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
 F32, I32 = popxl.float32, popxl.int32

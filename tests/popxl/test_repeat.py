@@ -198,6 +198,7 @@ def test_a_mark_on_the_loop_alone_changes_nothing(ir):
 # Streams --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")  # it stores once
 def test_streams_go_on_with_each_turn(ir):
     ir.num_host_transfers = 6
     with ir.main_graph, popxl.in_sequence():

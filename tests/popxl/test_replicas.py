@@ -14,7 +14,7 @@ from popxl import ops
 from popxl.errors import ApplicationRuntimeError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
-from runtime.devices import Device
+from runtime.targets.devices import Device
 
 WAYS = ("kept", "dispatched", "inlined")
 
@@ -180,7 +180,7 @@ def test_conditionals_and_loops_go_their_own_ways(device: Any, way: str) -> None
 
 
 def test_checks_of_one_replica_are_told(device: Any, way: str) -> None:
-    below = OpKind("Below", lambda t: t, shape=lambda t: t.spec, requires={"t": Requirement(lambda t: t < 3, "is < 3")})
+    below = OpKind("Below", lambda t: t, shape=lambda t: t.spec, traits=[Requirement("t", lambda t: t < 3, "is < 3")])
     ir = popxl.Ir(replication=2)
     with ir.main_graph:
         into, out = popxl.h2d_stream((), popxl.float32), popxl.d2h_stream((), popxl.float32)

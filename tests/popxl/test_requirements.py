@@ -12,13 +12,13 @@ from popxl.errors import ApplicationRuntimeError, PopxlError
 from popxl.op import OpKind, Requirement
 
 root = OpKind(
-    "Root", jnp.sqrt, requires={"x": Requirement(lambda x: x >= 0, "has to be 0 or more")}, shape=lambda x: x.spec
+    "Root", jnp.sqrt, traits=[Requirement("x", lambda x: x >= 0, "has to be 0 or more")], shape=lambda x: x.spec
 )
 switched = OpKind(
     "Switched",
     lambda t, limit: t,
     shape=lambda t, limit: t.spec,
-    requires={"limit": Requirement(lambda n: n < 3, "has to be below 3", option="throwIfLog2ScaleTensorNotInRange")},
+    traits=[Requirement("limit", lambda n: n < 3, "has to be below 3", option="throwIfLog2ScaleTensorNotInRange")],
 )
 
 

@@ -17,7 +17,8 @@ import safetensors.numpy
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
+from popxl.base.files import sealed
+from popxl.errors import PopxlError, UnreadableFileError
 from popxl.op import OpKind
 from popxl.transforms import autodiff
 from tests.popxl.ops.rows import ROWS
@@ -85,6 +86,19 @@ def test_the_host_values_of_now_are_saved(tmp_path: Path) -> None:
     ir.save(tmp_path / "program")
     loaded = popxl.Ir.load(tmp_path / "program")
     assert_same(runs(loaded, *streams(loaded)), runs(ir, x_in, y_out))
+
+
+def test_a_stream_may_have_the_name_of_a_tensor(tmp_path: Path) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph as main, popxl.in_sequence():
+        x = popxl.variable([1.0, 2.0], name="x")
+        ops.host_store(popxl.d2h_stream((2,), popxl.float32, "x"), ops.host_load(popxl.h2d_stream((2,), x.dtype, "w")))
+    ir.save(tmp_path / "program")
+    loaded = popxl.Ir.load(tmp_path / "program")
+    assert str(loaded) == str(ir)
+    assert [s.tensor_id for s in streams(loaded)] == ["w", "x"]
+    assert [t.id for t in loaded.main_graph.tensors] == [t.id for t in main.tensors]
+    assert loaded.main_graph.get_tensor("x") is loaded.main_graph.variables[0]
 
 
 def test_a_loaded_program_can_be_built_on(tmp_path: Path) -> None:
@@ -213,7 +227,7 @@ def test_the_files(tmp_path: Path) -> None:
     path = tmp_path / "program.json"
     ir.save(path)
     program = json.loads(path.read_text())
-    assert (program["format"], program["popxl"]) == (1, popxl.__version__)
+    assert (program["format"], program["popxl"]) == (2, popxl.__version__)
     np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / program["arrays"])["w"], np.eye(3))
     runs(ir, x_in, y_out)
     ir.save(path)
@@ -246,7 +260,8 @@ def edited(program: dict[str, Any], damage: str) -> None:
 
 
 DAMAGES = {
-    "newer": "it has format 99, of popxl 99.0; this popxl reads format 1",
+    "newer": "it has format 99, of popxl 99.0; this popxl reads format 2",
+    "not sealed": "it is damaged: its digest differs",
     "unknown field": "colour",
     "dangling tensor": "'nobody' is missing",
     "dangling graph": "'nobody' is missing",
@@ -255,7 +270,7 @@ DAMAGES = {
     "dtype": "float31",
     "attribute": "'what' is missing",
     "other arrays": "elsewhere",
-    "truncated": "EOF",
+    "truncated": "it is no JSON",
     "truncated arrays": "digest",
     "no arrays": "No such file",
     "another file": "JSON",
@@ -271,13 +286,16 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     program = json.loads(path.read_text())
     arrays = tmp_path / program["arrays"]
     edited(program, damage)
-    text = json.dumps(program)
+    text = json.dumps(program | {"digest": ""})
+    text = text if damage == "not sealed" else sealed(text.encode()).decode()
     path.write_text({"truncated": text[: len(text) // 2], "another file": "hello"}.get(damage, text))
     if damage == "truncated arrays":
         arrays.write_bytes(arrays.read_bytes()[:-1])
     elif damage == "no arrays":
         arrays.unlink()
-    with pytest.raises(ValueError, match=r"Ir.load: '.*program' does not hold a program that can be read") as error:
+    with pytest.raises(
+        UnreadableFileError, match=r"Ir.load: '.*program' does not hold a program that can be read"
+    ) as error:
         popxl.Ir.load(path)
     assert re.search(DAMAGES[damage], str(error.value)), error.value
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,8 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
-from runtime.devices import model_device
+from popxl.errors import PopxlError, PopxlWarning
+from runtime.targets.devices import model_device
 from tests.popxl.evaluate import evaluate
 
 F32 = popxl.float32
@@ -75,7 +76,7 @@ def on_device(session, v):
 @pytest.fixture
 def transfers(monkeypatch):
     """Counts the uploads and downloads of all programs."""
-    from runtime.program import Program
+    from runtime.program.program import Program
 
     counts = {"upload": 0, "download": 0}
 
@@ -454,6 +455,25 @@ def test_refused_dtypes(program):
         assert session.get_tensor_data(program.v) == 11  # nothing ran but the last
 
 
+def test_numbers_that_do_not_fit_are_refused(program):
+    feeds, big, tiny = program.feeds(), [1.0, -1e300], [1.0, 1e-300]
+    told = r"the array for HostToDeviceStream Tensor\[%s .*: %s does not fit %s, where it is %s\."
+    bad = [
+        (program.x, big, ("x", r"-1e\+300, at \[1\],", "float32", "-inf"), True),
+        (program.x, np.array(big), ("x", r"-1e\+300, at \[1\],", "float32", "-inf"), True),
+        (program.k, 2**40 + 7, ("k", "1099511627783", "int32", "7"), True),
+        (program.k, np.array(-(2**31) - 1), ("k", "-2147483649", "int32", "2147483647"), False),
+    ]
+    with popxl.Session(program.ir) as session:
+        for stream, data, parts, downcast in bad:
+            with pytest.raises(ValueError, match=told % parts):
+                session.run(feeds | {stream: data}, downcast_inputs=downcast)
+        with pytest.raises(ValueError, match=r"write_variable_data: the data for Variable\[.*: 1e\+300 does not fit"):
+            session.write_variable_data(program.v, 1e300)
+        for data in ([np.inf, 1.0], [np.nan, 1.0], tiny):  # what is infinite, or rounded, may be meant
+            session.run(feeds | {program.x: np.array(data)})
+
+
 def test_refused_streams(program):
     foreign = Program()
     feeds, outputs = program.feeds(), popxl.Session(program.ir).create_host_outputs()
@@ -575,11 +595,41 @@ def test_unused_room_is_left_alone(ir):
         for _ in range(2):
             ops.host_store(sink, ops.host_load(source) + 1)
     output = np.full(4, 7, np.float32)
-    with popxl.Session(ir) as session:
+    with pytest.warns(PopxlWarning, match="2 .* are never .* Set `ir.num_host_transfers` to 2") as told:
+        session = popxl.Session(ir)
+    assert sorted(str(each.message).partition(": 2 ")[2][:30] for each in told) == [
+        "slots of its host array are ne",
+        "values of its host array are n",
+    ]
+    with session:
         session.run_with_outputs({source: np.arange(4, dtype=np.float32)}, {sink: output})
         found = session.run({source: np.arange(4, dtype=np.float32)})[sink]
     assert output.tolist() == [1, 2, 7, 7]
     assert (found.shape, found[:2].tolist()) == ((4,), [1, 2])
+
+
+def test_slots_that_are_never_written_are_told_once(ir):
+    """Of a stream that is loaded from less often than another, which needs the room, nothing is said."""
+    ir.num_host_transfers = 4
+    with ir.main_graph, popxl.in_sequence():
+        number, factor, total = popxl.h2d_stream((), F32), popxl.h2d_stream((), F32), popxl.d2h_stream((), F32, "total")
+        k, t = ops.host_load(factor), popxl.constant(0.0)
+        for _ in range(4):
+            t = t + ops.host_load(number) * k
+        ops.host_store(total, t)
+        (line,) = [op.source.line for op in ir.main_graph.ops if op.op_type == "HostStore"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default", PopxlWarning)
+        sessions = [popxl.Session(ir) for _ in range(2)]
+        warnings.simplefilter("ignore", PopxlWarning)
+        popxl.Session(ir)
+    assert [(each.filename, each.lineno) for each in told] == [(__file__, line)]
+    assert str(told[0].message).endswith(
+        "Tensor[total popxl.dtypes.float32 ()] once, and `ir.num_host_transfers` is 4: 3 slots of its host array are "
+        "never written. Those from number 1 on are no results."
+    )
+    with sessions[0] as session:
+        assert session.run({number: np.float32([1, 2, 3, 4]), factor: np.float32([0.5] * 4)})[total].tolist()[0] == 5
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -851,7 +901,9 @@ def test_too_many_transfers_are_told_before_shapes():
     ir = popxl.Ir()
     with ir.main_graph:
         x = popxl.h2d_stream((2,), F32, "x")
-        graph = ir.create_graph(lambda: ops.host_load(x) and None)
+        graph = ir.create_empty_graph()
+        with graph:
+            ops.host_load(x)
         ops.repeat(graph, 4)
     with popxl.Session(ir) as session, pytest.raises(PopxlError, match="makes 4 transfers of .* Set it to at least 4"):
         session.run({x: np.zeros((4, 2), np.float32)})

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl import log, ops
+from popxl import ops
+from popxl.base import log
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from runtime import structure
-from runtime.bundle import FORMAT, pack, unpack
-from runtime.session_files import KIND
+from runtime.files.bundle import FORMAT, pack, unpack
+from runtime.files.session_files import KIND
+from runtime.plan import structure
 
 ROOT = Path(__file__).parents[2]
 WORK = "/jax/core/compile/"  # what JAX calls tracing, lowering and compiling
@@ -244,7 +245,7 @@ def test_arguments_of_load(path):
 
 
 def test_a_device_of_more_devices_than_replicas(path):
-    from runtime.devices import model_device
+    from runtime.targets.devices import model_device
 
     popxl.Session(program(replicas=2), model_device(4)).save(path)
     assert runs(popxl.Session.load(path, model_device(4)))

@@ -72,10 +72,10 @@ def test_load_and_store_check_their_stream(ir):
         loaded, stored = popxl.h2d_stream((2,), F32), popxl.d2h_stream((2,), F32)
         x = ops.host_load(loaded)
         for bad in (stored, "h2d_stream", None):
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match="the first argument must be a .*which `popxl.h2d_stream` makes"):
                 ops.host_load(bad)
         for bad in (loaded, "d2h_stream", None):
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match="the first argument must be a .*which `popxl.d2h_stream` makes"):
                 ops.host_store(bad, x)
         with pytest.raises(ValueError, match="shape"):
             ops.host_store(stored, popxl.constant([1.0]))
@@ -113,6 +113,7 @@ def test_loads_and_stores_take_the_next_element(ir):
             np.testing.assert_array_equal(session.run({source: data + offset})[sink], (data[[2, 0, 1]] + offset) * 10)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")  # it stores at one
 def test_a_loop_that_loads_at_two_speeds(ir):
     """The example of the specification: four turns, one load of `p`, two of `q` and one store to `o` in each."""
     ir.num_host_transfers = 8

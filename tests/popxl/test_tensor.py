@@ -1,14 +1,18 @@
 """`Tensor`: ids and names, properties, identity, operators with every kind of operand, indexing, placement."""
 
 import contextlib
+import math
 import operator
+import warnings
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError, UndefinedValue
+from popxl.errors import PopxlError, TensorTruthWarning, UndefinedValue
 from popxl.tensor import Constant, Variable
 
 F32 = popxl.float32
@@ -35,8 +39,39 @@ def test_a_tensor_is_no_array(ir):
     with ir.main_graph:
         x = popxl.variable([1.0, 2.0], name="x")
         for make in (np.asarray, popxl.variable, lambda t: np.array([t, t])):
-            with pytest.raises(TypeError, match="is no array: a tensor has numbers only when a session runs"):
+            with pytest.raises(TypeError, match=r"is no array\. A tensor has numbers only when a session runs"):
                 make(x + 1)
+
+
+def test_functions_of_others_name_the_op_to_use(ir):
+    """Of Python, NumPy and JAX. Operators with arrays, on whichever side, are ops."""
+    array = np.ones((2, 3), np.float32)
+    with ir.main_graph:
+        x = popxl.variable(array, name="x")
+        for function, of, op in (
+            (np.exp, (x,), "exp"),
+            (np.sum, (x,), "sum"),
+            (np.add.reduce, (x,), "sum"),
+            (np.multiply, (x, array), "mul"),
+            (np.concatenate, ([x, x],), "concat"),
+            (np.where, (x, x, array), "where"),
+        ):
+            with pytest.raises(TypeError, match=rf"^NumPy's .* takes arrays, and Variable\[x .* Use `ops\.{op}`"):
+                function(*of)
+        with pytest.raises(TypeError, match=r"There is no `ops\.arctan2`"):
+            np.arctan2(array, x)
+        for function in (jnp.exp, jnp.sum, jax.nn.softplus, lambda t: jnp.where(t, 1, 0)):
+            with pytest.raises(PopxlError, match=r"Variable\[x .* at `.*\(test_tensor\.py:.*`ops\.exp` for `jnp\.exp`"):
+                function(x)
+        for function, kind in ((float, "a float"), (int, "an int"), (complex, "a complex"), (math.exp, "a float")):
+            with pytest.raises(TypeError, match=rf"Variable\[x .* cannot become {kind}.*`ops\.exp\(x\)`"):
+                function(x)
+        assert np.shape(x) == (2, 3)
+        assert not array == x and array != x and not jnp.ones(3) == x
+        for left in (array, np.float32(2), jnp.ones((2, 3)), 2):
+            for make, kind in ((operator.sub, "Sub"), (operator.mul, "Mul"), (operator.pow, "Pow")):
+                made = make(left, x).producer
+                assert made.op_type == kind and made.inputs[1] is x
 
 
 def test_ids_in_a_subgraph(ir):
@@ -70,12 +105,17 @@ def test_a_suffix_that_is_taken(ir):
             popxl.variable(0, name="w")
 
 
-def test_streams_share_the_names(ir):
-    with ir.main_graph:
-        streams = [f((), F32) for f in (popxl.h2d_stream, popxl.h2d_stream, popxl.d2h_stream)]
-        v = popxl.variable(0, name="d2h_stream")
-    assert [s.tensor_id for s in streams] == ["h2d_stream", "h2d_stream__t0", "d2h_stream"]
-    assert v.id == "d2h_stream__t1"
+def test_streams_have_names_of_their_own(ir):
+    """A stream may have the name of what comes from it; the tensor is found first."""
+    with ir.main_graph as main:
+        w = popxl.variable(0, name="loss")
+        streams = [f((), F32, "loss") for f in (popxl.h2d_stream, popxl.h2d_stream, popxl.d2h_stream)]
+        v = popxl.variable(0, name="loss__t0")
+    assert [s.tensor_id for s in streams] == ["loss", "loss__t0", "loss__t1"]
+    assert (w.id, v.id) == ("loss", "loss__t0")
+    assert {*main.tensors} == {w, v, *(s.tensor for s in streams)}
+    assert [main.get_tensor(id) for id in ("loss", "loss__t0", "loss__t1")] == [w, v, streams[2].tensor]
+    assert all(s.tensor in main for s in streams)
 
 
 # What a tensor knows --------------------------------------------------------------------------------------------------
@@ -160,10 +200,24 @@ def test_length_and_truth(ir):
         scalar, three = popxl.variable(1.0), popxl.variable([1, 2, 3])
         empty = popxl.variable(np.zeros((0, 2)))
     assert (len(three), len(empty)) == (3, 0)
-    assert three and not empty
     for ask in (len, bool):
         with pytest.raises(ValueError, match="is a scalar"):
             ask(scalar)
+    with pytest.warns(TensorTruthWarning, match=r"`assert three and not empty`.*`ops\.where`.*`ops\.conditional`"):
+        assert three and not empty
+
+
+def test_the_truth_of_a_tensor_is_told_once_a_line(ir):
+    """Programs ask it of optional tensors, in layer after layer."""
+    with ir.main_graph, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for k in range(3):
+            assert popxl.variable([k, k])
+        assert popxl.variable([1])
+        warnings.simplefilter("ignore", popxl.errors.PopxlWarning)
+        assert popxl.variable([2])
+    assert [each.filename for each in told] == [__file__] * 2
+    assert told[0].lineno + 1 == told[1].lineno
 
 
 def test_tensors_are_not_iterated(ir):

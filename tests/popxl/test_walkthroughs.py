@@ -257,6 +257,7 @@ def test_outputs_are_new_and_read_at_the_end(ir, program):
     assert results(ir, y + 0, doubled, v + 0) == [106, 10, 5]
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 def test_aliasing_does_not_cross_a_call(ir, program):
     def body(x, y):
         x += 1
@@ -364,6 +365,7 @@ def test_a_loop_that_loads_and_stores_eight_times(ir, program):
             np.testing.assert_array_equal(session.run({source: data})[sink], data * 2)
 
 
+@pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 def test_two_loads_in_a_turn_take_entries_2k_and_2k_plus_1(ir, program):
     def body(x):
         first = ops.host_load(source)
@@ -848,6 +850,7 @@ def test_a_model_with_its_loss_in_one_graph(ir, program):
     assert results(ir, site.outputs[0], dw) == [25, 30]
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 @pytest.mark.parametrize(("hint", "weights"), [(TensorByRef, [1.4, 0.8]), (popxl.Tensor, [2.0, 2.0])])
 def test_gradients_are_accumulated_in_a_loop(ir, program, hint, weights):
     steps, rate = 3, 0.1

@@ -13,7 +13,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl_addons.patterns import apply_pre_alias_patterns
-from runtime.devices import Device
+from runtime.targets.devices import Device
 
 Array = np.ndarray
 Devices = Callable[[int], Device]

@@ -287,3 +287,4 @@ def test_pieces_of_a_tensor():
         out = addons.host_store(accumulators.accum.w)
     with popxl.Session(ir, "ipu_model") as session:
         np.testing.assert_allclose(session.run()[out], 2 * np.arange(6).reshape(2, 3))
+    np.testing.assert_allclose(session.get_tensor_data(accumulators.accum.w), 2 * np.arange(6).reshape(2, 3))

@@ -8,6 +8,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
 from popxl_addons.optimizers.adam import AdamOptimizerStep
+from popxl_addons.rts import gather_replica_sharded_tensor
 
 F32 = dict(first_order_dtype=popxl.float32)
 
@@ -205,6 +206,25 @@ def test_sharded_state():
         session.run()
     np.testing.assert_allclose(session.get_tensor_data(var), adamw(initial, [gradient], 0.1)[0], atol=1e-5)
     np.testing.assert_allclose(session.get_tensor_data(state["first_order"]), 0.1 * gradient, rtol=1e-5)
+
+
+def test_the_state_of_a_variable_in_pieces_is_in_pieces():
+    """Also where the pieces do not come out even; and the session sees whole values."""
+    ir = popxl.Ir(replication=2)
+    initial, gradient = normal(5), normal(5)
+    with ir.main_graph, popxl.in_sequence():
+        var, piece = popxl.replica_sharded_variable(initial, popxl.float32, "w")
+        _, grad = popxl.replica_sharded_variable(gradient, popxl.float32, "dw")
+        facts, step = AdamOptimizerStep().create_graph(piece, grad, lr=0.1, **F32)
+        state = facts.init("state")
+        assert [(v.shape, v.piece and v.piece.shape) for v in state.tensors] == [((5,), (3,)), ((5,), (3,)), ((), None)]
+        step.bind(state).call(var, grad)
+        whole = addons.host_store(gather_replica_sharded_tensor(state.first_order))
+    with popxl.Session(ir, "ipu_model") as session:
+        np.testing.assert_allclose(session.run()[whole], [0.1 * gradient] * 2, rtol=1e-5)
+    np.testing.assert_allclose(session.get_tensor_data(var), adamw(initial, [gradient], 0.1)[0], atol=1e-5)
+    np.testing.assert_allclose(session.get_tensor_data(state.first_order), 0.1 * gradient, rtol=1e-5)
+    np.testing.assert_allclose(session.get_tensor_data(state.second_order), 1e-3 * gradient**2, rtol=1e-5)
 
 
 def test_the_grouping_of_the_state():

@@ -20,6 +20,8 @@ from popxl_addons.transforms.batch_serialisation import (
 )
 from popxl_addons.transforms.recomputation import recompute_graph
 
+pytestmark = pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
+
 F32 = popxl.float32
 MODES = ("compute", "io", "io_overlapped")
 STEPS = 4

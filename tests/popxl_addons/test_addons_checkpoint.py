@@ -6,13 +6,16 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import popxl
+from popxl.errors import UnreadableFileError
 from popxl_addons import checkpoint
+from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
 
 ARRAYS = {
     "fc.w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -59,13 +62,13 @@ def test_nothing_to_write(tmp_path, format):
 
 def test_layout(tmp_path):
     write(tmp_path / "c", ARRAYS)
-    assert sorted(os.listdir(tmp_path / "c")) == ["model", "session_info.json"]
+    assert sorted(os.listdir(tmp_path / "c")) == ["checksums.json", "model", "session_info.json"]
     assert sorted(os.listdir(tmp_path / "c/model")) == sorted(f"{name}.npz" for name in ARRAYS)
     with np.load(tmp_path / "c/model/fc.w.npz", allow_pickle=False) as file:
         assert file.files == ["fc.w"]
     assert json.loads((tmp_path / "c/session_info.json").read_text()) == {"steps": 1}
     write(tmp_path / "s", ARRAYS, "safetensors")
-    assert sorted(os.listdir(tmp_path / "s")) == ["model", "model.safetensors", "session_info.json"]
+    assert sorted(os.listdir(tmp_path / "s")) == ["checksums.json", "model.safetensors", "session_info.json"]
 
 
 def test_archives_of_others_are_read(tmp_path):
@@ -152,13 +155,47 @@ def test_a_truncated_file(tmp_path, format):
         read(tmp_path)
 
 
-def test_a_changed_byte_is_noticed(tmp_path):
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+@pytest.mark.parametrize("name", ["the arrays", "session_info.json", "dataloader.bin", "checksums.json"])
+def test_a_changed_byte_is_noticed(tmp_path, name, format):
+    write(tmp_path, {"a": np.zeros(1000)}, format, loader=b"position")
+    path = tmp_path / {"npz": "model/a.npz", "safetensors": "model.safetensors"}[format]
+    path = path if name == "the arrays" else tmp_path / name
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(UnreadableFileError, match=rf"{path.name}` is damaged"):
+        read(tmp_path)
+
+
+def test_without_checksums_archives_have_their_own(tmp_path):
     write(tmp_path, {"a": np.zeros(1000)})
+    (tmp_path / "checksums.json").unlink()
+    assert read(tmp_path)[0]["a"].shape == (1000,)
     path = tmp_path / "model/a.npz"
     contents = bytearray(path.read_bytes())
     contents[len(contents) // 2] ^= 1
     path.write_bytes(contents)
-    with pytest.raises(ValueError, match="is damaged.*CRC"):
+    with pytest.raises(UnreadableFileError, match="is damaged.*CRC"):
+        read(tmp_path)
+
+
+def test_a_changed_byte_of_a_memory_map(tmp_path):
+    write(tmp_path / "c", {"v": np.memmap(tmp_path / "v.npy", np.float32, "w+", shape=(3,))})
+    (tmp_path / "c/model/v.npy").write_bytes(b"\1" + bytes(11))
+    with pytest.raises(UnreadableFileError, match=r"v\.npy` is damaged"):
+        initialise_memmap_dir_from_checkpoint(tmp_path / "c", tmp_path / "maps")
+    assert not (tmp_path / "maps").exists()
+
+
+def test_an_array_that_is_said_to_be_huge(tmp_path):
+    """Nobody makes room for it."""
+    (tmp_path / "model").mkdir()
+    header = {"descr": "<f8", "fortran_order": False, "shape": (2**45,)}
+    with zipfile.ZipFile(tmp_path / "model/a.npz", "w") as archive, archive.open("a.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(64))
+    with pytest.raises(UnreadableFileError, match=r"said to have 281474976710656 bytes, and there are 64"):
         read(tmp_path)
 
 
@@ -202,8 +239,8 @@ def test_a_second_checkpoint_replaces_the_first(tmp_path):
     arrays, info = read(tmp_path / "c")
     assert arrays.keys() == {"a"} and arrays["a"].tolist() == [1, 1] and info == {"steps": 2}
     assert os.listdir(tmp_path) == ["c"]
-    names = ["inner", "model", "model.safetensors", "notes.txt", "session_info.json"]
-    assert sorted(os.listdir(tmp_path / "c")) == names and os.listdir(tmp_path / "c/model") == []
+    names = ["checksums.json", "inner", "model.safetensors", "notes.txt", "session_info.json"]
+    assert sorted(os.listdir(tmp_path / "c")) == names
     assert (tmp_path / "c/inner/file").read_text() == "kept too"
 
 
@@ -277,7 +314,7 @@ def load(place):
         assert {name: array.tolist() for name, array in arrays.items()} == {
             f"only_{value}": [value] * 3, "both": [value] * 2}, (value, arrays)
         assert (directory / "dataloader.bin").exists() == (value == 1)
-        assert (directory / "model").is_dir()
+        assert (directory / "model").is_dir() != (directory / "model.safetensors").exists()
         return value
 
 found = []

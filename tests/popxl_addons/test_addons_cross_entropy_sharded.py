@@ -39,7 +39,8 @@ def reference(logits: Any, labels: Any, g: Any, ignored: int = -100, reduction: 
 
 
 def close(dtype: Any) -> dict[str, float]:
-    return {"rtol": 1e-5, "atol": 1e-6} if dtype == np.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    """Rounded once, improbable classes included: but for sums of float16, which cancel, to be compared as such."""
+    return {"rtol": 1e-5, "atol": 1e-6} if dtype == np.float32 else {"rtol": 1e-3, "atol": 1e-5}
 
 
 @both_ways
@@ -112,7 +113,7 @@ def test_what_is_printed_and_refused() -> None:
         x, i = popxl.variable(np.ones((3, 4)), popxl.float32), popxl.constant([1, 2, 3], popxl.int32)
         loss = cross_entropy_sharded_loss(x, i, reduction="none")
         assert loss.producer.op_type == "CrossEntropySharded"
-        assert [t.shape for t in loss.producer.outputs] == [(3,), (3, 4)]
+        assert [t.shape for t in loss.producer.outputs] == [(3,), (2, 3)]
         with_gradients(cross_entropy_sharded_loss, [x, i], popxl.constant(1.0), required=[0])
         assert "CrossEntropyShardedGrad" in [op.op_type for graph in ir.graphs for op in graph.ops]
         for logits, indices, message in (
@@ -166,7 +167,7 @@ def test_where_the_blocks_are(ir: popxl.Ir) -> None:
     loss = cross_entropy_sharded_wr_loss(logits, indices)
     op = loss.producer
     assert op.op_type == "CrossEntropyShardedWR"
-    assert [(t.ipu, t.shape) for t in op.outputs] == [(1, (3,)), (1, (3, 2)), (2, (3, 2))]
+    assert [(t.ipu, t.shape) for t in op.outputs] == [(1, (3,)), (1, (2, 3)), (2, (2, 3))]
     with pytest.raises(ValueError, match=r"`logits` are on the IPUs \(1, 2\), and `indices` on \(2, 1\)"):
         cross_entropy_sharded_wr_loss(logits, indices[::-1])
     graph = addons.GraphWithNamedArgs(

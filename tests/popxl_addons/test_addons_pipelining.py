@@ -20,6 +20,8 @@ from popxl_addons.transforms.pipelining import (
 from popxl_addons.transforms.recomputation import recompute_graph
 from popxl_addons.transforms.repeat_graph import repeat_graph
 
+pytestmark = pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
+
 F32, U32 = popxl.float32, popxl.uint32
 
 

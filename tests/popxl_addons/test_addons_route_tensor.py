@@ -67,6 +67,7 @@ def test_a_loop_passes_the_tensor_to_each_turn(ir, v, evaluate):
     np.testing.assert_array_equal(evaluate(info.outputs[0])[0], [3, 6, 9])
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 @pytest.mark.parametrize(
     "modified, after", [(False, [1, 2, 3]), (True, [5, 6, 7]), (["all"], [5, 6, 7]), ([], [1, 2, 3])]
 )

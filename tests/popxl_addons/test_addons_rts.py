@@ -174,6 +174,37 @@ def test_what_stays_whole(ir, evaluate, shape, over, by):
     np.testing.assert_allclose(evaluate(t)[0], reduced(values, over, "add"), rtol=1e-6)
 
 
+def test_factories_in_place_of_tensors(ir):
+    """The graphs are made before the variables, also of a part of the factories."""
+    pairs = ir.replica_grouping(group_size=2)
+    facts = addons.NamedVariableFactories(
+        a=addons.VariableFactory(lambda: np.zeros((4, 2)), popxl.float16),
+        b=addons.VariableFactory(lambda: np.zeros((4, 3)), F32, shard_over=REPLICAS),
+        c=addons.VariableFactory(lambda: np.zeros(3), F32),
+    )
+    assert replica_sharded_spec(facts.a, pairs).to_tuple() == ((4,), popxl.float16, (4, 2))
+    assert replica_sharded_spec(facts.b, pairs).to_tuple() == ((3,), F32, (4, 3))
+    assert replica_sharded_spec(facts.c, pairs).to_tuple() == ((3,), F32, ())
+    without = facts.copy()
+    without.pop("b")
+    reduce, names = reduce_replica_sharded_graph(without, "mean", shard_groups=NamedReplicaGrouping(a=pairs))
+    assert (names, reduce.args.keys_flat()) == (["a", "c"], ["a", "c"])
+    assert [t.spec.to_tuple() for t in reduce.graph.inputs] == [((4, 2), popxl.float16, ()), ((3,), F32, ())]
+    assert [t.shape for t in reduce.graph.outputs] == [(4,), (3,)]
+    gather, names = all_gather_replica_sharded_graph(facts, replica_groups=facts.replica_groupings)
+    assert [t.shape for t in gather.graph.inputs] == [(4, 2), (3,), (3,)]
+    assert [t.shape for t in gather.graph.outputs] == [(4, 2), (4, 3), (3,)]
+    variables = facts.init()
+    assert [t.shape for t in gather.bind(variables).call()] == [(4, 2), (4, 3), (3,)]
+    assert all_gather_replica_sharded_graph(variables)[0].args.b.spec.to_tuple() == ((3,), F32, (4, 3))
+    buffers = addons.named_buffers(facts)
+    assert [(buffers[name].tensor_shape, buffers[name].meta_shape) for name in facts.keys()] == [
+        ((4, 2), ()),
+        ((3,), (4, 3)),
+        ((3,), ()),
+    ]
+
+
 def test_alone_nothing_happens(ir):
     t, alone = different(ir, np.zeros((REPLICAS, 8))), ir.replica_grouping(group_size=1)
     assert reduce_replica_sharded_tensor(t, "mean", alone) is t

@@ -82,6 +82,14 @@ def test_host_load_and_store(ir):
         np.testing.assert_allclose(session.run({x_stream: x_host})[out], 2 * sample, rtol=1e-6)
 
 
+def test_a_graph_is_no_tensor_to_store(ir):
+    graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: x + 1, popxl.TensorSpec((2,), popxl.float32)))
+    with pytest.raises(
+        TypeError, match=r"host_store: `t` must be a Tensor; got .*BoundGraph.*`\(y,\) = graph.call\(x\)`"
+    ):
+        addons.host_store(graph.bind(addons.NamedTensors()))
+
+
 @pytest.mark.parametrize("sample", [np.float32(3), 3.0, [1, 2]])
 def test_samples_of_other_kinds(ir, sample):
     host, stream, t = addons.host_load(sample, popxl.float32, "s")

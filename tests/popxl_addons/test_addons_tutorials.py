@@ -431,6 +431,7 @@ class Block(addons.Module):
         return info.parent_output(0), dx
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")
 def test_phased_execution_collections():
     ir = popxl.Ir()
     ir._pb_ir.getSessionOptions().numIOTiles = 32

@@ -8,17 +8,20 @@ ends of a layer whose weights are divided among IPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from popxl.core.tensor import Tensor
+from popxl.core.traits import OnIpus
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.op import OpKind
 from popxl.ops.collectives.collectives import OP_MAP, CollectiveOps, to_collective_op
 from popxl.ops.families import public
 from popxl.ops.host import init
-from popxl.shapes import integers, meta_shape_of
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor
-from popxl.transforms.op_gradient import Forward, Gradients
+from popxl.values.shapes import integers, meta_shape_of
+from popxl.values.spec import TensorSpec, brief
+
+if TYPE_CHECKING:
+    from popxl.transforms.op_gradient import Forward, Gradients
 
 Array = Any
 Gs = tuple[Tensor | None, ...]
@@ -104,8 +107,7 @@ def _over_ipus(
         shape=_alike,
         gradient=gradient,
         result="all_reduce_out_{i}",
-        colocated=False,
-        ipus="ipus",
+        traits=[OnIpus("ipus")],
         key="".join(part.capitalize() for part in name.split("_")),
     )
 

@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jax import lax
 
-import popxl
 from popxl.context import get_current_context
 from popxl.ops.precision import widened
-from popxl.replica_grouping import ReplicaGrouping
+from popxl.replica_grouping import ReplicaGrouping, plain_grouping
 
 __all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "members", "to_collective_op"]
 
@@ -164,7 +163,7 @@ class CommGroup:
         if not 0 < size <= numReplicas or numReplicas % size:
             raise ValueError(f"{self!r}: {numReplicas} replicas cannot form groups of {size}.")
         stride = numReplicas // size if self.type is CommGroupType.Orthogonal else 1
-        return popxl.Ir(replication=numReplicas).replica_grouping(stride, size)
+        return plain_grouping(numReplicas, stride, size)
 
     def __repr__(self) -> str:
         return f"CommGroup({self.type}, {self.replicaGroupSize})"

@@ -1,7 +1,7 @@
 """`Group`: what the lowering of an op between replicas can ask of the replicas it talks to.
 
 Everything is built on two questions: what values the members have, and what these are combined. How they are answered
-depends on where replicas run and is in `runtime.collectives`.
+depends on where replicas run and is in `runtime.lowering.collectives`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Group(ABC):
         The largest value that any member has, as an op.
 
         >>> from popxl.ops.collectives.collectives import members
+        >>> from popxl.core.traits import BetweenReplicas
         >>> def highest(t, *, group):
         ...     return group.combined(jnp.max(t), "max")
         >>> Highest = popxl.OpKind(
         ...     "Highest", highest, shape=lambda t, **groups: popxl.TensorSpec((), t.dtype), gradient=None,
-        ...     between_replicas=True,
+        ...     traits=[BetweenReplicas()],
         ... )
         >>> with ir.main_graph:
         ...     y = Highest(x, **members("Highest", ir.replica_grouping()))

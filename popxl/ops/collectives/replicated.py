@@ -1,8 +1,8 @@
 """Collectives between replicas: reductions, gathers, and slices that differ from replica to replica.
 
 The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
-the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.collectives`. A gather and a
-slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
+the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.lowering.collectives`. A gather
+and a slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.core.tensor import Tensor
+from popxl.core.traits import BetweenReplicas
 from popxl.errors import PopxlError
 from popxl.op import REFUSED, OpKind
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.shape import flatten, reshape, transpose
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.shapes import integer, like_first, one_axis
-from popxl.spec import TensorSpec, brief
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.spec import TensorSpec, brief
 
 Array = Any
 OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
@@ -46,7 +47,7 @@ all_reduce_kind = OpKind(
     shape=like_first,
     gradient=REFUSED,
     result="{t}_all_reduce",
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 all_reduce_inplace_kind = all_reduce_kind.inplace("ReplicatedAllReduceInplace", "{t}_all_reduce")
 reduce_scatter_kind = OpKind(
@@ -57,7 +58,7 @@ reduce_scatter_kind = OpKind(
     ),
     gradient=REFUSED,
     result="{t}_reduce_scattered",
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 
@@ -190,7 +191,7 @@ all_gather_kind: OpKind = OpKind(
     shape=_gathered,
     gradient={"t": _own_part},
     result="{t}_all_gathered",
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 
@@ -202,7 +203,7 @@ def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
         shape=shape,
         gradient={"t": _put_together},
         result=result,
-        between_replicas=True,
+        traits=[BetweenReplicas()],
         key=key,
     )
 

@@ -11,14 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl import dtypes
-from popxl.create import constant
+from popxl.core.create import constant
+from popxl.core.tensor import Tensor, taken_back_on_failure
+from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, product
-from popxl.shapes import like_first, meta_shape_of
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor, taken_back_on_failure
+from popxl.values.shapes import like_first, meta_shape_of
+from popxl.values.spec import TensorSpec
 
 
 def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
@@ -38,7 +39,7 @@ def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **
         given = X.astype(t.dtype) if casts else X
         return formula(t.astype(dtype), given.astype(dtype), number(f, dtype))
 
-    settings |= {"key": name, "shape": _accumulated, "modifies": ("t",), "gradient": None}
+    settings |= {"key": name, "shape": _accumulated, "traits": [Overwrites("t")], "gradient": None}
     return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
@@ -63,7 +64,12 @@ def _scaled(t: Any, f: Any = 1.0) -> Any:
 
 
 _scale = OpKind(
-    "AccumulatorScale", _scaled, shape=_scalable, result="accumulator_scale__{t}", modifies=("t",), gradient=None
+    "AccumulatorScale",
+    _scaled,
+    shape=_scalable,
+    result="accumulator_scale__{t}",
+    traits=[Overwrites("t", forgets=lambda attributes: attributes.get("f") == 0)],
+    gradient=None,
 )
 
 

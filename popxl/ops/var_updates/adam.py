@@ -11,14 +11,15 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Colocated, Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.families import public
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor
-from popxl.shapes import like_first, meta_shape_of
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import like_first, meta_shape_of
+from popxl.values.spec import TensorSpec
 
 # The direction ------------------------------------------------------------------------------------------------------
 
@@ -76,10 +77,11 @@ _adam_updater = OpKind(
     _direction,
     shape=_directed,
     result="Updater",
-    modifies=("time_step",),
-    aliased=False,
     gradient=None,
-    colocated=("acc_first_order", "acc_second_order", "weight", "time_step", "weight_decay"),
+    traits=[
+        Overwrites("time_step", aliased=False),
+        Colocated("acc_first_order", "acc_second_order", "weight", "time_step", "weight_decay"),
+    ],
 )
 
 
@@ -252,7 +254,9 @@ def _step_spec(t: Any, x: Any, *factors: Any) -> TensorSpec:
     return like_first(t)
 
 
-_adam_var_update = OpKind("AdamVarUpdate", _stepped, shape=_step_spec, modifies=("t",), gradient=None, colocated=False)
+_adam_var_update = OpKind(
+    "AdamVarUpdate", _stepped, shape=_step_spec, traits=[Overwrites("t"), Colocated()], gradient=None
+)
 
 
 def adam_var_update(

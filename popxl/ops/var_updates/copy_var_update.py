@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Overwrites, always
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from popxl.shapes import like_first, meta_shape_of, same_dtype
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import like_first, meta_shape_of, same_dtype
+from popxl.values.spec import TensorSpec
 
 
 def _same_spec(t: Any, X: Any) -> TensorSpec:
@@ -19,7 +20,14 @@ def _same_spec(t: Any, X: Any) -> TensorSpec:
     return like_first(t)
 
 
-_copy = OpKind("CopyVarUpdate", lambda t, X: X, shape=_same_spec, result="updated__{t}", modifies=("t",), gradient=None)
+_copy = OpKind(
+    "CopyVarUpdate",
+    lambda t, X: X,
+    shape=_same_spec,
+    result="updated__{t}",
+    traits=[Overwrites("t", forgets=always)],
+    gradient=None,
+)
 
 
 def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.op import not_a_tensor
-from popxl.tensor import Tensor
 
 
 def factor(value: Any, what: str, optional: bool = False) -> Any:

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Overwrites
 from popxl.errors import PopxlError
 from popxl.op import OpKind
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, product
-from popxl.shapes import integer, like_first
-from popxl.spec import TensorSpec
-from popxl.tensor import Tensor
+from popxl.values.shapes import integer, like_first
+from popxl.values.spec import TensorSpec
 
 
 def _updated(t: Any, X: Any, indices: Any, f: Any = None, W: Any = None, *, axis: int) -> TensorSpec:
@@ -43,7 +44,7 @@ _sparse_accumulate = OpKind(
     _scattered,
     shape=_updated,
     result="sparse_accumulate__{t}",
-    modifies=("t",),
+    traits=[Overwrites("t")],
     gradient=None,
 )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec, ops
 from popxl.errors import PopxlError
+from popxl.op import BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members
 from popxl.ops.precision import widened
@@ -29,7 +30,7 @@ def _specs(logits: Any, indices: Any, **groups: Any) -> tuple[TensorSpec, Tensor
         raise PopxlError(f"`logits` has {logits.shape[0]} samples, and `indices` {indices.shape[0]}; expected as many.")
     if not indices.dtype.is_int:
         raise PopxlError(f"expected `indices` of an integer dtype; got {indices.dtype.name}.")
-    return TensorSpec(indices.shape, logits.dtype), TensorSpec(logits.shape, logits.dtype)
+    return TensorSpec(indices.shape, logits.dtype), normalizers_of(logits)
 
 
 def of_class(indices: Any, classes: int, first: int = 0) -> Any:
@@ -37,33 +38,48 @@ def of_class(indices: Any, classes: int, first: int = 0) -> Any:
     return indices.astype(jnp.int32)[:, None] == jnp.arange(first, first + classes, dtype=jnp.int32)
 
 
+def normalizers_of(logits: Any) -> TensorSpec:
+    """What is kept for the gradient: of each sample the largest logit, and the logarithm of the sum of exponentials.
+
+    Not rounded to float16, as the logarithms of the softmax would be, of which the gradient is made.
+    """
+    dtype = popxl.float32 if logits.dtype is popxl.float16 else logits.dtype
+    return TensorSpec((2, logits.shape[0]), dtype)
+
+
+def surprises(logits: Any, normalizers: Any) -> Any:
+    """The negative logarithms of the softmax for a block of classes."""
+    highest, total = normalizers[:, :, None]
+    return total - (widened(logits) - highest)
+
+
 def _cross_entropy(logits: Any, indices: Any, *, group: Group) -> tuple[Any, Any]:
-    """The loss, and the negative logarithms of the softmax for the own classes."""
-    logits = widened(logits)
-    logits -= group.combined(logits.max(axis=1, keepdims=True), "max")
-    total = group.combined(jnp.exp(logits).sum(axis=1, keepdims=True), "add")
-    surprise = jnp.log(total) - logits
-    own = jnp.where(of_class(indices, logits.shape[1]), surprise, 0).sum(axis=1)
-    return group.combined(own, "add"), surprise
+    rows = widened(logits)
+    highest = group.combined(rows.max(axis=1), "max")
+    total = group.combined(jnp.exp(rows - highest[:, None]).sum(axis=1), "add")
+    normalizers = jnp.stack([highest, jnp.log(total)])
+    own = jnp.where(of_class(indices, rows.shape[1]), surprises(rows, normalizers), 0).sum(axis=1)
+    return group.combined(own, "add"), normalizers
 
 
 def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
     """Of the logits."""
     if gs[0] is None or not forward.wants(0):
         return {}
-    surprise, indices = forward.read(forward.op.outputs[1]), forward.read(forward.op.inputs[1])
-    return {0: _cross_entropy_sharded_grad(gs[0], surprise, indices)}
+    op = forward.op
+    return {0: _cross_entropy_sharded_grad(gs[0], *(forward.read(t) for t in (*op.inputs, op.outputs[1])))}
 
 
-def _cross_entropy_grad(g: Any, surprise: Any, indices: Any) -> Any:
-    softmax = jnp.exp(-widened(surprise))
-    return widened(g)[:, None] * (softmax - of_class(indices, surprise.shape[1]))
+def logits_gradient(g: Any, logits: Any, indices: Any, normalizers: Any, first: int = 0) -> Any:
+    """The gradient of a block of logits, whose classes start with `first`."""
+    softmax = jnp.exp(-surprises(logits, normalizers))
+    return widened(g)[:, None] * (softmax - of_class(indices, logits.shape[1], first))
 
 
 _cross_entropy_sharded_grad = OpKind(
     "CrossEntropyShardedGrad",
-    _cross_entropy_grad,
-    shape=lambda g, surprise, indices: TensorSpec(surprise.shape, surprise.dtype),
+    lambda g, logits, indices, normalizers: logits_gradient(g, logits, indices, normalizers),
+    shape=lambda g, logits, indices, normalizers: TensorSpec(logits.shape, logits.dtype),
     result="cross_entropy_logits_grad",
 )
 _cross_entropy_sharded = OpKind(
@@ -71,8 +87,8 @@ _cross_entropy_sharded = OpKind(
     _cross_entropy,
     shape=_specs,
     gradient=_gradient,
-    result=("cross_entropy_loss", "cross_entropy_negative_log_softmax"),
-    between_replicas=True,
+    result=("cross_entropy_loss", "cross_entropy_normalizers"),
+    traits=[BetweenReplicas()],
 )
 
 

@@ -11,8 +11,14 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError, UndefinedValue
+from popxl.op import OnIpus
 from popxl.ops.precision import widened
-from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import of_class
+from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import (
+    logits_gradient,
+    normalizers_of,
+    of_class,
+    surprises,
+)
 
 __all__ = ["cross_entropy_sharded_wr_loss"]
 
@@ -24,7 +30,7 @@ def _halves(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _specs(*tensors: Any, ipus: tuple[int, ...]) -> list[TensorSpec]:
-    """Of the loss, and of a block of classes for each IPU."""
+    """Of the loss, and of what each IPU keeps for the gradient."""
     logits, indices = _halves(tensors)
     samples = indices[0].shape
     if len(samples) != 1:
@@ -39,7 +45,7 @@ def _specs(*tensors: Any, ipus: tuple[int, ...]) -> list[TensorSpec]:
                 f"expected `indices[{i}]` to be integers like `indices[0]`; it is {labels.dtype.name} of shape "
                 f"{labels.shape}."
             )
-    return [TensorSpec(t.shape, logits[0].dtype) for t in (indices[0], *logits)]
+    return [TensorSpec(samples, logits[0].dtype), *map(normalizers_of, logits)]
 
 
 def _firsts(blocks: Sequence[Any]) -> list[int]:
@@ -48,26 +54,23 @@ def _firsts(blocks: Sequence[Any]) -> list[int]:
 
 
 def _cross_entropy(*tensors: Any, ipus: tuple[int, ...]) -> tuple[Any, ...]:
-    """The loss, and the negative logarithms of the softmax, block by block."""
     logits, indices = _halves(tensors)
     logits = [widened(block) for block in logits]
-    highest = jnp.stack([block.max(axis=1, keepdims=True) for block in logits]).max(axis=0)
-    total = sum(jnp.exp(block - highest).sum(axis=1, keepdims=True) for block in logits)
-    surprises = [jnp.log(total) - (block - highest) for block in logits]
+    highest = jnp.stack([block.max(axis=1) for block in logits]).max(axis=0)
+    total = sum(jnp.exp(block - highest[:, None]).sum(axis=1) for block in logits)
+    normalizers = jnp.stack([highest, jnp.log(total)])
     loss = sum(
-        jnp.where(of_class(labels, block.shape[1], first), block, 0).sum(axis=1)
-        for labels, first, block in zip(indices, _firsts(surprises), surprises, strict=True)
+        jnp.where(of_class(labels, block.shape[1], first), surprises(block, normalizers), 0).sum(axis=1)
+        for labels, first, block in zip(indices, _firsts(logits), logits, strict=True)
     )
-    return loss, *surprises
+    return loss, *[normalizers] * len(logits)
 
 
 def _cross_entropy_grad(g: Any, *tensors: Any, ipus: tuple[int, ...]) -> tuple[Any, ...]:
-    surprises, indices = _halves(tensors)
-    g = widened(g)[:, None]
-    return tuple(
-        g * (jnp.exp(-widened(block)) - of_class(labels, block.shape[1], first))
-        for labels, first, block in zip(indices, _firsts(surprises), surprises, strict=True)
-    )
+    count = len(ipus)
+    logits, indices, normalizers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+    blocks = zip(logits, indices, normalizers, _firsts(logits), strict=True)
+    return tuple(logits_gradient(g, *block) for block in blocks)
 
 
 def _gradients(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
@@ -75,8 +78,7 @@ def _gradients(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, p
     if gs[0] is None:
         return {}
     op = forward.op
-    _, indices = _halves(op.inputs)
-    read = (forward.read(t) for t in (*op.outputs[1:], *indices))
+    read = (forward.read(t) for t in (*op.inputs, *op.outputs[1:]))
     found = _cross_entropy_sharded_wr_grad(gs[0], *read, ipus=op.attributes["ipus"][1:])
     return {i: gradient for i, gradient in enumerate(found) if forward.wants(i)}
 
@@ -84,10 +86,9 @@ def _gradients(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, p
 _cross_entropy_sharded_wr_grad = OpKind(
     "CrossEntropyShardedGradWR",
     _cross_entropy_grad,
-    shape=lambda g, *tensors, ipus: [TensorSpec(t.shape, t.dtype) for t in _halves(tensors)[0]],
+    shape=lambda g, *tensors, ipus: [TensorSpec(t.shape, t.dtype) for t in tensors[: len(ipus)]],
     result="cross_entropy_logits_grad_{i}",
-    colocated=False,
-    ipus="ipus",
+    traits=[OnIpus("ipus")],
 )
 _cross_entropy_sharded_wr = OpKind(
     "CrossEntropyShardedWR",
@@ -95,8 +96,7 @@ _cross_entropy_sharded_wr = OpKind(
     shape=_specs,
     gradient=_gradients,
     result="cross_entropy_wr_out_{i}",
-    colocated=False,
-    ipus="ipus",
+    traits=[OnIpus("ipus")],
 )
 
 

@@ -10,7 +10,7 @@ from jax import lax
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
-from popxl.op import REFUSED
+from popxl.op import REFUSED, BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members
 from popxl.ops.precision import widened
@@ -67,7 +67,7 @@ _layer_norm_distributed_grad = OpKind(
     shape=lambda g, t, w, mean, inverse, **groups: tuple(TensorSpec(x.shape, x.dtype) for x in (t, w, w)),
     gradient=REFUSED,
     result=("layer_norm_t_grad", "layer_norm_w_grad", "layer_norm_b_grad"),
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 _layer_norm_distributed = OpKind(
     "LayerNormDistributed",
@@ -75,7 +75,7 @@ _layer_norm_distributed = OpKind(
     shape=_specs,
     gradient=_gradients,
     result=("layer_norm_out", "layer_norm_mean", "layer_norm_inv_std_dev"),
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import popxl
-from popxl.shapes import integer, like_first
+from popxl.values.shapes import integer, like_first
 
 _LinearLayout = popxl.OpKind("LinearLayout", lambda t, *, bs: t, shape=like_first, gradient={"t": lambda g: g})
 

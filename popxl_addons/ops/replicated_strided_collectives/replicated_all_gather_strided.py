@@ -6,6 +6,7 @@ import math
 
 import popxl
 from popxl import OpKind
+from popxl.op import BetweenReplicas
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.replicated import all_gather_kind
 
@@ -17,7 +18,7 @@ _all_gather = OpKind(
     shape=all_gather_kind.shape,
     gradient=all_gather_kind.gradient,
     result="{t}_all_gathered",
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 

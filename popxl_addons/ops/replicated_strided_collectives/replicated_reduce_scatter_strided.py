@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import popxl
 from popxl import OpKind
-from popxl.op import REFUSED
+from popxl.op import REFUSED, BetweenReplicas
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.replicated import reduce_scatter_kind
 from popxl_addons.ops._all_reduce import known_reduction
@@ -18,7 +18,7 @@ _reduce_scatter = OpKind(
     shape=reduce_scatter_kind.shape,
     gradient=REFUSED,
     result="{t}_reduce_scattered",
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 import popxl
-from popxl.shapes import integer
+from popxl.values.shapes import integer
 
 
 class SparseMatrix(Protocol):

@@ -12,7 +12,8 @@ from tests.poptorch.operators import Row, normal
 
 _Q, _K, _V = normal(2, 3, 4, 6), normal(2, 3, 5, 6), normal(2, 3, 5, 7)
 _ALLOWED = torch.tensor([[True, False, True, True, False], [False, True, True, True, True]] * 2)
-_SOME_SEE_NOTHING = torch.tensor([[False] * 5, [False, True, True, True, True]] * 2)
+_ROWS = [[False] * 5, [False, True, True, True, True]] * 2
+_SOME_SEE_NOTHING = torch.tensor(_ROWS)
 
 
 def _attention(**settings: Any) -> Callable[..., torch.Tensor]:
@@ -20,7 +21,7 @@ def _attention(**settings: Any) -> Callable[..., torch.Tensor]:
 
 
 def _biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~_SOME_SEE_NOTHING, -torch.inf))
+    return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~torch.tensor(_ROWS), -torch.inf))
 
 
 def _module(

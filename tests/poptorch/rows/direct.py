@@ -7,7 +7,7 @@ import torch
 from tests.poptorch.operators import Row, normal
 
 _aten = torch.ops.aten
-_INDEX = torch.tensor([2, 0])
+_INDEX = [2, 0]
 
 
 def _out(function: str) -> Row:
@@ -38,9 +38,17 @@ ROWS = [
     Row("_log_softmax", lambda x: _aten._log_softmax(x, 1, False), (normal(2, 3),)),
     Row("alias", lambda x: _aten.alias(x * 2) + 1, (normal(2, 3),)),
     Row("copy", lambda x, y: _aten.copy(x, y), (normal(2, 3), normal(2, 3, seed=1)), gradient=False),
-    Row("_unsafe_index", lambda x: _aten._unsafe_index(x, [_INDEX]), (normal(4, 3),)),
-    Row("_unsafe_index_put", lambda x, y: _aten._unsafe_index_put(x, [_INDEX], y), (normal(4, 3), normal(2, 3))),
-    Row("_index_put_impl_", lambda x, y: _aten._index_put_impl_(x * 1, [_INDEX], y), (normal(4, 3), normal(2, 3))),
+    Row("_unsafe_index", lambda x: _aten._unsafe_index(x, [torch.tensor(_INDEX)]), (normal(4, 3),)),
+    Row(
+        "_unsafe_index_put",
+        lambda x, y: _aten._unsafe_index_put(x, [torch.tensor(_INDEX)], y),
+        (normal(4, 3), normal(2, 3)),
+    ),
+    Row(
+        "_index_put_impl_",
+        lambda x, y: _aten._index_put_impl_(x * 1, [torch.tensor(_INDEX)], y),
+        (normal(4, 3), normal(2, 3)),
+    ),
     Row("expand_copy", lambda x: torch.expand_copy(x, (4, 2, 3)), (normal(2, 3),)),
     Row("slice_copy", lambda x: torch.slice_copy(x, 1, 0, 3, 2), (normal(2, 4),)),
     Row("split_copy", lambda x: torch.split_copy(x, 2, 1), (normal(2, 5),)),

@@ -11,6 +11,12 @@ from torch.nn import functional as F
 from tests.poptorch.operators import Row, normal, positive, whole
 
 _SIGNS = torch.tensor([1, -1, -1, 1])
+
+
+def _signs() -> torch.Tensor:
+    return torch.tensor([1, -1, -1, 1])
+
+
 _PROBABILITIES = torch.tensor([[0.2, 0.9, 0.5], [0.0, 1.0, 1.0]])
 _LABELS = torch.tensor([2, 0, -100, 1])
 
@@ -58,12 +64,12 @@ _OF_TORCH = (
         lambda x, y: torch.binary_cross_entropy_with_logits(x, y, reduction=2),
         (normal(4, 3), torch.sigmoid(normal(4, 3))),
     ),
-    ("cosine_embedding_loss", lambda x, y: torch.cosine_embedding_loss(x, y, _SIGNS, 0.1), _PAIR),
-    ("hinge_embedding_loss", lambda x: torch.hinge_embedding_loss(x, _SIGNS, 0.7, 0), (normal(4),)),
+    ("cosine_embedding_loss", lambda x, y: torch.cosine_embedding_loss(x, y, _signs(), 0.1), _PAIR),
+    ("hinge_embedding_loss", lambda x: torch.hinge_embedding_loss(x, _signs(), 0.7, 0), (normal(4),)),
     ("kl_div", lambda x, y: torch.kl_div(x, y, 2, log_target=True), _PAIR),
     (
         "margin_ranking_loss",
-        lambda x, y: torch.margin_ranking_loss(x, y, _SIGNS, reduction=2),
+        lambda x, y: torch.margin_ranking_loss(x, y, _signs(), reduction=2),
         (normal(4), normal(4, seed=1)),
     ),
     ("poisson_nll_loss", lambda x, y: torch.poisson_nll_loss(x, y, True, False, 1e-8, 1), _PAIR),

@@ -8,13 +8,15 @@ from torch.nn import functional as F
 from tests.poptorch.operators import Row, normal, whole
 
 _TABLE, _WORDS = normal(5, 3), whole(2, 4, high=5)
-_FLAT, _OFFSETS = whole(7, high=5), torch.tensor([0, 3, 3, 5])
+_FLAT, _OFFSETS = whole(7, high=5), [0, 3, 3, 5]
 
 
 def _bag(title: str, **how: object) -> Row:
     """Of words in a row, with the beginnings of bags."""
     return Row(
-        f"embedding_bag, {title}", lambda words, table: F.embedding_bag(words, table, _OFFSETS, **how), (_FLAT, _TABLE)
+        f"embedding_bag, {title}",
+        lambda words, table: F.embedding_bag(words, table, torch.tensor(_OFFSETS), **how),
+        (_FLAT, _TABLE),
     )
 
 

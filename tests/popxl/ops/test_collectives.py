@@ -19,11 +19,11 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
-from popxl.op import OpKind
+from popxl.op import BetweenReplicas, OpKind
 from popxl.ops.collectives import CommGroup, CommGroupType
 from popxl.ops.collectives.collectives import OP_MAP, members, to_collective_op
 from popxl.transforms import autodiff
-from runtime.devices import Device
+from runtime.targets.devices import Device
 from tests.popxl.ops.rows.collectives import reduced
 from tests.popxl.ops.rows.schema import values
 
@@ -1011,7 +1011,7 @@ Centred = OpKind(
     gradient={
         "t": lambda g, scale, stride, group_size: Centred(g, scale=scale, stride=stride, group_size=group_size)[0]
     },
-    between_replicas=True,
+    traits=[BetweenReplicas()],
 )
 
 
@@ -1049,8 +1049,8 @@ def test_what_an_op_between_replicas_has_to_state() -> None:
 
     for settings in ({"gradient": None}, {"shape": lambda t, **groups: t.spec}):
         with pytest.raises(TypeError, match="Total talks to other replicas: state its `shape`, and its `gradient`"):
-            OpKind("Total", lowering, between_replicas=True, **settings)  # type: ignore[arg-type]
-    kind = OpKind("Total", lowering, shape=lambda t, **groups: t.spec, gradient=None, between_replicas=True)
+            OpKind("Total", lowering, traits=[BetweenReplicas()], **settings)  # type: ignore[arg-type]
+    kind = OpKind("Total", lowering, shape=lambda t, **groups: t.spec, gradient=None, traits=[BetweenReplicas()])
     with popxl.Ir(replication=2).main_graph:
         with pytest.raises(TypeError, match=r"there is no parameter `group`.*\('stride', 'group_size'\)"):
             kind(popxl.variable(1.0), group=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.experimental import pallas
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.op import Overwrites, View
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 
@@ -172,8 +174,8 @@ def test_second_derivatives() -> None:
 
 
 def test_in_place() -> None:
-    """`modifies`: the lowering returns the new content, and the result is an alias of the operand."""
-    decay_ = popxl.OpKind("Decay", lambda t, *, rate: t * (1 - rate), modifies=["t"], result="decayed__{t}")
+    """`Overwrites`: the lowering returns the new content, and the result is an alias of the operand."""
+    decay_ = popxl.OpKind("Decay", lambda t, *, rate: t * (1 - rate), traits=[Overwrites("t")], result="decayed__{t}")
 
     def build(t: Any) -> list[Any]:
         ops.add_(decay_(t, rate=0.5), popxl.constant(1.0))
@@ -205,7 +207,7 @@ def test_several_operands_in_place() -> None:
     """Results first, then the new contents, where the results are no aliases."""
     swap_ = popxl.OpKind(
         "Swap", lambda a, b: (jnp.sum(a * b), b, a), shape=lambda a, b: popxl.TensorSpec((), a.dtype),
-        modifies=("a", "b"), aliased=False, result="dot",
+        traits=[Overwrites("a", "b", aliased=False)], result="dot",
     )  # fmt: skip
 
     def build(a: Any, b: Any) -> list[Any]:
@@ -220,7 +222,10 @@ def test_several_operands_in_place() -> None:
 def test_a_view() -> None:
     """`put` writes the view back into its base; nothing else needs to know what it is."""
     diagonal_ = popxl.OpKind(
-        "Diagonal", jnp.diagonal, operands=("t",), put=lambda t, view: (jnp.fill_diagonal(t, view, inplace=False),)
+        "Diagonal",
+        jnp.diagonal,
+        operands=("t",),
+        traits=[View(lambda t, view: (jnp.fill_diagonal(t, view, inplace=False),))],
     )
 
     def build(t: Any) -> list[Any]:
@@ -236,7 +241,7 @@ def test_a_view() -> None:
 
 
 def test_a_view_of_several_tensors() -> None:
-    stack_ = popxl.OpKind("Stack", lambda a, b: jnp.stack([a, b]), put=lambda a, b, view: (view[0], view[1]))
+    stack_ = popxl.OpKind("Stack", lambda a, b: jnp.stack([a, b]), traits=[View(lambda a, b, view: (view[0], view[1]))])
 
     def build(a: Any, b: Any) -> list[Any]:
         ops.exp_(ops.slice_(stack_(a, b), 1, 2))
@@ -282,14 +287,21 @@ def test_arguments_that_do_not_fit() -> None:
     with ir.main_graph as main:
         t = popxl.variable(X)
         for call, error, message in [
-            (lambda: kind(2.0, exponent=1), TypeError, r"Power: `t` must be a Tensor; got 2.0 \(float\)"),
+            (
+                lambda: kind(2.0, exponent=1),
+                TypeError,
+                r"Power: `t` must be a Tensor; got 2.0 \(float\).*`popxl.constant",
+            ),
+            (lambda: kind((t, t), exponent=1), TypeError, r"Power: `t` must be .*take one of them"),
+            (lambda: kind(main, exponent=1), TypeError, "Power: `t` must be .*call it first"),
             (lambda: kind(other, exponent=1), ValueError, "Power: `t` is .* which is not in the main graph"),
             (lambda: kind(t, t, exponent=1), TypeError, "Power: takes the operands"),
             (lambda: kind(t), (TypeError, PopxlError), "exponent"),
             (lambda: kind(t, exponent=1, base=2), (TypeError, PopxlError), "base"),
         ]:
-            with pytest.raises(error, match=message):
+            with pytest.raises(error, match=message) as told:
                 call()
+            assert re.search(r"In the main graph, at `.*kind\(.* \(test_custom_op\.py:\d+\)\.$", str(told.value))
         assert main.ops == []
     with pytest.raises(RuntimeError, match="There is no current graph"):
         kind(t, exponent=1)

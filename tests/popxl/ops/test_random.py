@@ -262,19 +262,23 @@ def test_run_after_run() -> None:
     assert np.abs(first - other).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "seed", [np.array([1, 2], np.int32), np.array([[1, 2]], np.uint32), np.uint32(1)], ids=["int32", "(1, 2)", "()"]
-)
-def test_dropout_builds_with_any_seed(seed) -> None:
-    """Also on integers. What is no seed is found out when it is run; words that are int32 are words."""
+def test_dropout_takes_two_integers_as_a_seed() -> None:
+    """Words that are int32 are words. Integers are dropped, too."""
+    seed = np.array([1, 2], np.int32)
     with popxl.Ir().main_graph:
         t, s = popxl.variable(1), popxl.variable(seed)
         assert ops.dropout(t, s, 0.5).spec == ops.shaped_dropout(t, s, (), 0.5).spec == t.spec
-    if seed.shape == (2,):
-        assert_same(*(evaluate(lambda t, s: ops.dropout(t, s, 0.5), T, v) for v in (seed, seed.astype(np.uint32))))
-    else:
-        with pytest.raises(PopxlError, match=r"Dropout.* cannot be run: a seed is a uint32 tensor of shape \(2,\)"):
-            evaluate(lambda t, s: ops.dropout(t, s, 0.5), T, seed)
+    assert_same(*(evaluate(lambda t, s: ops.dropout(t, s, 0.5), T, v) for v in (seed, seed.astype(np.uint32))))
+
+
+@pytest.mark.parametrize("seed", [np.uint32([[1, 2]]), np.uint32([1, 2, 3]), np.uint32(1), np.float32([1, 2])])
+def test_dropout_refuses_what_is_no_seed(seed) -> None:
+    with popxl.Ir().main_graph as main:
+        t, s = popxl.variable(1.0), popxl.variable(seed)
+        for drop in (lambda: ops.dropout(t, s, 0.5), lambda: ops.shaped_dropout(t, s, (), 0.5)):
+            with pytest.raises(ValueError, match=r"expected a seed, a uint32 tensor of shape \(2,\).*`seed_tensor` is"):
+                drop()
+    assert main.ops == []
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import numpy as np
 
 import popart
 import popxl
+from popxl.errors import PopxlWarning
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,14 @@ class Settings:
             if random.random() < 0.3:
                 here = int(random.integers(self.ipus))
             there = int(random.integers(self.ipus)) if random.random() < 0.2 else here
-            op.ipu, op.location = here, (there, False)
+            op.edit(ipu=here, location=(there, False))
 
     def session(self, ir: popxl.Ir) -> popxl.Session:
-        """A session of a program."""
+        """A session of a program. What looks like a mistake in it is none: nobody wrote it."""
         ir.options.calledGraphs = self.called_graphs
         ir.options.placement = self.placement
         ir.options.remoteBuffers = self.remote_buffers
         device = popart.DeviceManager().createIpuModelDevice() if self.devices == "one" else "ipu_model"
-        return popxl.Session(ir, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PopxlWarning)
+            return popxl.Session(ir, device)

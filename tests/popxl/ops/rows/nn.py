@@ -37,6 +37,7 @@ def softmax(t: Array, axis: int) -> Array:
 
 
 def picked(probs: Array, labels: Array) -> Array:
+    probs = probs.reshape(*labels.shape, probs.shape[-1])
     inside = (labels >= 0) & (labels < probs.shape[-1])
     chosen = np.take_along_axis(probs, np.where(inside, labels, 0).astype(int)[..., None], -1)[..., 0]
     return np.where(inside, chosen, 0)
@@ -64,7 +65,7 @@ def fused(
     hot = labels[..., None] == np.arange(probs.shape[-1])
     scale = counts / (max(counts.sum(), 1) if reduction == "mean" else 1)
     loss = counted(-np.log(picked(probs, labels) + 1e-7), labels, ignore_index, reduction)
-    return loss, (probs - hot) * (np.asarray(loss_grad) * scale)[..., None]
+    return loss, (probs - hot.reshape(probs.shape)) * (np.asarray(loss_grad) * scale).reshape(*probs.shape[:-1], 1)
 
 
 def flat_cross_entropy(probs: Any, labels: Any, ignore_index: int | None = None, reduction: str = "mean") -> Any:
@@ -119,6 +120,7 @@ NN = [
          sample(np.log(PROBS), LABELS, log_prob=True), sample(PROBS, i32([9, -1, 2], [1, 1, 2]), torch=False),
          sample(PROBS, LABELS * 0 + 1, ignore_index=1, torch=False), sample(PROBS[0, 0], scalar(2, "int32")),
          sample(values("float32", (2, 300), low=0.1), np.array([200, 44], np.uint8), reduction="none"),
+         sample(PROBS.reshape(6, 4), LABELS, reduction="none"), sample(PROBS, LABELS.reshape(3, 1, 2), ignore_index=1),
          sample(f16([0, 1]), i32(0), expect=np.float16(-math.log(6.104e-5))),
          sample(f32([-np.inf, 0], [-1, -2]), i32(0, 1), ignore_index=0, log_prob=True, expect=np.float32(2)),
          sample(PROBS, LABELS, ignore_index=np.int64(1), torch=False),
@@ -133,8 +135,9 @@ NN = [
                rule(f16([1e-5, 1]), i32(0), g=np.float16(1), gives=(f16([-1 / 6.104e-5, 0]), None)),
                rule(f32([0.5, 0.5]), i32(7), g=np.float32(1), gives=(f32([0, 0]), None))],
         bad=[bad(ValueError, "`reduction` is 'max'; expected 'mean', 'sum' or 'none'", PROBS, LABELS, reduction="max"),
-             bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2)),
-             bad(PopxlError, "one dimension", scalar(1, "float32"), scalar(1, "int32")),
+             bad(PopxlError, r"of which there are 6 in the shape \(2, 3, 4\); got `labels` of shape \(2,\)", PROBS,
+                 i32(1, 2)),
+             bad(PopxlError, "a label for each row", scalar(1, "float32"), scalar(1, "int32")),
              bad(PopxlError, "labels are integers; these are float32", PROBS, LABELS.astype(np.float32)),
              bad(TypeError, "`ignore_index` must be an integer", PROBS, LABELS, ignore_index=1.5)]),
     Row("nll_loss_with_softmax_grad", fused,
@@ -142,10 +145,11 @@ NN = [
            for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),
          sample(PROBS, LABELS, values("float32", (2, 3)), reduction="none"), sample(PROBS, LABELS.astype(np.uint32)),
          sample(PROBS, BEYOND, ignore_index=2**32 - 1),
+         sample(PROBS.reshape(6, 4), LABELS, values("float32", (2, 3)), reduction="none"),
          sample(PROBS.astype(np.float16), LABELS, scalar(64, "float32")), sample(PROBS, i32([9, -1, 2], [1, 1, 2])),
          sample(PROBS, LABELS * 0 + 1, ignore_index=1)],
         "NlllWithSoftmaxGradDirect", "loss dx", adds=3, numbers=(2,), tolerance=4e-6,
         bad=[bad(ValueError, "`reduction` is 'max'", PROBS, LABELS, reduction="max"),
-             bad(PopxlError, "one dimension, the classes, more than `labels`", PROBS, i32(1, 2)),
+             bad(PopxlError, "a label for each row", PROBS, i32(1, 2)),
              bad(PopxlError, "`loss_grad` is one number", PROBS, LABELS, f32(1, 2))]),
 ]  # fmt: skip

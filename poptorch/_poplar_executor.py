@@ -1,0 +1,5 @@
+"""See `poptorch._impl`."""
+
+from poptorch._impl import PoplarExecutor
+
+__all__ = ["PoplarExecutor"]

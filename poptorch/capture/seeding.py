@@ -1,0 +1,94 @@
+"""`seeding`: what a model says of PyTorch's generator of random numbers, written down.
+
+    torch.manual_seed(0)                  # in `forward`: what is drawn after it is the same in every run
+    state = torch.get_rng_state()
+    torch.set_rng_state(state)            # and what is drawn after this is what was drawn after that
+
+The device has a generator of its own, so the numbers are others than on the CPU. The host's generator stays as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from poptorch.capture.recorder import Recorder
+from poptorch.capture.torch_private import without_modes
+from poptorch.capture.trace import Node
+from poptorch.errors import createPoptorchError
+
+__all__ = ["SEEDING", "seeding"]
+
+SEEDING = frozenset(f"poptorch.{name}" for name in ("manual_seed", "get_rng_state", "set_rng_state"))
+"""Names of the ops that are written down. What is done in a function that is called ends with it, so these are not."""
+
+
+class _Generator:
+    """Stands for the generator of PyTorch."""
+
+    def __init__(self, generator: torch.Generator, recorder: Recorder) -> None:
+        self._generator, self._recorder = generator, recorder
+        self._states: list[tuple[torch.Tensor, Node]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self._node("manual_seed", seed=seed)
+        return self._generator
+
+    def seed(self) -> int:
+        self._node("manual_seed", seed=None)
+        return self._generator.initial_seed()
+
+    def get_state(self) -> torch.Tensor:
+        with without_modes():
+            state = self._generator.get_state()
+        self._states.append((state, self._node("get_rng_state", number=len(self._states))))
+        self._states[-1][1].has_effect = False  # before somebody sets it
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        number = next((i for i, (known, _) in enumerate(self._states) if known is state), None)
+        if number is None:
+            raise createPoptorchError(
+                f"`torch.set_rng_state` ({self._recorder.source()}): in `forward` of a wrapped model only a state can "
+                "be set that `torch.get_rng_state` has given there. The device has a generator of its own: seed it "
+                "with `options.randomSeed(0)`, or in `forward` with `torch.manual_seed(0)`."
+            )
+        self._states[number][1].has_effect = True
+        self._node("set_rng_state", number=number)
+
+    def _node(self, name: str, **arguments: Any) -> Node:
+        if self._recorder.is_inside:
+            raise createPoptorchError(
+                f"`torch.{name}` ({self._recorder.source()}): the generator of random numbers cannot be seeded in a "
+                "body of a loop or of a conditional. Seed it before that."
+            )
+        return self._recorder.node(f"poptorch.{name}", "", arguments, has_effect=True)
+
+
+class _OfThisThread:
+    """One generator for the thread in which this is made, and another one for all others."""
+
+    def __init__(self, own: _Generator, others: torch.Generator) -> None:
+        self._thread, self._own, self._others = threading.get_ident(), own, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own if threading.get_ident() == self._thread else self._others, name)
+
+
+@contextmanager
+def seeding(recorder: Recorder) -> Iterator[None]:
+    """Have a recorder hear of what is done to the generator in a block."""
+    functions: Any = torch.random
+    before = functions.default_generator
+    functions.default_generator = _OfThisThread(_Generator(before, recorder), before)
+    try:
+        yield
+    finally:
+        functions.default_generator = before

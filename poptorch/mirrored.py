@@ -1,0 +1,154 @@
+"""`MirroredState`: `optimizer.state` while the state of the optimiser is on a device, in PyTorch's own form.
+
+    optimizer.state[module.weight]["exp_avg"]
+
+gives what the device has: it is read when somebody looks, once for each run. What is changed in it, or what takes its
+place (`load_state_dict`), is written to the device before the next run. Whoever copies or pickles it gets plain
+dictionaries.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["MirroredState", "loads_exactly"]
+
+_Seen = list[tuple[str, Any, int]]
+
+
+class _Source(Protocol):
+    """What has the state of some parameters."""
+
+    def show(self) -> None:
+        """Have the mirror show the state as it is now, with `MirroredState.show`."""
+
+
+class MirroredState(defaultdict[Any, Any]):
+    """State by parameter, of which sources have some: it is asked for when somebody looks.
+
+    Args:
+        state: what there is so far. It stays for the parameters of no source.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> mirror = MirroredState({})
+        >>> class Source:
+        ...     def show(self) -> None:
+        ...         mirror.show(weight, {"step": torch.tensor(3.0)})
+        >>> mirror.add(source := Source())
+        >>> mirror[weight]["step"].item()
+        3.0
+    """
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._sources: list[weakref.ref[_Source]] = []
+        self._seen: dict[Any, _Seen] = {}
+
+    def add(self, source: _Source) -> None:
+        """Ask a source from now on. It is not kept alive."""
+        self._sources.append(weakref.ref(source))
+
+    def remove(self, source: _Source) -> None:
+        """Ask a source no more. What it has shown stays."""
+        self._sources = [ref for ref in self._sources if ref() not in (None, source)]
+
+    def look(self) -> None:
+        """Ask all sources."""
+        for ref in self._sources:
+            if (source := ref()) is not None:
+                source.show()
+
+    def show(self, parameter: torch.Tensor, state: dict[str, torch.Tensor] | None) -> None:
+        """Have this state of a parameter, from a source; `None` for none."""
+        if state is None:
+            dict.pop(self, parameter, None)
+        else:
+            dict.__setitem__(self, parameter, state)
+        self._seen[parameter] = _versions(state)
+
+    def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether somebody has changed the state of parameters since it was shown."""
+        return any(not _same(self._seen.get(p, []), _versions(dict.get(self, p))) for p in parameters)
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return self.__copy__()
+
+    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return defaultdict(dict, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+        return copy.deepcopy(self.__copy__(), memo)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    plain = getattr(defaultdict, name)
+
+    def method(self: MirroredState, *args: Any, **kwargs: Any) -> Any:
+        self.look()
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__", "__or__"),
+    *("__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "get", "items", "keys", "pop", "popitem"),
+    *("setdefault", "update", "values"),
+):
+    setattr(MirroredState, _name, _looking(_name))
+
+
+def _versions(state: Mapping[str, Any] | None) -> _Seen:
+    """What tells whether state is changed: its tensors, and how often they have been written to."""
+    if state is None:
+        return []
+    counted = {key: isinstance(t, torch.Tensor) and not t.is_inference() for key, t in state.items()}
+    return [(key, t, t._version if counted[key] else 0) for key, t in state.items()]
+
+
+def _same(one: _Seen, other: _Seen) -> bool:
+    return len(one) == len(other) and all(
+        a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(one, other, strict=True)
+    )
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+def loads_exactly(optimizer: torch.optim.Optimizer) -> None:
+    """Have `load_state_dict` of an optimiser keep the digits of state that is wider than its parameter.
+
+    PyTorch rounds the moments of a float16 parameter to float16. A device has them in float32.
+    """
+    if _before not in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        optimizer.register_load_state_dict_pre_hook(_before)
+        optimizer.register_load_state_dict_post_hook(_after)
+
+
+def _before(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    vars(optimizer)["_loaded"] = loaded
+
+
+def _after(optimizer: torch.optim.Optimizer) -> None:
+    loaded = vars(optimizer).pop("_loaded")
+    numbers = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, t in loaded["state"].get(number, {}).items():
+            rounded = optimizer.state[parameter][key]
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype.itemsize > rounded.dtype.itemsize:
+                optimizer.state[parameter][key] = t.clone()

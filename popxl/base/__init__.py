@@ -1,0 +1,1 @@
+"""What knows nothing of graphs: the log, names, the user's source lines, pages and pictures, processes."""

@@ -1,0 +1,91 @@
+"""What the launcher `poprun` tells each process that it starts: how many instances there are, and which one this is.
+
+An *instance* is one process of a program that several run together. Each builds the same program and drives its share
+of the replicas, which are numbered through: those of the first instance come first. Nothing is connected here; see
+`runtime.processes`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from popxl.errors import PopxlError
+
+__all__ = ["LOOPBACK", "Instance", "launched"]
+
+LOOPBACK = "127.0.0.1"
+"""Where processes of one machine reach each other, and no other machine reaches them."""
+
+PREFIX = "POPDIST_"
+"""What the names of the environment variables begin with; the rest is the name of the field, in capitals."""
+
+
+class Instance(BaseModel):
+    """One process among those that run a program together, as the launcher describes it.
+
+    Example:
+        >>> instance = Instance(instance_index=1, num_instances=2, num_total_replicas=8)
+        >>> instance.num_local_replicas, instance.replica_offset
+        (4, 4)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    instance_index: int = Field(default=0, ge=0, description="The number of this instance.")
+    num_instances: int = Field(default=1, ge=1, description="How many instances there are.")
+    local_instance_index: int = Field(default=0, ge=0, description="Its number among those on the same machine.")
+    num_total_replicas: int = Field(default=1, ge=1, description="How many replicas all instances drive together.")
+    num_ipus_per_replica: int = Field(default=1, ge=1, description="How many devices each replica has.")
+    launcher: str = Field(default="", description="Where the launcher listens: `host:port`.")
+    token: str = Field(default="", repr=False, description="A secret, by which the launcher knows its instances.")
+    host: str = Field(default="localhost", description="A name of this machine that all instances know.")
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Self:
+        if self.instance_index >= self.num_instances:
+            raise ValueError(f"there is no instance {self.instance_index} among {self.num_instances}")
+        if self.num_total_replicas % self.num_instances:
+            raise ValueError(
+                f"{self.num_total_replicas} replicas cannot be shared out evenly among {self.num_instances} instances"
+            )
+        return self
+
+    @property
+    def all_are_here(self) -> bool:
+        """Whether all instances are on this machine: then none need listen where other machines reach it."""
+        return self.host in (LOOPBACK, "localhost")
+
+    @property
+    def num_local_replicas(self) -> int:
+        """How many replicas this instance drives."""
+        return self.num_total_replicas // self.num_instances
+
+    @property
+    def replica_offset(self) -> int:
+        """The number of the first of them."""
+        return self.instance_index * self.num_local_replicas
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that say all this to a process."""
+        return {PREFIX + name.upper(): str(value) for name, value in self.model_dump().items()}
+
+
+def launched() -> Instance | None:
+    """What the launcher says of this process; `None` if no launcher has started it.
+
+    Raises:
+        PopxlError: if the environment describes no instance that there can be.
+    """
+    found = {name: os.environ.get(PREFIX + name.upper()) for name in Instance.model_fields}
+    if found["num_instances"] is None:
+        return None
+    try:
+        return Instance.model_validate({name: value for name, value in found.items() if value is not None})
+    except ValidationError as problem:
+        raise PopxlError(
+            f"The environment variables {PREFIX}*, which `poprun` sets, do not describe an instance: {problem}. Start "
+            "the program with `poprun`, or unset them."
+        ) from problem

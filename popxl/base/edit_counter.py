@@ -1,0 +1,24 @@
+"""How often a program has been changed, so that what was made of it before can tell."""
+
+__all__ = ["EditCounter"]
+
+
+class EditCounter:
+    """Counts the changes of an Ir.
+
+    Whatever changes a graph, an op, a graph input, a remote buffer or an option after it was made calls `note`. What it
+    was that changed, `popxl.looking.edits.Snapshot` says.
+
+    Attributes:
+        count: how many changes there have been.
+        known: how many there had been when the last session was made.
+    """
+
+    __slots__ = ("count", "known")
+
+    def __init__(self) -> None:
+        self.count = self.known = 0
+
+    def note(self) -> None:
+        """Something has changed."""
+        self.count += 1

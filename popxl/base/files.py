@@ -1,0 +1,371 @@
+"""Files and directories that are written whole or not at all, and checksums that are checked when they are read.
+
+Whatever interrupts the writing, the old content is there or the new one. What is new is written beside its place, to a
+*draft* called `.<name>-<32 hexadecimal digits>`, brought to the disk, and renamed. Whoever writes a draft holds its
+lock, which the system lifts when the process ends, in whichever way. So a draft that nobody has locked was left by a
+process that is gone: the next writer deletes it. Where a file system knows no locks, drafts are left where they are.
+
+Of a directory `d` that is replaced, `.d.previous` is what it was, complete, from just before the new one takes its
+place until just after.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import struct
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from popxl.errors import UnreadableFileError
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "CHECKSUMS",
+    "OF_ARCHIVES",
+    "check_checksums",
+    "current",
+    "digest",
+    "discard",
+    "drafted",
+    "parsed",
+    "remove_abandoned",
+    "replace_file",
+    "replaced_file",
+    "replacing",
+    "sealed",
+    "unsealed",
+    "write_checksums",
+]
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def replace_file(path: Path, content: bytes, like: str | None = None) -> None:
+    """Write a file, all of it or nothing. What is no file but a pipe, say, is written to as it is.
+
+    Args:
+        path: the file.
+        content: what will be in it.
+        like: pattern of the names whose abandoned drafts are deleted; by default, the name of the file.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
+    with replaced_file(path, lambda draft: draft.write_bytes(content), like):
+        pass
+
+
+@contextmanager
+def replaced_file(path: Path, write: Callable[[Path], object], like: str | None = None) -> Iterator[None]:
+    """As `replace_file`; and while the block lasts, the new file is locked: `remove_abandoned` leaves it alone.
+
+    Args:
+        path: the file, or a symbolic link to it, which stays.
+        write: writes the new content to a file that is there, and empty.
+        like: as for `replace_file`.
+    """
+    path = Path(os.path.realpath(path))
+    with drafted(path, like=like) as draft:
+        write(draft)
+        with draft.open("r+b") as file:
+            os.fsync(file.fileno())  # or, after a power cut, the name might be there and the content not
+        draft.replace(path)
+        yield
+
+
+def remove_abandoned(paths: Collection[Path] | Iterator[Path]) -> None:
+    """Delete files and directories, but for those that some process has locked, or that others own."""
+    for path in paths:
+        lock = None
+        try:
+            lock = _locked(path, surely=True)
+            if lock is not None:
+                _delete(path)
+        except PermissionError:
+            continue  # it is for its owner to delete
+        finally:
+            _release(lock)
+
+
+@contextmanager
+def drafted(path: Path, make: Callable[[Path], object] = Path.touch, like: str | None = None) -> Iterator[Path]:
+    """A draft beside a path, and its lock, for a block. At the end of that it is deleted, if it is still there.
+
+    Args:
+        path: what it is to become.
+        make: makes it: a file, or a directory.
+        like: pattern of the names whose abandoned drafts are deleted before; by default, the name in `path`.
+    """
+    remove_abandoned(path.parent.glob(f".{glob.escape(path.name) if like is None else like}-{'[0-9a-f]' * 32}"))
+    lock = draft = None
+    try:
+        while lock is None:  # as long as somebody deletes it in the moment before it is locked
+            draft = _beside(path)
+            make(draft)
+            lock = _locked(draft, surely=False)
+        assert draft is not None
+        yield draft
+    finally:
+        if draft is not None:
+            _delete(draft)
+        _release(lock)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+
+
+_NO_LOCK = -1
+
+
+def _locked(path: Path, surely: bool) -> int | None:
+    """A descriptor that holds the lock of a file or directory; `None` if another one does, or the path is gone.
+
+    Args:
+        path: what to lock.
+        surely: `None`, too, where there are no locks. Otherwise it is then as if there was one.
+    """
+    if fcntl is None:
+        return None if surely else _NO_LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass  # it is another's, or was
+    except OSError:  # this file system has no locks
+        if not surely:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _release(lock: int | None) -> None:
+    if lock is not None and lock != _NO_LOCK:
+        os.close(lock)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# Directories --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(directory: Path, own: Collection[str]) -> Iterator[Path]:
+    """A new directory to write to, which takes the place of `directory` when the block ends, unless that fails.
+
+    Entries of the old directory that are not called one of `own` are moved to the new one.
+
+    `NotADirectoryError` if `directory` is a file, `ValueError` if the process works in it: it would lose its place.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"`{directory}` is a file; expected a directory, or nothing.")
+    if Path.cwd().is_relative_to(directory):
+        raise ValueError(f"`{directory}` cannot be replaced: it holds the working directory. Choose one below it.")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    _settle(directory, own)
+    try:
+        with drafted(directory, Path.mkdir) as draft:
+            yield draft
+            _bring_to_disk(draft)
+            if directory.exists():
+                directory.rename(_previous(directory))
+            draft.rename(directory)
+            _sync(directory.parent)
+    finally:
+        _settle(directory, own)
+
+
+def current(directory: Path) -> Path:
+    """Where the contents of `directory` are: there, or beside it if they were about to be replaced.
+
+    `FileNotFoundError` if there are none.
+    """
+    for path in (directory, _previous(directory)):
+        if path.is_dir():
+            return path
+    raise FileNotFoundError(f"There is no directory `{directory}`.")
+
+
+def discard(directory: Path) -> None:
+    """Delete `directory`: it is there complete, or not at all."""
+    _discard(directory, _beside(directory))
+
+
+def _discard(directory: Path, waste: Path) -> None:
+    lock = _locked(directory, surely=False)
+    try:
+        directory.rename(waste)
+        _sync(directory.parent)
+        _delete(waste)
+    finally:
+        _release(lock)
+
+
+def _settle(directory: Path, own: Collection[str]) -> None:
+    """Finish a replacement that got as far as the renaming, or take it back if it did not get further."""
+    previous = _previous(directory)
+    if not previous.exists():
+        return
+    if not directory.exists():
+        previous.rename(directory)
+        return
+    for path in previous.iterdir():
+        if path.name not in own and not (directory / path.name).exists():
+            path.rename(directory / path.name)
+    _discard(previous, _beside(directory))  # half a directory must never be taken for the previous one
+
+
+def _previous(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.previous")
+
+
+def _bring_to_disk(directory: Path) -> None:
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Checksums ----------------------------------------------------------------------------------------------------------
+
+
+def digest(*parts: bytes) -> str:
+    """SHA-256 of some bytes, one part after the other, in hexadecimal digits."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+_EMPTY = b'"digest": ""'
+
+
+def sealed(text: bytes) -> bytes:
+    """The text of a JSON object, with its own digest in its first field `"digest": ""`.
+
+    Example:
+        >>> text = sealed(b'{"digest": "", "weight": 2.5}')
+        >>> unsealed(text, parsed(text)["digest"])
+        True
+        >>> unsealed(text.replace(b"2.5", b"2.7"), parsed(text)["digest"])
+        False
+    """
+    return text.replace(_EMPTY, _filled(digest(text)), 1)
+
+
+def unsealed(text: bytes, seal: str) -> bool:
+    """Whether a text is what was sealed with this digest."""
+    return digest(text.replace(_filled(seal), _EMPTY, 1)) == seal
+
+
+def _filled(seal: str) -> bytes:
+    return _EMPTY[:-1] + seal.encode() + b'"'
+
+
+def parsed(text: bytes) -> Any:
+    """JSON as a value. `ValueError` if it is not JSON, names something twice, or is nested too deeply."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"a name is there twice among {', '.join(name for name, _ in pairs)}")
+        return found
+
+    def refused(name: str) -> None:
+        raise ValueError(f"{name} is no number in JSON")
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=once, parse_constant=refused)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"it is no JSON: {problem}") from None
+
+
+OF_ARCHIVES = (
+    *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, struct.error),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
+"""What `zipfile` raises for files that are damaged: for what looks encrypted, say, or compressed in unknown ways."""
+
+CHECKSUMS = "checksums.json"
+
+
+def write_checksums(directory: Path) -> None:
+    """Write the digests of all files in a directory to its `checksums.json`."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    content = {"digest": "", "files": {path.relative_to(directory).as_posix(): _digest_of(path) for path in files}}
+    (directory / CHECKSUMS).write_bytes(sealed(json.dumps(content, indent=1).encode()))
+
+
+def check_checksums(directory: Path, files: Callable[[str], bool]) -> None:
+    """Compare files with the digests in `checksums.json`. Without that, nothing is compared: others have written them.
+
+    Args:
+        directory: where they are.
+        files: which files to look at, by the names in `checksums.json`. A file may be missing, or be one of others.
+
+    Raises:
+        UnreadableFileError: if one differs.
+    """
+    path = directory / CHECKSUMS
+    if not path.exists():
+        return
+    for name, expected in _checksums(path).items():
+        file = directory / name
+        if files(name) and file.is_file() and _digest_of(file) != expected:
+            raise UnreadableFileError(
+                f"`{file}` is damaged: it is not what was written, says `{CHECKSUMS}`. Take another copy; or delete "
+                f"`{path}`, if you have changed the file yourself."
+            )
+
+
+def _checksums(path: Path) -> Mapping[str, str]:
+    text = path.read_bytes()
+    try:
+        content = parsed(text)
+        if unsealed(text, content["digest"]):
+            return dict(content["files"])
+        problem: object = "its digest differs"
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = error
+    raise UnreadableFileError(
+        f"`{path}` is damaged: {problem}. Take another copy; or delete the file, to read the others without checksums."
+    )
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

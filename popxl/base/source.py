@@ -1,0 +1,124 @@
+"""Which line of the user's made an op: source locations, and the records that say more.
+
+Ops are created by functions of popxl that call each other; what a user wants to know is the line outside. Only frames
+are looked at here; what is active while an op is created is in `popxl.context`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+__all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line", "warn_at"]
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """A line of a program, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The source line itself, or an empty string where it cannot be read.
+
+        A saved program may name any file: what is neither Python nor the program that runs is not opened.
+        """
+        ours = self.file in linecache.cache or self.file == getattr(sys.modules["__main__"], "__file__", None)
+        if not ours and not (self.file.endswith(".py") and os.path.isfile(self.file)):
+            return ""
+        return linecache.getline(self.file, self.line).strip()
+
+    @staticmethod
+    def of(place: tuple[CodeType, int]) -> SourceLocation:
+        """From a code object and a line number."""
+        code, line = place
+        return SourceLocation(code.co_filename, line, code.co_name)
+
+    @property
+    def resolved(self) -> SourceLocation:
+        """The same line, by the file's name without symbolic links."""
+        return SourceLocation(os.path.realpath(self.file), self.line, self.function)
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+
+@dataclass
+class DebugRecord:
+    """What created an op: a function of the program's interface, and its call.
+
+    Attributes:
+        api: name of the function.
+        name: the active name scopes and `api`, joined by slashes.
+        inputs: ids of the tensors among the arguments.
+        location: the line of the call.
+        outputs: ids of the tensors that the function returned; `None` until it returns, or if it returns something
+            else.
+        layer, category: what kind of record this is.
+    """
+
+    api: str
+    name: str
+    inputs: tuple[str, ...]
+    location: SourceLocation
+    outputs: tuple[str, ...] | None = None
+    layer: str = "popxl"
+    category: str = "op"
+
+
+_warned: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
+
+
+def warn_at(source: SourceLocation, message: str, category: type[Warning]) -> None:
+    """Warn of a line of the user's, whoever finds out. Python's filters decide; by default it is told once a line."""
+    registry = _warned.setdefault(source.file, {})
+    warnings.warn_explicit(message, category, source.file, source.line, registry=registry)
+
+
+_OURS = ("popxl", "popxl_addons", "contextlib")
+_is_ours: dict[str, bool] = {}
+
+
+def _module_is_ours(module: str) -> bool:
+    known = _is_ours.get(module)
+    if known is None:
+        known = _is_ours[module] = module.partition(".")[0] in _OURS
+    return known
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """The innermost frame, from this one on, that is not ours."""
+    while frame.f_back is not None and _module_is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame
+
+
+def user_line(frame: FrameType, further: int) -> tuple[CodeType, int]:
+    """Code object and line number of the innermost frame that is not ours. Cheap: nothing is formatted.
+
+    Args:
+        frame: where to begin.
+        further: how many more frames that are not ours to pass over.
+    """
+    frame = _outside(frame)
+    for _ in range(further):
+        if frame.f_back is not None:
+            frame = _outside(frame.f_back)
+    return frame.f_code, frame.f_lineno
+
+
+def frame_above(offset: int) -> FrameType:
+    """The frame `offset` levels above the caller of the caller. `IndexError` where there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(offset):
+        frame = frame and frame.f_back
+    if frame is None:
+        raise IndexError(f"get_source_location: there is no frame {offset} levels above the caller.")
+    return frame

@@ -1,0 +1,73 @@
+"""Who runs whom, who shares storage with whom, and what is written: facts about graphs that hold across ops."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING
+
+from popxl.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from popxl.graph import Graph
+    from popxl.op import Op
+
+
+def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
+    """For each operand and aliasing result of ops of one graph, in order, the tensors whose storage it is made of.
+
+    That is the tensor itself, unless it is a view or the result of an in-place op.
+    """
+    found: dict[Tensor, tuple[Tensor, ...]] = {}
+    for op in ops:
+        for part in op.parts:
+            for t in part.inputs:
+                found.setdefault(t, (t,))
+            if part.bases:
+                found[part.outputs[0]] = tuple(dict.fromkeys(s for base in part.bases for s in found[base]))
+    return found
+
+
+def reachable(graph: Graph) -> tuple[Graph, ...]:
+    """A graph, and all graphs that running it runs; each once, in the order in which they are first mentioned."""
+    found: dict[Graph, None] = {}
+    waiting = [graph]
+    while waiting:
+        new = waiting.pop()
+        if new not in found:
+            found[new] = None
+            waiting += reversed(new.called_graphs)
+    return tuple(found)
+
+
+def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
+    """The graphs that running a graph runs, each once and after those that it calls; the graph itself is the last.
+
+    Those in `without` are left out, and so are graphs that only they call.
+    """
+    found: dict[Graph, None] = {}
+    waiting = [(graph, False)]
+    while waiting:
+        new, visited = waiting.pop()
+        if visited:
+            found[new] = None
+        elif new not in found:
+            waiting.append((new, True))
+            waiting += [(callee, False) for callee in new.called_graphs if callee not in without]
+    return tuple(found)
+
+
+def has_effect(op: Op) -> bool:
+    """Whether an op, or one in a graph that it runs, does more than compute its results."""
+    return op.kind.effect or any(inner.kind.effect for g in op.called_graphs for r in reachable(g) for inner in r.ops)
+
+
+def written_tensors(graph: Graph) -> set[Tensor]:
+    """The tensors whose storage running the graph writes to, calls included."""
+    made_of = storages(graph.ops) if any(op.modified for op in graph.ops) else {}
+    return {s for op in graph.ops for i in op.modified for s in made_of[op.inputs[i]]}
+
+
+def written_inputs(graph: Graph) -> frozenset[int]:
+    """Positions of the graph inputs whose storage running the graph writes to."""
+    written = written_tensors(graph)
+    return frozenset(i for i, t in enumerate(graph.inputs) if t in written)

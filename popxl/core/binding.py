@@ -1,0 +1,115 @@
+"""How `Ir.create_graph` turns a Python function and its arguments into a graph."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from popxl.base.log import Logger
+from popxl.core.tensor import Tensor
+from popxl.module import Module
+from popxl.values.spec import TensorByRef, TensorSpec
+
+if TYPE_CHECKING:
+    from popxl.graph import Graph
+
+_log = Logger("ir")
+
+
+def graph_name(fn: Callable[..., Any] | Module) -> str:
+    """The name that a graph takes from its function. `TypeError` if `fn` cannot make a graph."""
+    if isinstance(fn, Module):
+        return type(fn).__qualname__.replace(".<locals>", "")
+    if callable(fn) and hasattr(fn, "__qualname__"):
+        return str(fn.__qualname__).replace(".<locals>", "")
+    raise TypeError(
+        f"create_graph: `fn` must be a function, a method or a popxl.Module; got {fn!r} ({type(fn).__name__}). "
+        "Wrap other callables (functools.partial, callable objects) in a function."
+    )
+
+
+def build_graph(graph: Graph, fn: Callable[..., Any] | Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run `fn` inside an empty graph, with inputs in place of tensors, and take what it returns as the outputs."""
+    signature = inspect.signature(fn.build if isinstance(fn, Module) else fn)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        raise ValueError(
+            f"create_graph: the arguments do not match the signature of `{graph_name(fn)}`, {signature}: {problem}."
+        ) from None
+    bound.apply_defaults()
+    with graph:
+        for name, parameter in signature.parameters.items():
+            bound.arguments[name] = _convert(graph, parameter, bound.arguments[name])
+        results = fn(*bound.args, **bound.kwargs)
+        for t in _tensors_returned(fn, results):
+            graph.add_output(t)
+
+
+def _convert(graph: Graph, parameter: inspect.Parameter, value: Any) -> Any:
+    """The value that `fn` gets for a parameter: inputs in place of tensors."""
+    name = parameter.name
+    by_ref = _is_by_ref(parameter.annotation)
+    if _is_spec(value):
+        return _input(graph, value, name, by_ref)
+    if parameter.kind is parameter.VAR_KEYWORD:
+        if _holds_specs(name, list(value.values())):
+            return {key: _input(graph, spec, key, by_ref) for key, spec in value.items()}
+    elif isinstance(value, list | tuple) and _holds_specs(name, value):
+        inputs = [_input(graph, spec, f"{name}_{i}", by_ref) for i, spec in enumerate(value)]
+        return tuple(inputs) if parameter.kind is parameter.VAR_POSITIONAL else inputs
+    return value
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, Tensor | TensorSpec)
+
+
+def _holds_specs(name: str, values: Iterable[Any]) -> bool:
+    """Whether a container is made of tensors. `TypeError` if it mixes them with other things."""
+    kinds = {_is_spec(value) for value in values}
+    if len(kinds) > 1:
+        raise TypeError(
+            f"create_graph: `{name}` mixes tensors with other values: {list(values)!r}. Pass the tensors (or specs) "
+            "and the other values as separate arguments."
+        )
+    return kinds == {True}
+
+
+def _is_by_ref(annotation: Any) -> bool:
+    """Whether an annotation is `TensorByRef`, or `List` or `Tuple` of it; as objects, not as text."""
+    if annotation is TensorByRef:
+        return True
+    parts = typing.get_args(annotation)
+    # `list[TensorByRef]` is not meant: PopXL knows the typing generics only.
+    is_plain = isinstance(annotation, types.GenericAlias)
+    if not is_plain and typing.get_origin(annotation) in (list, tuple) and parts == (TensorByRef,):
+        return True
+    if TensorByRef in parts or (isinstance(annotation, str) and "TensorByRef" in annotation):
+        _log.warn(
+            f"create_graph: inputs that are annotated as {annotation!r} are passed by value. Of use are TensorByRef, "
+            "typing.List[TensorByRef] and typing.Tuple[TensorByRef], and no text, which `from __future__ import "
+            "annotations` makes of them."
+        )
+    return False
+
+
+def _input(graph: Graph, spec: Any, name: str, by_ref: bool) -> Tensor:
+    return graph.add_input(TensorSpec(tuple(spec.shape), spec.dtype, tuple(spec.meta_shape)), name, by_ref)
+
+
+def _tensors_returned(fn: Any, results: Any) -> list[Tensor]:
+    if results is None:
+        return []
+    if isinstance(results, Tensor):
+        return [results]
+    outputs = list(results) if isinstance(results, Iterable) else [results]
+    if not all(isinstance(t, Tensor) for t in outputs):
+        raise ValueError(
+            f"create_graph: `{graph_name(fn)}` returned {results!r}; expected None, a Tensor, or an iterable of "
+            "Tensors."
+        )
+    return outputs

@@ -1,0 +1,201 @@
+"""Making tensors that no op makes: variables, constants, graph inputs; and declaring graph outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from popxl.base.log import Logger
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import get_current_context, user_frame
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.dtypes import check_dtype
+from popxl.dtypes import dtype as dtype_
+from popxl.errors import NarrowedNumberWarning, PopxlError
+from popxl.fp8_utils import as_array
+from popxl.tensorlocation import ON_DEVICE
+from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
+from popxl.values.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from popxl.core.tensor import HostScalarTensor
+    from popxl.replica_grouping import ReplicaGrouping
+
+_log = Logger("ir")
+
+__all__ = ["constant", "graph_input", "graph_output", "variable"]
+
+
+def variable(
+    data: HostScalarTensor,
+    dtype: dtype_ | None = None,
+    name: str | None = None,
+    downcast: bool = True,
+    replica_grouping: ReplicaGrouping | None = None,
+    retrieval_mode: Literal["one_per_group", "all_replicas"] | None = None,
+    log2_scale: int | None = None,
+    nan_on_overflow: bool | None = None,
+) -> Variable:
+    """A tensor that lives as long as the program and can change, in the main graph.
+
+    Args:
+        data: the initial value: a number, a sequence, a NumPy array or memory map, a torch tensor. It is copied,
+            except for a memory map, which itself becomes the host copy.
+        dtype: element type; by default that of the data, narrowed to 32 bits if `downcast`.
+        name: name of the tensor.
+        downcast: narrow 64-bit numbers to 32 bits where no dtype is given.
+        replica_grouping: which replicas share one value. With several groups, `data` has one row for each of them.
+        retrieval_mode: read back one value `"one_per_group"` (the default) or those of `"all_replicas"`.
+        log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
+
+    Raises:
+        RuntimeError: without a current graph.
+        ValueError: if the current graph is not the main graph, and for an unknown `retrieval_mode`.
+        PopxlError: if the data does not have one row for each replica group (`IndexError` if it has too few for a
+            grouping that is not constant).
+
+    Example:
+        >>> with ir.main_graph:
+        ...     w = popxl.variable(np.zeros((4, 3)), popxl.float32, name="w")
+    """
+    graph = get_current_context().graph
+    if graph is not graph.main_graph:
+        raise ValueError(
+            f"variable: variables live in the main graph, and {graph.title} is current. Make the variable in the main "
+            "graph and pass it into the graph as an input."
+        )
+    if retrieval_mode not in (None, "one_per_group", "all_replicas"):
+        raise ValueError(
+            f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
+        )
+    grouping = graph.ir.replica_grouping() if replica_grouping is None else replica_grouping
+    if dtype is not None:
+        check_dtype(dtype, "variable: `dtype`")
+    in_place = isinstance(data, np.memmap) and grouping.is_const
+    if isinstance(data, np.memmap) and not in_place:
+        _log.warn(
+            f"variable: you have passed np.memmap data and a non-const replica grouping, {grouping!r}; the data is "
+            "copied, and the file will not be written."
+        )
+    array = _numbers("variable", data, dtype, downcast and not in_place, log2_scale, nan_on_overflow, not in_place)
+    if grouping.num_groups > 1:
+        array = _one_row_each(array, grouping)
+    shape = array.shape if grouping.num_groups == 1 else array.shape[1:]
+    t: Variable = graph.new_tensor(name, TensorSpec(shape, dtype or dtype_.as_dtype(array)), Variable)
+    t.data = array
+    t.replica_grouping = grouping
+    t.retrieval_mode = retrieval_mode or "one_per_group"
+    t.location_info = ON_DEVICE
+    t.piece = None
+    t._in_sync = True
+    return t
+
+
+def _numbers(
+    what: str,
+    data: Any,
+    dtype: dtype_ | None,
+    downcast: bool,
+    log2_scale: int | None,
+    nan_on_overflow: bool | None,
+    copy: bool = True,
+) -> np.ndarray:
+    """The numbers of a tensor, converted. Nobody has asked for 32 bits where no dtype is given: so a number that does
+    not fit is warned of. One that does not fit the dtype that is given is cast as NumPy does."""
+    if dtype is None and downcast and log2_scale is None and nan_on_overflow is None:
+        wide = as_array(data)
+        if wide.size and wide.dtype in downcast_np_dtypes:
+            try:
+                return narrowed(wide, downcast_np_dtypes[wide.dtype], what)
+            except ValueError as problem:
+                warn_at(SourceLocation.of(user_frame()), str(problem), NarrowedNumberWarning)
+    return to_numpy(data, dtype, downcast, copy=copy, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
+
+
+def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:
+    """The data with one row for each group. A grouping that is not constant ignores rows beyond those."""
+    rows = array.shape[0] if array.shape else 0
+    if grouping.is_const and rows != grouping.num_groups or rows < grouping.num_groups:
+        raise (PopxlError if grouping.is_const else IndexError)(
+            f"variable: `data` has the shape {array.shape}, but its first dimension has to have one row for each of "
+            f"the {grouping.num_groups} groups of {grouping!r}."
+        )
+    return array if grouping.is_const else array[: grouping.num_groups]
+
+
+def constant(
+    data: HostScalarTensor,
+    dtype: dtype_ | None = None,
+    name: str | None = None,
+    downcast: bool = True,
+    log2_scale: int | None = None,
+    nan_on_overflow: bool | None = None,
+) -> Constant:
+    """A tensor whose numbers never change, in the current graph.
+
+    Args:
+        data: a number, a sequence, a NumPy array, a torch tensor. It is copied.
+        dtype: element type; by default that of the data, narrowed to 32 bits if `downcast`.
+        name: name of the tensor.
+        downcast: narrow 64-bit numbers to 32 bits where no dtype is given.
+        log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
+
+    Raises:
+        RuntimeError: without a current graph.
+        TypeError: for float8 data without `dtype`.
+
+    Example:
+        >>> with ir.main_graph:
+        ...     two = popxl.constant(2, popxl.float32)
+    """
+    graph = get_current_context().graph
+    if dtype is not None:
+        check_dtype(dtype, "constant: `dtype`")
+    array = _numbers("constant", data, dtype, downcast, log2_scale, nan_on_overflow)
+    if dtype is None and array.dtype.names:
+        raise TypeError("constant: float8 data needs its `dtype` said: popxl.float8_143 or popxl.float8_152.")
+    t: Constant = graph.new_tensor(name, TensorSpec(array.shape, dtype or dtype_.as_dtype(array)), Constant)
+    array.flags.writeable = False
+    t.data = array
+    return t
+
+
+def graph_input(
+    shape: Iterable[int],
+    dtype: dtype_,
+    name: str | None = None,
+    by_ref: bool = False,
+    meta_shape: Iterable[int] | None = None,
+) -> Tensor:
+    """A new input of the current graph, after those it has already.
+
+    Args:
+        shape, dtype, meta_shape: what callers have to bind.
+        name: name of the tensor.
+        by_ref: changes that the graph makes to the input in place are seen by every caller.
+
+    Raises:
+        RuntimeError: without a current graph.
+
+    Example:
+        >>> def scale(x):
+        ...     k = popxl.graph_input((), x.dtype, "k")
+        ...     return x * k
+    """
+    graph = get_current_context().graph
+    spec = TensorSpec(tuple(map(int, shape)), dtype, tuple(meta_shape) if meta_shape else ())
+    return graph.add_input(spec, name, by_ref)
+
+
+def graph_output(t: Tensor) -> None:
+    """Make a tensor of the current graph an output of it, after those it has already.
+
+    Raises:
+        RuntimeError: without a current graph.
+        TypeError: if `t` is no tensor.
+        ValueError: if `t` is not in the current graph.
+    """
+    graph: Any = get_current_context().graph
+    graph.add_output(t, extend_calls=False)

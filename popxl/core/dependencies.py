@@ -1,0 +1,78 @@
+"""What has to come before what in a graph: the orders of its ops that mean the same.
+
+Creation order is one of them. Whoever puts the ops of a graph in another order asks here first. Which in-place changes
+the *language* leaves without an order is another question: `popxl.looking.ambiguity`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from popxl.core.aliasing import reachable, storages
+from popxl.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from popxl.graph import Graph
+    from popxl.op import Op
+
+__all__ = ["Needs", "dependencies"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The ops that one op has to follow; those that these have to follow are not repeated.
+
+    Attributes:
+        data: they make what the op reads, or use a storage that it overwrites, or overwrite one that it reads.
+        order: no data flows from them, but `in_sequence` puts them before the op, or both use the same stream, buffer,
+            or other thing outside of the program.
+    """
+
+    data: frozenset[Op]
+    order: frozenset[Op]
+
+    @property
+    def all(self) -> frozenset[Op]:
+        """Both kinds."""
+        return self.data | self.order
+
+
+def dependencies(graph: Graph) -> dict[Op, Needs]:
+    """For each op of a graph, what it needs. Costs one look at each op, and at those of the graphs that it calls."""
+    made_of = storages(graph.ops)
+    known: dict[int, Op] = {}
+    writer: dict[Tensor, Op] = {}
+    readers: dict[Tensor, set[Op]] = defaultdict(set)
+    last: dict[object, Op] = {}
+    needs = {}
+    for op in graph.ops:
+        data = {t.producer for t in op.inputs if t.producer is not None}
+        touched = [(s, i in op.modified) for i, t in enumerate(op.inputs) for s in made_of[t]]
+        for s, writes in touched:
+            data |= {writer[s]} if s in writer else set()
+            data |= readers[s] if writes else set()
+        outside = set(_outside(op))
+        order = {known[id] for id in op.after} | {last[thing] for thing in outside if thing in last}
+        needs[op] = Needs(frozenset(data), frozenset(order))
+        for s, writes in touched:
+            if writes:
+                writer[s], readers[s] = op, set()
+            else:
+                readers[s].add(op)
+        known[op.id] = op
+        last.update(dict.fromkeys(outside, op))
+    return needs
+
+
+def _outside(op: Op) -> Iterator[object]:
+    """What an op, or one in a graph that it runs, uses outside of the program's tensors."""
+    called = dict.fromkeys(graph for callee in op.called_graphs for graph in reachable(callee))
+    for each in (op, *(inner for graph in called for inner in graph.ops)):
+        for part in each.parts:
+            if part.kind.exchange:
+                yield part.kind.exchange, part.attributes[part.kind.exchange]
+            elif part.kind.effect:
+                yield "effect"

@@ -1,0 +1,74 @@
+"""What others meet who ask a tensor for its numbers: it has none while a program is written.
+
+Python and JAX each have their way to ask. A program that takes a tensor for an array is told which op to use. What
+NumPy makes of tensors is among the operators (`popxl.operators`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import jax
+
+from popxl.base.source import SourceLocation, user_line, warn_at
+from popxl.errors import PopxlError, TensorTruthWarning
+
+if TYPE_CHECKING:
+    from popxl.core.tensor import Tensor
+
+HOW_TO_READ = (
+    "A tensor has numbers only when a session runs: store it to a stream with `ops.host_store`. The array of a "
+    "variable is `session.get_tensor_data(variable)`."
+)
+
+
+def number_refused(t: Tensor, kind: str) -> TypeError:
+    """The error for a tensor that is to be a Python number."""
+    return TypeError(
+        f"{t!r} cannot become {kind}. Of a tensor, `ops.exp(x)` is what `math.exp(x)` is of a number. {HOW_TO_READ}"
+    )
+
+
+def asked_by_jax(t: Tensor) -> None:
+    """Refuse what asks for the array of a tensor, if that is a function of JAX.
+
+    An operator of a JAX array asks too, before it leaves the work to the tensor; that gets `None`.
+    """
+    asking = sys._getframe(2)  # the property's caller
+    its_own = isinstance(asking.f_locals.get("self"), jax.Array)
+    if its_own or asking.f_globals.get("__name__", "").partition(".")[0] != "jax":
+        return
+    frame = asking
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jax":
+        frame = frame.f_back
+    source = SourceLocation.of(user_line(frame, 0))
+    where = f", at `{source.text}` ({source})" if source.text else ""
+    # No TypeError: JAX would replace it by one of its own.
+    raise PopxlError(
+        f"A function of JAX takes arrays, and {t!r} is a tensor{where}. Use the op of `popxl.ops` that has its name, "
+        "such as `ops.exp` for `jnp.exp`; or make an op of any function of arrays: "
+        "`popxl.OpKind('Softplus', jax.nn.softplus)`."
+    )
+
+
+def truth(t: Tensor) -> bool:
+    """What `if t:` comes to: whether there is a tensor at all. Programs ask that of optional tensors.
+
+    Raises:
+        ValueError: for a scalar.
+    """
+    if not t.shape:
+        raise ValueError(
+            f"{t!r} is a scalar, which is neither true nor false while the program is written. Choose between values "
+            "with `ops.where`, between graphs with `ops.conditional`; ask `t is None` of an optional tensor."
+        )
+    source = SourceLocation.of(user_line(sys._getframe(2), 0))
+    warn_at(
+        source,
+        "The truth of a tensor says whether it has elements, not what they are"
+        f"{f': `{source.text}`' if source.text else ''}. Choose between values with `ops.where`, between graphs with "
+        "`ops.conditional`; ask `t is None` of an optional tensor.",
+        TensorTruthWarning,
+    )
+    return t.shape[0] != 0

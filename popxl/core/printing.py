@@ -1,0 +1,172 @@
+"""Graphs as text: `schedule`, the listing that PopXL programs print, and `algebra`, which reads like a page.
+
+All of them say the same for the same graph, always. Neither computes anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from popxl.core.aliasing import reachable
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import Stream
+from popxl.values.spec import brief
+
+if TYPE_CHECKING:
+    from popxl.graph import Graph
+    from popxl.op import Op
+
+__all__ = ["algebra", "definition", "line", "schedule", "summary"]
+
+
+def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
+    """The ops of a graph in the order they run, one line each, with numbered tensors.
+
+    Args:
+        graph: what to list.
+        names: names for some of the graph's inputs, shown as `name=%2`.
+
+    Example:
+        >>> print(schedule(graph, {graph.inputs[1]: "w"}))
+        Graph : ...
+          (%1, w=%2) -> (%3) {
+            MatMul... (%1 [(2, 4) float32], %2 [(4, 3) float32]) -> (%3 [(2, 3) float32])
+          }
+    """
+    numbers: dict[Tensor, int] = {}
+
+    def number(t: Tensor) -> str:
+        return f"%{numbers.setdefault(t, len(numbers) + 1)}"
+
+    def shown(tensors: Sequence[Tensor]) -> str:
+        return ", ".join(f"{number(t)} [{t.shape} {t.dtype.name}]" for t in tensors)
+
+    known = names or {}
+    inputs = ", ".join(f"{known[t]}={number(t)}" if t in known else number(t) for t in graph.inputs)
+    lines = []
+    for op in graph.ops:
+        called = f"({op.called_graphs[0].name})" if len(op.called_graphs) == 1 else ""
+        lines.append(f"    {op.op_type}.{op.id}{called} ({shown(op.inputs)}) -> ({shown(op.outputs)})")
+    outputs = ", ".join(number(t) for t in graph.outputs)
+    return "\n".join([f"Graph : {graph.name}", f"  ({inputs}) -> ({outputs}) {{", *(lines or ["    "]), "  }"])
+
+
+def algebra(graph: Graph) -> str:
+    """A graph, and the graphs it calls, as definitions of named values.
+
+    `&x` marks an operand that the op overwrites. Graphs are shown once, however often they are called.
+    """
+    _, *called = reachable(graph)
+    text = definition(graph)
+    if called:
+        text += "\n  where\n" + "\n\n".join(indent(definition(callee), "    ") for callee in called)
+    return text
+
+
+def definition(graph: Graph) -> str:
+    """A graph as definitions of named values, without the graphs it calls."""
+    return "\n".join(_lines(graph))
+
+
+def line(op: Op) -> str:
+    """An op as the line of its graph's definition.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     y = popxl.variable([1.0, 2.0], name="x") + 1
+        >>> print(line(y.producer))
+        add_out: f32[2] = Add(x, 1.0)
+    """
+    results = ", ".join(map(_typed, op.outputs))
+    return f"{results} = {_expression(op)}" if results else _expression(op)
+
+
+def summary(ops: Sequence[Op]) -> str:
+    """Some ops in a few words: the graphs that they call, or the first and the last op.
+
+    Example:
+        >>> summary(main.ops[:2])
+        'Init … HostLoad, 2 ops'
+    """
+    called = Counter(graph.name for op in ops for graph in op.called_graphs)
+    others = sum(not op.called_graphs for op in ops)
+    counted = f"{others} op{'s' * (others > 1)}"
+    if not called:
+        return ops[0].op_type if len(ops) == 1 else f"{ops[0].op_type} … {ops[-1].op_type}, {counted}"
+    names = [name if count == 1 else f"{name} ×{count}" for name, count in called.items()]
+    names[3:] = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*names, counted] if others else names)
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
+    yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
+    rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
+    rows += [(op.outputs, _expression(op)) for op in graph.ops]
+    width = max((len(_typed(t)) for tensors, _ in rows for t in tensors), default=0)
+    for tensors, expression in rows:
+        *others, last = (_typed(t) for t in tensors) if tensors else ("",)
+        yield from (f"    {other}," for other in others)
+        yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
+    if graph.outputs:
+        yield f"    return {', '.join(t.name for t in graph.outputs)}"
+    elif not rows:
+        yield "    pass"
+
+
+def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
+    """A variable: where it is, if not on the device, and the piece that a replica keeps of it."""
+    place = v.location_info
+    if v.piece is not None:
+        yield (v,), "variable in pieces"
+        yield (v.piece,), f"piece of {v.name}"
+    elif place.buffer is not None:
+        pieces = " in pieces" if place.sharded else ""
+        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
+    else:
+        yield (v,), "variable"
+
+
+def _typed(t: Tensor) -> str:
+    return f"{t.name}: {brief(t)}"
+
+
+def _expression(op: Op) -> str:
+    place = f"  @ ipu {op.ipu}" if op.ipu else ""
+    return f"{op.op_type}{_arguments(op)}{place}"
+
+
+def _arguments(op: Op) -> str:
+    if op.kind.stands_for is not None:
+        return f"({', '.join(part.op_type + _arguments(part) for part in op.parts)})"
+    operands = [f"{'&' if i in op.modified else ''}{_operand(t)}" for i, t in enumerate(op.inputs)]
+    named = zip(op.operand_names(), op.kind.operand_names(len(operands)), operands, strict=True)
+    shown = [text if name == in_place else f"{name}={text}" for name, in_place, text in named]
+    plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.graphs}
+    shown += [f"{name}={_plain(value)}" for name, value in plain.items()]
+    called = "".join(f" {graph.name}" for graph in op.called_graphs)
+    return f"{called}({', '.join(shown)})"
+
+
+def _operand(t: Tensor) -> str:
+    if not isinstance(t, Constant):
+        return t.name
+    return _plain(t.data) if t.nelms <= 4 else f"constant {brief(t)}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return str(value.tolist())
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Stream):
+        return value.tensor.name
+    if isinstance(value, RemoteBuffer):
+        return str(value.remote_buffer_id)
+    return str(value)

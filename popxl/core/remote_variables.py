@@ -1,0 +1,248 @@
+"""Variables that are not, or not whole, in the device's memory: in a slot of a remote buffer, or in pieces.
+
+What is made here are variables like any other for a session, which reads and writes their values. A program does not
+use the variable: it loads from the slot and stores to it, or works with the piece. How values are cut into pieces is in
+`popxl.values.sharding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from popxl.context import get_current_context
+from popxl.core.create import variable
+from popxl.core.tensor import Tensor, Variable
+from popxl.dtypes import dtype as dtype_
+from popxl.remote_buffer import RemoteBuffer
+from popxl.tensorlocation import LocationInfo
+from popxl.values.shapes import integer, integers
+from popxl.values.sharding import piece_length
+
+if TYPE_CHECKING:
+    from popxl.core.tensor import HostScalarTensor
+    from popxl.replica_grouping import ReplicaGrouping
+
+__all__ = [
+    "remote_replica_sharded_variable",
+    "remote_variable",
+    "replica_sharded_buffer",
+    "replica_sharded_variable",
+]
+
+RetrievalMode = Literal["one_per_group", "all_replicas"]
+
+
+def remote_variable(
+    data: HostScalarTensor,
+    remote_buffer: RemoteBuffer,
+    offset: int = 0,
+    dtype: dtype_ | None = None,
+    name: str | None = None,
+    downcast: bool = True,
+    replica_grouping: ReplicaGrouping | None = None,
+    retrieval_mode: RetrievalMode | None = "one_per_group",
+    log2_scale: int | None = None,
+    nan_on_overflow: bool | None = None,
+) -> Variable:
+    """A variable that lives in a slot of a remote buffer, in the main graph.
+
+    When the host copies go to the device, the slot is filled; when they come back, they get what is in the slot.
+    Programs load from the slot and store to it, with `ops.remote_load` and `ops.remote_store`, and do not use the
+    variable itself.
+
+    Nothing compares the variable with the slot. Where the shapes differ the elements are taken in order, as many as
+    both have; an `offset` that the buffer does not reach is left alone.
+
+    Args:
+        data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow: as for
+            `popxl.variable`.
+        remote_buffer: whose slot.
+        offset: the number of the slot.
+
+    Raises:
+        RuntimeError, ValueError, PopxlError: as `popxl.variable` does; `ValueError` for a buffer of another Ir, or an
+            `offset` below 0.
+
+    Example:
+        >>> with ir.main_graph, popxl.in_sequence():
+        ...     buffer = popxl.remote_buffer((3,), popxl.float32)
+        ...     w = popxl.remote_variable([1.0, 2.0, 3.0], buffer)
+        ...     t = ops.remote_load(buffer, 0)
+        ...     ops.remote_store(buffer, 0, t + 1)
+    """
+    place = _place("remote_variable", remote_buffer, offset, sharded=False)
+    v = variable(data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow)
+    v.location_info = place
+    return v
+
+
+def replica_sharded_buffer(
+    shape: Iterable[int],
+    dtype: dtype_,
+    replica_grouping: ReplicaGrouping | None = None,
+    shard_over: int | None = None,
+    entries: int = 1,
+) -> RemoteBuffer:
+    """A remote buffer for values that are cut into pieces, one for each replica.
+
+    Args:
+        shape: shape on the host: with one leading row for each replica group, if there are several.
+        dtype: element type.
+        replica_grouping: which replicas share a value; all, by default. One that is not constant stands for its
+            `const_rg`.
+        shard_over: how many pieces; by default as many as there are replicas in a group. A divisor of that.
+        entries: how many slots there are.
+
+    Returns:
+        A buffer with slots of shape `(ceil(n / shard_over),)` for values of `n` elements. Its `meta_shape` is the shape
+        of a value.
+
+    Raises:
+        RuntimeError: without a current graph.
+        ValueError: if `shard_over` is no divisor of the group size, or a value is a scalar.
+
+    Example:
+        Of 15 elements, each of 8 replicas keeps 2.
+
+        >>> with popxl.Ir(replication=8).main_graph:
+        ...     popxl.replica_sharded_buffer((3, 5), popxl.float32).tensor_shape
+        (2,)
+    """
+    ir = get_current_context().ir
+    grouping = ir.replica_grouping() if replica_grouping is None else replica_grouping
+    whole = integers(shape, "replica_sharded_buffer: `shape`")
+    if grouping.num_groups > 1:
+        whole = whole[1:]
+    members = grouping.const_rg.group_size
+    count = members if shard_over is None else integer(shard_over, "replica_sharded_buffer: `shard_over`")
+    if not 0 < count <= members or members % count:
+        raise ValueError(
+            f"replica_sharded_buffer: `shard_over` is {count}; expected a divisor of {members}, the number of replicas "
+            f"in a group of {grouping.const_rg!r}."
+        )
+    if not whole:
+        raise ValueError(
+            f"replica_sharded_buffer: `shape` is {tuple(shape)}, which leaves a scalar for each group of "
+            f"{grouping!r}; a scalar cannot be cut. Use `popxl.remote_buffer`."
+        )
+    buffer = RemoteBuffer((piece_length(whole, count),), dtype, entries)
+    buffer.meta_shape, buffer.shard_over = whole, count
+    return buffer
+
+
+def remote_replica_sharded_variable(
+    data: HostScalarTensor,
+    remote_buffer: RemoteBuffer,
+    offset: int = 0,
+    dtype: dtype_ | None = None,
+    name: str | None = None,
+    downcast: bool = True,
+    replica_grouping: ReplicaGrouping | None = None,
+    retrieval_mode: RetrievalMode | None = "one_per_group",
+    log2_scale: int | None = None,
+    nan_on_overflow: bool | None = None,
+) -> Variable:
+    """A variable that lives in slots of a remote buffer, a piece of it on each replica; in the main graph.
+
+    As `remote_variable`, but the slot of a replica holds one piece of the value. The host sees the value, and
+    `ops.collectives.replicated_all_gather` puts it together on the device. Into how many pieces it is cut is known for
+    a buffer from `replica_sharded_buffer`; for another it is as many as the length of the slots asks for, rounded up to
+    a divisor of the group size.
+
+    Args:
+        data, remote_buffer, offset, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale,
+            nan_on_overflow: as for `remote_variable`. The `meta_shape` of the buffer is set, if it is `()`.
+
+    Raises:
+        RuntimeError, ValueError, PopxlError: as `remote_variable` does; `ValueError` without several replicas, and if
+            the buffer has pieces of another shape.
+
+    Example:
+        >>> with popxl.Ir(replication=2).main_graph, popxl.in_sequence():
+        ...     buffer = popxl.replica_sharded_buffer((5,), popxl.float32)
+        ...     w = popxl.remote_replica_sharded_variable([1.0, 2.0, 3.0, 4.0, 5.0], buffer)
+        ...     piece = ops.remote_load(buffer, 0)  # shape (3,), meta_shape (5,)
+    """
+    what = "remote_replica_sharded_variable"
+    _check_several_replicas(what)
+    place = _place(what, remote_buffer, offset, sharded=True)
+    v = variable(data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow)
+    if remote_buffer.meta_shape not in ((), v.shape):
+        v.graph.forget(v)
+        raise ValueError(
+            f"{what}: the value has the shape {v.shape}, and {remote_buffer!r} holds pieces of the shape "
+            f"{remote_buffer.meta_shape}. Use another buffer for values of another shape."
+        )
+    remote_buffer.meta_shape = v.shape
+    v.location_info = place
+    return v
+
+
+def replica_sharded_variable(
+    data: HostScalarTensor,
+    dtype: dtype_ | None = None,
+    name: str | None = None,
+    downcast: bool = True,
+    replica_grouping: ReplicaGrouping | None = None,
+    shard_over: int | None = None,
+    retrieval_mode: RetrievalMode | None = "one_per_group",
+    log2_scale: int | None = None,
+    nan_on_overflow: bool | None = None,
+) -> tuple[Variable, Tensor]:
+    """A variable of which each replica keeps one piece, in the device's memory; in the main graph.
+
+    The piece is filled whenever the host copies go to the device, and keeps its value from run to run. The host copy
+    gets what is in the pieces whenever the host copies come back. So update the piece in place.
+
+    Args:
+        data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow: as for
+            `popxl.variable`.
+        shard_over: how many pieces, as for `replica_sharded_buffer`.
+
+    Returns:
+        The variable, which only a session reads and writes; and the piece, of shape `(ceil(n / shard_over),)` for
+        values of `n` elements, whose `meta_shape` is the shape of a value.
+
+    Raises:
+        RuntimeError, ValueError, PopxlError: as `popxl.variable` does; `ValueError` without several replicas, for a
+            scalar, and if `shard_over` is no divisor of the group size.
+
+    Example:
+        >>> with popxl.Ir(replication=2).main_graph, popxl.in_sequence():
+        ...     w, piece = popxl.replica_sharded_variable([1.0, 2.0, 3.0, 4.0, 5.0], name="w")
+        ...     piece += 1
+    """
+    what = "replica_sharded_variable"
+    _check_several_replicas(what)
+    v = variable(data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow)
+    try:
+        buffer = replica_sharded_buffer(v.shape_on_host, v.dtype, v.replica_grouping, shard_over)
+    except ValueError:
+        v.graph.forget(v)
+        raise
+    v.location_info = LocationInfo(buffer, 0, sharded=True)
+    v.piece = v.graph.new_tensor(f"{v.name}_rts_remote_loaded", buffer.spec, scoped=False)
+    here = get_current_context()
+    v.kept_at(here.ipu_id, here.io_tile_set)
+    v.piece.bound_to(v)  # so it is where the variable is
+    return v, v.piece
+
+
+def _place(what: str, buffer: Any, offset: int, sharded: bool) -> LocationInfo:
+    if not isinstance(buffer, RemoteBuffer):
+        raise TypeError(f"{what}: `remote_buffer` must be a RemoteBuffer; got {buffer!r} ({type(buffer).__name__}).")
+    buffer.check_belongs_to(get_current_context().ir, what)
+    number = integer(offset, f"{what}: `offset`")
+    if number < 0:
+        raise ValueError(f"{what}: `offset` is {number}; slots are numbered from 0.")
+    return LocationInfo(buffer, number, sharded)
+
+
+def _check_several_replicas(what: str) -> None:
+    ir = get_current_context().ir
+    if ir.replication_factor <= 1:
+        raise ValueError(
+            f"{what}: {ir!r} has one replica, and a value is cut into pieces for several. Set `ir.replication_factor` "
+            "first, or use `popxl.variable` or `popxl.remote_variable`."
+        )

@@ -1,0 +1,367 @@
+"""Tensors: the values of a graph.
+
+A `Tensor` is a name, a spec and a place in a graph; it holds no numbers. A `Variable` and a `Constant` know their
+initial numbers, on the host. Making them is in `popxl.core.create`; the operators and methods that make programs read
+like formulas are in `popxl.operators`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+
+from popxl.core import no_numbers
+from popxl.errors import PopxlError, UndefinedValue
+from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
+from popxl.values.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from popxl.dtypes import dtype as dtype_
+    from popxl.graph import Graph
+    from popxl.ir import Ir
+    from popxl.op import Op
+    from popxl.operators import Operators
+    from popxl.replica_grouping import ReplicaGrouping
+else:
+    Operators = object  # ops are made of tensors: `popxl.operators` gives the class its operators later
+
+Location = tuple[int | None, bool | None]
+
+
+class Tensor(Operators):
+    """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
+
+    Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
+
+    Example:
+        >>> with ir.main_graph:
+        ...     x = popxl.variable([1.0, 2.0], name="x")
+        ...     y = x * 2 + 1
+        >>> y.shape, y.dtype
+        ((2,), popxl.dtypes.float32)
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bound",
+        "_by_ref",
+        "_dtype",
+        "_id",
+        "_meta_shape",
+        "_name",
+        "_origin",
+        "_producer",
+        "_shape",
+        "_used_at",
+        "graph_ref",
+    )
+
+    _id: str
+    _name: str
+    _shape: tuple[int, ...]
+    _dtype: dtype_
+    _meta_shape: tuple[int, ...]
+    _by_ref: bool
+    graph_ref: weakref.ref[Graph]
+    _producer: weakref.ref[Op] | None
+    _bound: weakref.ref[Tensor] | None
+    _origin: Tensor | None
+    _used_at: Location
+
+    # Tensors cannot be iterated over or unpacked.
+    __iter__ = None
+    __contains__ = None
+
+    _kinds: ClassVar[dict[str, type[Tensor]]] = {}
+
+    def __init_subclass__(cls, tensor_type: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if tensor_type is not None:
+            Tensor._kinds[tensor_type] = cls
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}s are not constructed: use `popxl.variable`, `popxl.constant`, "
+            "`popxl.graph_input`, or an op."
+        )
+
+    @classmethod
+    def _make(cls, graph: Graph, id: str, name: str, spec: TensorSpec) -> Any:
+        """A new tensor. Only `Graph` calls this: it keeps ids unique."""
+        t = object.__new__(cls)
+        t.graph_ref = graph.ref
+        t._id = id
+        t._name = name
+        t._shape = spec.shape
+        t._dtype = spec.dtype
+        t._meta_shape = spec.meta_shape
+        t._by_ref = False
+        t._producer = None
+        t._bound = None
+        t._origin = None
+        t._used_at = (None, None)
+        return t
+
+    @property
+    def id(self) -> str:
+        """Name of the tensor, unique in its Ir: graph, name scopes and name, joined by slashes."""
+        return self._id
+
+    @property
+    def name(self) -> str:
+        """The id without the graph."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension, on each replica."""
+        return self._shape
+
+    @property
+    def dtype(self) -> dtype_:
+        """Element type."""
+        return self._dtype
+
+    @property
+    def meta_shape(self) -> tuple[int, ...]:
+        """For a replica-sharded piece, the shape before sharding; else `()`."""
+        return self._meta_shape
+
+    @property
+    def by_ref(self) -> bool:
+        """For a graph input: whether changes made to it in place are seen by the caller."""
+        return self._by_ref
+
+    @by_ref.setter
+    def by_ref(self, value: bool) -> None:
+        self._by_ref = value
+        self.ir.edits.note()
+
+    # Where it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that the tensor is in."""
+        graph = self.graph_ref()
+        if graph is None:
+            raise ReferenceError(f"The Ir of the tensor {self.id} is gone; keep a reference to the Ir.")
+        return graph
+
+    @property
+    def ir(self) -> Ir:
+        """The Ir that the tensor is in."""
+        return self.graph.ir
+
+    @property
+    def scope(self) -> str:
+        """The id of the tensor's graph; `""` for the main graph."""
+        return self.id[: -len(self.name)].rstrip("/")
+
+    @property
+    def producer(self) -> Op | None:
+        """The op that makes the tensor; `None` for variables, constants and graph inputs."""
+        return None if self._producer is None else self._producer()
+
+    @property
+    def origin(self) -> Tensor:
+        """The tensor that this one is an alias of, if an in-place op made it; else the tensor itself."""
+        return self if self._origin is None else self._origin
+
+    @property
+    def location(self) -> Location:
+        """IPU and tile set (true for I/O tiles), each `None` where it is not known.
+
+        That of the op which makes the tensor; for a graph input, that of the tensor bound to it; failing that, the
+        lowest of the ops that use it.
+        """
+        op = self.producer
+        if op is not None:
+            return op.location_of(self)
+        bound = None if self._bound is None else self._bound()
+        if bound is not None:
+            ipu, tiles = bound.location
+            return (self._used_at[0] if ipu is None else ipu, self._used_at[1] if tiles is None else tiles)
+        return self._used_at
+
+    @property
+    def ipu(self) -> int:
+        """Number of the IPU that the tensor is on. `UndefinedValue` if nothing says so."""
+        ipu, _ = self.location
+        if ipu is None:
+            raise UndefinedValue(f"The IPU of {self!r} is not known: no op that has an IPU makes or uses it.")
+        return ipu
+
+    @property
+    def tile_set(self) -> str:
+        """`"compute"` or `"io"`. `UndefinedValue` if nothing says so."""
+        _, io_tiles = self.location
+        if io_tiles is None:
+            raise UndefinedValue(f"The tile set of {self!r} is not known: no op makes or uses it.")
+        return "io" if io_tiles else "compute"
+
+    @property
+    def location_info(self) -> LocationInfo:
+        """Whether the tensor is in a remote buffer, and in pieces: only variables are."""
+        return ON_DEVICE
+
+    def made_by(self, op: Op, alias_of: Tensor | None = None) -> None:
+        """Note the op that makes the tensor, and the operand whose storage it overwrites and hands on."""
+        self._producer = weakref.ref(op)
+        self._origin = None if alias_of is None else alias_of.origin
+
+    def used_by(self, op: Op) -> None:
+        """Note that an op reads the tensor: the tensor may take its place from it."""
+        if self._producer is None:
+            self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
+
+    def kept_at(self, ipu: int | None, io_tiles: bool | None) -> None:
+        """Note where the tensor is, whichever ops use it."""
+        self._used_at = (ipu, io_tiles)
+
+    def bound_to(self, parent: Tensor) -> None:
+        """Note that a call site binds a tensor of the caller to this graph input."""
+        if self._bound is None:
+            self._bound = weakref.ref(parent)
+
+    # What it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape, dtype and meta-shape."""
+        return TensorSpec(self.shape, self.dtype, self.meta_shape)
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nelms(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def strides(self, shape: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Byte strides of a C-contiguous array of `shape` (default: the tensor's own) and the tensor's dtype."""
+        sizes = tuple(self.shape if shape is None else shape)
+        return tuple(self.dtype.itemsize * math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+    @property
+    def in_sync_with_ipu(self) -> bool:
+        """Whether the host copy of the numbers is known to be that of the device."""
+        raise PopxlError(f"{self!r} has no numbers on the host; only variables and constants have.")
+
+    # What has no numbers ---------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return no_numbers.truth(self)
+
+    def __int__(self) -> NoReturn:
+        raise no_numbers.number_refused(self, "an int")
+
+    def __float__(self) -> NoReturn:
+        raise no_numbers.number_refused(self, "a float")
+
+    def __complex__(self) -> NoReturn:
+        raise no_numbers.number_refused(self, "a complex number")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{self!r} is no array. {no_numbers.HOW_TO_READ}")
+
+    @property
+    def __jax_array__(self) -> None:
+        return no_numbers.asked_by_jax(self)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ValueError(f"{self!r} is a scalar, which has no length.")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[{self.id} {self.dtype!r} {self.shape}]"
+
+
+def _known_first(location: Location) -> tuple[float, float]:
+    """The order of locations: by IPU, compute tiles before I/O tiles; what is not known comes last."""
+    ipu, io_tiles = location
+    return (math.inf if ipu is None else ipu, math.inf if io_tiles is None else io_tiles)
+
+
+@contextmanager
+def taken_back_on_failure(t: Tensor) -> Iterator[Tensor]:
+    """A tensor that was made for the block: if that fails, the graph forgets the tensor."""
+    try:
+        yield t
+    except BaseException:
+        t.graph.forget(t)
+        raise
+
+
+class Variable(Tensor, tensor_type="Variable"):
+    """A tensor that lives as long as the program and can change; it is in the main graph.
+
+    Attributes:
+        data: the host copy. It is the initial value, and later what the last transfer or write left there.
+        replica_grouping: which replicas share one value.
+        retrieval_mode: `"one_per_group"` or `"all_replicas"`: which replicas' values are read back.
+        location_info: whether it is in a remote buffer, and in pieces.
+        piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.
+    """
+
+    __slots__ = ("_in_sync", "data", "location_info", "piece", "replica_grouping", "retrieval_mode")
+
+    data: np.ndarray
+    replica_grouping: ReplicaGrouping
+    retrieval_mode: str
+    location_info: LocationInfo
+    piece: Tensor | None
+    _in_sync: bool
+
+    @property
+    def in_sync_with_ipu(self) -> bool:
+        """Whether the host copy is known to be what the device holds: a run may change a variable."""
+        return self._in_sync
+
+    @property
+    def shape_on_host(self) -> tuple[int, ...]:
+        """Shape of the host copy: with one leading row for each replica group, if there are several."""
+        groups = self.replica_grouping.num_groups
+        return self.shape if groups == 1 else (groups, *self.shape)
+
+    @property
+    def shape_on_replica(self) -> tuple[int, ...]:
+        """Shape of the value on each replica."""
+        return self.shape
+
+    @property
+    def _memmap_arr(self) -> np.memmap | None:
+        return self.data if isinstance(self.data, np.memmap) else None
+
+
+class Constant(Tensor, tensor_type="Constant"):
+    """A tensor whose numbers never change.
+
+    Attributes:
+        data: the numbers (read-only).
+    """
+
+    __slots__ = ("data",)
+
+    data: np.ndarray
+
+    @property
+    def in_sync_with_ipu(self) -> bool:
+        """True: nothing changes a constant."""
+        return True
+
+
+ScalarType = int | float | bool
+HostTensor = np.ndarray | Iterable[ScalarType]
+HostScalarTensor = ScalarType | HostTensor
+TensorLike = Tensor | HostScalarTensor
+host_tensor_types: tuple[type, ...] = (np.ndarray, Iterable)
+TILE_SET_MAP = {TileSet.Compute: "compute", TileSet.IO: "io", TileSet.Undefined: "undefined"}

@@ -1,0 +1,69 @@
+"""What JAX can tell about a function without running it: the specs of its results, and what its gradient reads.
+
+The one file of the language that asks JAX anything. Tracing is abstract: no device is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from popxl.dtypes import dtype
+from popxl.errors import PopxlError
+from popxl.values.spec import TensorSpec
+
+
+def abstract_evaluation(
+    function: Callable[..., Any], specs: Sequence[TensorSpec]
+) -> TensorSpec | tuple[TensorSpec, ...]:
+    """Specs of the results of a JAX function of arrays with these specs.
+
+    JAX remembers what it traced for a function object.
+
+    Raises:
+        PopxlError: if JAX refuses the operands; its own words are kept.
+    """
+    arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+    try:
+        with _precision(specs):
+            result = jax.eval_shape(function, *arrays)
+    except (TypeError, ValueError) as problem:
+        raise PopxlError(f"JAX refuses these operands: {problem}.") from problem
+    if isinstance(result, tuple | list):
+        return tuple(TensorSpec(r.shape, dtype.as_dtype(r.dtype)) for r in result)
+    return TensorSpec(result.shape, dtype.as_dtype(result.dtype))
+
+
+def trace(
+    function: Callable[..., Any], specs: Sequence[TensorSpec], results: Sequence[TensorSpec] = ()
+) -> tuple[Any, Any]:
+    """The jaxpr of a JAX function of arrays with these specs, and the tree of its results.
+
+    Where results may be 64 bits wide and no operand is, `results` are their specs.
+    """
+    arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+    with _precision((*specs, *results)):
+        return jax.make_jaxpr(function, return_shape=True)(*arrays)
+
+
+def needed(
+    function: Callable[..., Any], specs: Sequence[TensorSpec], results: Sequence[TensorSpec] = ()
+) -> tuple[Any, tuple[bool, ...]]:
+    """The jaxpr of a JAX function without dead code, and which arguments it then still reads; see `trace`."""
+    jaxpr = trace(function, specs, results)[0].jaxpr
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return jaxpr, tuple(used)
+
+
+def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
+    """Which arguments the results of a JAX function really depend on, after dead code is dropped."""
+    return needed(function, specs)[1]
+
+
+def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:
+    """JAX takes 64-bit numbers for 32-bit ones unless it is told otherwise."""
+    return jax.enable_x64(True) if any(spec.dtype.itemsize == 8 for spec in specs) else nullcontext()

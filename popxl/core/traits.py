@@ -1,0 +1,383 @@
+"""What is true of an op besides what it computes: frozen values, in the `traits` of its declaration.
+
+Most ops have none. A trait checks itself when the op is declared. Transforms, reports and the machine ask for traits
+and know no ops by name, so a new op needs no visit to them.
+
+    decay_ = OpKind("Decay", lambda w, *, rate: w * (1 - rate), traits=[Overwrites("w")])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from popxl.core.tensor import Location, Tensor
+    from popxl.graph import Graph
+    from popxl.op import Op, OpKind
+    from popxl.values.spec import TensorSpec
+
+__all__ = [
+    "REFUSED",
+    "VJP",
+    "BetweenReplicas",
+    "Colocated",
+    "Drops",
+    "Effect",
+    "Exchange",
+    "Mark",
+    "OnIpus",
+    "Overwrites",
+    "Placed",
+    "Requirement",
+    "Run",
+    "Runs",
+    "StandsFor",
+    "Trait",
+    "View",
+]
+
+
+class Mark:
+    """A value that is only ever itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+VJP = Mark("VJP")
+"""Gradient of an op: one gradient op, whose function is `jax.vjp` of the op's function."""
+
+REFUSED = Mark("REFUSED")
+"""Gradient of an op that cannot be asked for: autodiff raises when one reaches the op."""
+
+
+class Trait:
+    """What every trait is."""
+
+    def check(self, kind: OpKind) -> None:
+        """`TypeError` if an op of this kind cannot have the trait."""
+
+
+def _names(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True)
+class View(Trait):
+    """The result shares storage with the operands, its *bases*.
+
+    Attributes:
+        put: where `lowering` reads the view from its bases, `put(*bases, view, **attributes)` returns the bases with
+            the view written into them, as a tuple.
+    """
+
+    put: Callable[..., Any]
+
+
+@dataclass(frozen=True, init=False)
+class Overwrites(Trait):
+    """The op overwrites operands. Its `lowering` returns their new content.
+
+    Attributes:
+        operands: their names.
+        aliased: the new content is also the result of the op, which shares the operand's storage. Otherwise new
+            contents follow the results.
+        forgets: whether an op with these attributes has not read what it overwrites.
+        positions: in place of names, a function of the op's attributes that gives the positions of these operands.
+    """
+
+    operands: tuple[str, ...]
+    aliased: bool
+    forgets: Callable[[Mapping[str, Any]], bool]
+    positions: Callable[[Mapping[str, Any]], AbstractSet[int]] | None
+
+    def __init__(
+        self,
+        *operands: str,
+        aliased: bool = True,
+        forgets: Callable[[Mapping[str, Any]], bool] = lambda attributes: False,
+        positions: Callable[[Mapping[str, Any]], AbstractSet[int]] | None = None,
+    ) -> None:
+        object.__setattr__(self, "operands", operands)
+        object.__setattr__(self, "aliased", aliased)
+        object.__setattr__(self, "forgets", forgets)
+        object.__setattr__(self, "positions", positions)
+
+    def check(self, kind: OpKind) -> None:
+        if bool(self.operands) == bool(self.positions):
+            raise TypeError(f"OpKind: {kind.name} overwrites operands: give their names, or a function of attributes.")
+        kind.check_operands(self.operands, "overwrites")
+
+    def among(self, names: Sequence[str], attributes: Mapping[str, Any]) -> frozenset[int]:
+        """Positions of the overwritten inputs, of an op with inputs of these names and these attributes."""
+        if self.positions is not None:
+            return frozenset(self.positions(attributes))
+        return frozenset(names.index(name) for name in self.operands if name in names)
+
+
+def always(attributes: Mapping[str, Any]) -> bool:
+    """True, whatever the attributes of an op are."""
+    return True
+
+
+@dataclass(frozen=True)
+class Drops(Trait):
+    """The op leaves out elements at random.
+
+    Attributes:
+        seed: name of the operand that is the seed.
+        ratio: name of the attribute that says how many; an op that leaves out none reads no seed.
+    """
+
+    seed: str
+    ratio: str
+
+    def check(self, kind: OpKind) -> None:
+        kind.check_operands((self.seed,), "draws what it drops by")
+        kind.check_attribute(self.ratio, "drops as many as")
+
+
+@dataclass(frozen=True)
+class Effect(Trait):
+    """The op does more than compute its results (it talks to the host, say), and is never dropped."""
+
+
+@dataclass(frozen=True)
+class Exchange(Trait):
+    """The op moves data between the device and the outside. Such ops can be merged into one that makes several moves.
+
+    Attributes:
+        attribute: name of the attribute that says with what: a stream, a buffer.
+    """
+
+    attribute: str
+
+    def check(self, kind: OpKind) -> None:
+        kind.check_attribute(self.attribute, "exchanges data with")
+
+
+@dataclass(frozen=True)
+class Requirement(Trait):
+    """What the numbers in an operand have to be, where only a running program can know.
+
+    The check is made on the device, whenever the op runs. `session.run` raises an `ApplicationRuntimeError` for the
+    first that fails; what the op computes then is not defined.
+
+    Attributes:
+        operand: name of the operand.
+        holds: JAX function of the operand's array: whether all is well, one bool or several.
+        message: what has to hold, as the end of "`operand` ...": `"has to be in [-32, 32)"`.
+        option: the session option that switches the check, if one does.
+    """
+
+    operand: str
+    holds: Callable[[Any], Any]
+    message: str
+    option: str = ""
+
+    def check(self, kind: OpKind) -> None:
+        kind.check_operands((self.operand,), "requires something of")
+
+
+@dataclass(frozen=True)
+class BetweenReplicas(Trait):
+    """The op talks to other replicas.
+
+    `lowering` then has a keyword `group`, the `popxl.ops.collectives.Group` of the replica that runs it, where the op
+    itself has the attributes `stride` and `group_size`, which `popxl.ops.collectives.collectives.members` makes of a
+    grouping. Such an op states its shape and its gradient.
+    """
+
+    def check(self, kind: OpKind) -> None:
+        if kind.shape is None or (kind.gradient is VJP and kind.overwrites is None):
+            raise TypeError(f"OpKind: {kind.name} talks to other replicas: state its `shape`, and its `gradient`.")
+
+
+@dataclass(frozen=True, init=False)
+class Colocated(Trait):
+    """Which operands have to be on one device and tile set, where not all have to be; with no name, none has to be."""
+
+    operands: tuple[str, ...]
+
+    def __init__(self, *operands: str) -> None:
+        object.__setattr__(self, "operands", operands)
+
+    def check(self, kind: OpKind) -> None:
+        kind.check_operands(self.operands, "has together")
+
+
+@dataclass(frozen=True)
+class OnIpus(Trait):
+    """Each result is on an IPU of its own, and operands may be anywhere.
+
+    Attributes:
+        attribute: name of the attribute that has these IPUs.
+    """
+
+    attribute: str
+
+    def check(self, kind: OpKind) -> None:
+        kind.check_attribute(self.attribute, "has results on")
+
+
+@dataclass(frozen=True)
+class Placed(Trait):
+    """The results are elsewhere than the op.
+
+    Attributes:
+        place: `(inputs, attributes, location of the op) -> location`.
+    """
+
+    place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location]
+
+
+@dataclass(frozen=True)
+class StandsFor(Trait):
+    """The op stands for several, which are carried out together; operands may be anywhere.
+
+    Attributes:
+        parts: gives these ops.
+    """
+
+    parts: Callable[[Op], tuple[Op, ...]]
+
+
+@dataclass(frozen=True)
+class Runs(Trait):
+    """The op runs graphs. Operands may be anywhere.
+
+    Of one graph this is a *call*, unless `turns` is given, for a *loop*. Of several, the op *chooses* one: the graphs
+    are a true and a false one, the first operand is the condition, and then come the inputs of each graph.
+
+    Attributes:
+        graphs: names of the attributes that hold the graphs.
+        returns: which outputs of a graph matter, if these tensors of the op's own graph do.
+        gains: makes the op gain a result for each output that its graph gains later: the spec of the result, made of
+            the output's and the op's attributes.
+        turns: name of the attribute that says how often the graph runs.
+        carried: name of the attribute that says how many outputs become inputs of the next turn.
+        own_inputs, own_outputs: how many inputs and outputs of the graph, the first ones, are between the op and the
+            graph, and nothing of the caller is bound to them.
+    """
+
+    graphs: tuple[str, ...]
+    returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]]
+    gains: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None
+    turns: str = ""
+    carried: str = ""
+    own_inputs: int = 0
+    own_outputs: int = 0
+
+    def check(self, kind: OpKind) -> None:
+        if len(self.graphs) not in (1, 2) or (self.turns and len(self.graphs) != 1):
+            raise TypeError(f"OpKind: {kind.name} runs one graph, or chooses among two; got {self.graphs}.")
+        for name in (*self.graphs, *filter(None, (self.turns, self.carried))):
+            kind.check_attribute(name, "runs graphs by")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a condition says which of two graphs runs."""
+        return len(self.graphs) == 2
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the graph runs again and again."""
+        return bool(self.turns)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether one graph runs, once."""
+        return not self.chooses and not self.is_loop
+
+    def of(self, op: Op) -> tuple[Run, ...]:
+        """The graphs that an op runs, with what is bound to each."""
+        runs = []
+        first = int(self.chooses)
+        for when, name in zip((True, False), self.graphs, strict=False):
+            graph: Graph = op.attributes[name]
+            count = len(graph.inputs) - self.own_inputs
+            runs.append(Run(op, graph, self, first, op.inputs[first : first + count], when if self.chooses else None))
+            first += count
+        return tuple(runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One graph that an op runs, and what it is bound to.
+
+    Attributes:
+        op: the op.
+        graph: the graph.
+        trait: that of the op.
+        first: position of `given` among the inputs of the op.
+        given: the tensors of the caller that are bound to `inputs`, in their order; fewer, if the graph has gained
+            inputs since.
+        when: the condition under which the graph runs; `None`, if it always does.
+    """
+
+    op: Op
+    graph: Graph
+    trait: Runs
+    first: int
+    given: tuple[Tensor, ...]
+    when: bool | None
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        """The inputs of the graph that the op itself gives values."""
+        return self.graph.inputs[: self.trait.own_inputs]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs of the graph that tensors of the caller are bound to."""
+        return self.graph.inputs[self.trait.own_inputs :]
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs of the graph that are for the caller; it may have gained some that the op does not return."""
+        return self.graph.outputs[self.trait.own_outputs :]
+
+    @property
+    def turns(self) -> int:
+        """How often the graph runs."""
+        return self.op.attributes[self.trait.turns] if self.trait.turns else 1
+
+    @property
+    def carried(self) -> int:
+        """How many of `outputs`, the first ones, the next turn gets in place of as many of `inputs`."""
+        return self.op.attributes[self.trait.carried] if self.trait.carried else 0
+
+    @property
+    def results(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Each result of the op that is an output of the last turn, with that output; stacks are left out."""
+        pairs = zip(self.op.outputs, self.outputs, strict=False)
+        return tuple(pairs)[: self.carried] if self.trait.is_loop else tuple(pairs)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether something is bound to all inputs: the graph may have gained some since."""
+        return len(self.given) == len(self.inputs)
+
+
+# What is asked of ops often -----------------------------------------------------------------------------------------
+
+
+def is_call(op: Op) -> bool:
+    """Whether an op runs one graph, once."""
+    return op.kind.runs is not None and op.kind.runs.is_call
+
+
+def is_loop(op: Op) -> bool:
+    """Whether an op runs one graph again and again."""
+    return op.kind.runs is not None and op.kind.runs.is_loop
+
+
+def chooses(op: Op) -> bool:
+    """Whether an op runs one of two graphs."""
+    return op.kind.runs is not None and op.kind.runs.chooses

@@ -1,0 +1,1 @@
+"""What reads finished graphs: memory, operations, estimates, ambiguity, pictures, what has changed."""

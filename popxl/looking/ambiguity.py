@@ -1,0 +1,147 @@
+"""Which in-place changes have no defined order: what a session refuses to run.
+
+Only data flow and `popxl.in_sequence` order the ops of a graph. Where an op overwrites a tensor and another op reads
+the same storage, one of the two has to say who comes first; creation order would decide it here, but a reader of the
+program could not tell. Nothing is computed on values: only who reads what, and which elements a view shows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import reachable, storages
+from popxl.core.tensor import Tensor
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.op import Op
+
+__all__ = ["check_in_place_order"]
+
+
+def check_in_place_order(graph: Graph) -> None:
+    """Check a graph, and every graph that it calls, each on its own.
+
+    A graph without in-place ops costs one look at each op; one with them, one bit for each op that touches a storage
+    that changes, per op.
+
+    Raises:
+        PopxlError: if an op overwrites a tensor that another op reads, and neither comes before the other.
+    """
+    for checked in reachable(graph):
+        if any(_overwrites(op) for op in checked.ops):
+            _check(checked)
+
+
+def _overwrites(op: Op) -> bool:
+    """Whether an op changes an operand and returns an alias of it. Calls that write back are not meant."""
+    return bool(op.modified) and op.kind.aliased
+
+
+@dataclass
+class _Users:
+    """The ops met so far that touch one storage, as sets of bits, and the operands that they touch it through."""
+
+    readers: int = 0
+    writers: int = 0
+    operands: dict[int, list[tuple[Op, Tensor, bool]]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _check(graph: Graph) -> None:
+    """One pass in creation order, in which every op is compared with those before it."""
+    made_of = storages(graph.ops)
+    changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in made_of[op.inputs[i]]}
+    regions = _Regions(made_of)
+    # Fragments of the program run one after the other, so users are kept apart by execution context too.
+    users: dict[object, _Users] = defaultdict(_Users)
+    up_to: dict[object, int] = {}  # by id of an op and by called graph: it, and all that comes before it
+    bit = 1
+    for op in graph.ops:
+        before = 0
+        for t in op.inputs:
+            if t.producer is not None:
+                before |= up_to[t.producer.id]
+        for id in op.after:
+            before |= up_to[id]
+        for callee in op.called_graphs:  # a gradient comes after its forward call, also if it needs no result of it
+            before |= up_to.get(callee.gradient_of, 0)
+        overwritten = op.modified if _overwrites(op) else frozenset()
+        touched = [
+            (t, i in overwritten, users[s, op.execution_context])
+            for i, t in enumerate(op.inputs)
+            for s in made_of[t]
+            if s in changing and op.kind.view is None  # looking through a view counts, making it does not
+        ]
+        for t, writes, known in touched:
+            for k in _bits((known.readers if writes else known.writers) & ~before):
+                for other, u, written in known.operands[k]:
+                    if (writes or written) and regions.overlap(t, u):
+                        raise _ambiguity(graph, op, t, other) if writes else _ambiguity(graph, other, u, op)
+        for t, writes, known in touched:
+            known.readers |= bit
+            known.writers |= bit if writes else 0
+            known.operands[bit].append((op, t, writes))
+        up_to[op.id] = before | (bit if touched else 0)
+        for callee in op.called_graphs:
+            up_to[callee] = up_to.get(callee, 0) | up_to[op.id]
+        bit <<= bool(touched)
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The bits that are set, each as a number."""
+    while number:
+        yield number & -number
+        number &= number - 1
+
+
+class _Regions:
+    """Which elements of which storage a tensor shows. Only asked about ops that nothing else tells apart."""
+
+    def __init__(self, made_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
+        self._made_of = made_of
+        self._numbers: dict[Tensor, np.ndarray] = {}
+        self._next = 0
+
+    def overlap(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two tensors that share a storage share an element."""
+        (only, *more) = {*self._made_of[a], *self._made_of[b]}
+        if not more and only.nelms in (a.nelms, b.nelms):  # one of them is the whole storage
+            return True
+        first, second = self._elements(a), self._elements(b)
+        if not first.size or not second.size or first.max() < second.min() or second.max() < first.min():
+            return False
+        return bool(np.isin(first, second).any())
+
+    def _elements(self, t: Tensor) -> np.ndarray:
+        """A number for each element of a tensor: the same number for the same element of storage."""
+        return done(self._numbered(t.origin))
+
+    def _numbered(self, t: Tensor) -> Nested[np.ndarray]:
+        if t not in self._numbers:
+            op = t.producer
+            if op is None or self._made_of[t] == (t,):
+                numbers = np.arange(self._next, self._next + t.nelms, dtype=np.int32).reshape(t.shape)
+                self._next += t.nelms
+            else:  # a view only moves elements, so what it does to values it does to their numbers
+                bases = []
+                for base in op.bases:
+                    bases.append((yield self._numbered(base.origin)))
+                numbers = np.asarray(op.apply(bases))
+            self._numbers[t] = numbers
+        return self._numbers[t]
+
+
+def _ambiguity(graph: Graph, writer: Op, t: Tensor, reader: Op) -> PopxlError:
+    def told(op: Op) -> str:
+        text = op.source.text
+        return f"{op.op_type}.{op.id} ({f'`{text}`, ' if text else ''}{op.source})"
+
+    return PopxlError(
+        f"Inplacing ambiguity detected. In {graph.title} the op {told(writer)} changes `{t.name}` in place, and the op "
+        f"{told(reader)} reads the same storage, but nothing says which of the two comes first. Create both inside "
+        "`with popxl.in_sequence():`, or give the later one the result of the earlier one."
+    )

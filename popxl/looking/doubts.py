@@ -1,0 +1,357 @@
+"""What a finished program does that it can hardly mean: updates that are lost, masks that stay, replicas that part.
+
+Each graph is looked at once, callees first. What running it does is noted in terms of its inputs: which inputs, and
+what else, an output depends on, as a set of bits. A caller puts the bits of what it binds in place of those of the
+inputs. Nothing is computed on values, so where it cannot be known whether a program is right, it counts as right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from popxl.base.source import SourceLocation, warn_at
+from popxl.core.aliasing import callees_first, storages
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.core.traits import is_call, is_loop
+from popxl.errors import DriftingVariableWarning, LostUpdateWarning, PopxlWarning, RepeatedSeedWarning
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.replica_grouping import ReplicaGrouping
+
+__all__ = ["warn_of_doubts"]
+
+# What a value can depend on besides the inputs of its graph. Bits up to `_INPUTS` are for what replicas do not share.
+_MOVES = 1  # something that is not the same in the next run
+_MET = 2  # what other replicas have, or may have put there: whether replicas differ is not known
+_FED = 4  # what the host feeds to each replica
+_INPUTS = 64
+_UNKNOWN = _MOVES | _MET
+
+
+def warn_of_doubts(main: Graph) -> None:
+    """Warn of each line of a program that can hardly be meant. Costs a few looks at each op.
+
+    Whoever means it switches the warning off: see `popxl.errors.PopxlWarning`.
+    """
+    program = _Program(main)
+    told: dict[tuple[type[PopxlWarning], SourceLocation], dict[str, None]] = defaultdict(dict)
+    for run in program.runs.values():
+        for op, t in run.lost:
+            told[LostUpdateWarning, op.source][f"`{t.name}` in {run.graph.title}"] = None
+    for op in program.repeated():
+        told[RepeatedSeedWarning, op.source][op.graph.title] = None
+    for v, op in program.drifting():
+        told[DriftingVariableWarning, op.source][f"`{v.name}`"] = None
+    for (category, source), found in told.items():
+        names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        line = f"`{source.text}`, {source}" if source.text else str(source)
+        warn_at(source, _TEXTS[category].format(names=names, line=line), category)
+
+
+_TEXTS: dict[type[PopxlWarning], str] = {
+    LostUpdateWarning: (
+        "The change of {names} is lost ({line}): the graph takes it by value, and nothing reads it afterwards. Take it "
+        "by reference: annotate the parameter with `popxl.TensorByRef`, or pass `by_ref=True`."
+    ),
+    RepeatedSeedWarning: (
+        "A dropout in {names} drops the same elements in every run ({line}): its seed comes from constants and from "
+        "variables that the program does not change. Change the seed in each run (`seed += 1`), or load it from a "
+        "stream."
+    ),
+    DriftingVariableWarning: (
+        "Replicas share {names}, and each changes it by a value of its own ({line}), so that it drifts apart. Reduce "
+        "that value first, with `ops.collectives.replicated_all_reduce`; or give each replica its own variable, with "
+        "`replica_grouping=ir.replica_grouping(group_size=1)`."
+    ),
+}
+
+
+@dataclass
+class _Run:
+    """What running a graph once does, in terms of what it is given: its inputs, or the variables of the main graph.
+
+    A set of bits says what a value depends on: from `_INPUTS` on, one for each of these.
+
+    Attributes:
+        held: what it is given, in order.
+        outputs: what each output depends on.
+        same: whose numbers the output has, only scaled, moved or converted.
+        contents: what the content of each of `held` depends on afterwards.
+        writers: the op that changed it last; of a called graph, if that changed it.
+        read: those whose first content is read otherwise than to be changed in place, or to leave the program.
+        reduced: those that replicas combine, as they are.
+        masks: ops that drop elements, and what their seed depends on.
+        lost: inputs that are changed for nobody, with the op.
+    """
+
+    graph: Graph
+    held: Sequence[Tensor]
+    outputs: list[int] = field(default_factory=list)
+    same: list[int] = field(default_factory=list)
+    contents: list[int] = field(default_factory=list)
+    writers: list[Op | None] = field(default_factory=list)
+    read: int = 0
+    reduced: int = 0
+    masks: set[tuple[Op, int]] = field(default_factory=set)
+    lost: list[tuple[Op, Tensor]] = field(default_factory=list)
+
+
+class _Program:
+    """All graphs of a program, and what is wrong with it as a whole."""
+
+    def __init__(self, main: Graph) -> None:
+        self.main = main
+        # Of a value in a remote buffer, or in pieces, it is not known what it is.
+        self.variables = [v for v in main.variables if v.piece is None and not v.location_info.isRemote()]
+        self.groupings: list[ReplicaGrouping] = []
+        self.runs: dict[Graph, _Run] = {}
+        for graph in callees_first(main):
+            held = self.variables if graph is main else graph.inputs
+            self.runs[graph] = _Walk(graph, held, self.runs).run
+        self.run = self.runs[main]
+        # What variables are before a run.
+        self.first = [
+            self._own(v.replica_grouping) | (0 if writer is None else _MOVES)
+            for v, writer in zip(self.variables, self.run.writers, strict=True)
+        ]
+
+    def _own(self, grouping: ReplicaGrouping) -> int:
+        """The bit of what replicas of a group share, and others do not."""
+        if grouping.num_groups == 1:
+            return 0
+        if grouping not in self.groupings:
+            self.groupings.append(grouping)
+        bit = _FED << (1 + self.groupings.index(grouping))
+        return bit if bit < 1 << _INPUTS else _MET
+
+    def repeated(self) -> Iterator[Op]:
+        """Ops that drop the same elements in each run, of a program whose runs go on from each other."""
+        if any(self.run.writers):
+            for op, seed in sorted(self.run.masks, key=lambda mask: mask[0].id):
+                again = op.graph.gradient_of is not None  # draws what was drawn
+                if not again and not _with(seed, self.first) & _MOVES:
+                    yield op
+
+    def drifting(self) -> Iterator[tuple[Variable, Op]]:
+        """Variables that are not the same any more for replicas that share them, and the op that changed them last."""
+        if self.main.ir.replication_factor == 1:
+            return
+        for i, (v, writer) in enumerate(zip(self.variables, self.run.writers, strict=True)):
+            bit = 1 << (_INPUTS + i)
+            meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
+            if writer is None or meant or self.run.reduced & bit or not self.run.read & bit:
+                continue
+            after = _with(self.run.contents[i], self.first)
+            if not after & _MET and self._differs(after, v.replica_grouping):
+                yield v, writer
+
+    def _differs(self, bits: int, grouping: ReplicaGrouping) -> bool:
+        """Whether replicas of a group get different values of what depends on this."""
+        if bits & _FED:
+            return True
+        of = grouping.assignment
+        for k, other in enumerate(self.groupings):
+            if bits & _FED << (1 + k) and len({*zip(of, other.assignment, strict=True)}) > grouping.num_groups:
+                return True
+        return False
+
+
+def _with(bits: int, given: Sequence[int]) -> int:
+    """What depends on inputs, where these depend on what is given for them."""
+    found = bits & ((1 << _INPUTS) - 1)
+    for i in _positions(bits):
+        found |= given[i] if i < len(given) else _UNKNOWN
+    return found
+
+
+def _positions(bits: int) -> Iterator[int]:
+    """The numbers of the inputs that are in a set of bits."""
+    inputs = bits >> _INPUTS
+    while inputs:
+        lowest = inputs & -inputs
+        yield lowest.bit_length() - 1
+        inputs ^= lowest
+
+
+class _Walk:
+    """One pass through the ops of a graph, after those of the graphs that it calls.
+
+    Args:
+        graph: the graph.
+        held: what it is given.
+        runs: what is known of the graphs that it calls.
+    """
+
+    def __init__(self, graph: Graph, held: Sequence[Tensor], runs: dict[Graph, _Run]) -> None:
+        self.runs = runs
+        self.run = run = _Run(graph, held)
+        self.made_of = storages(graph.ops)
+        self.number = {t: i for i, t in enumerate(held)}
+        self.content: dict[Tensor, int] = {t: 1 << (_INPUTS + i) for t, i in self.number.items()}
+        self.same = dict(self.content)
+        self.writer: dict[Tensor, Op] = {}
+        self.last: dict[Tensor, tuple[Op, bool]] = {}  # the op that touched a storage last, and whether it changed it
+        for op in graph.ops:
+            if op.called_graphs:
+                self.call(op)
+            else:
+                for part in op.parts:
+                    self.plain(part)
+        run.outputs = [self.of(t) for t in graph.outputs]
+        run.same = [self.copies(t) for t in graph.outputs]
+        run.contents = [self.content[t] for t in held]
+        run.writers = [self.writer.get(t) for t in held]
+        if graph.call_sites:
+            run.lost = [*self.lost()]
+
+    def stored(self, t: Tensor) -> tuple[Tensor, ...]:
+        """The tensors whose storage a tensor is made of."""
+        return self.made_of.get(t, (t,))
+
+    def of(self, t: Tensor) -> int:
+        """What a tensor depends on."""
+        found = 0
+        for s in self.stored(t):
+            found |= self.content.get(s, 0 if s.producer is not None or isinstance(s, Constant) else _UNKNOWN)
+        return found
+
+    def copies(self, t: Tensor) -> int:
+        """Whose numbers a tensor has."""
+        found = 0
+        for s in self.stored(t):
+            found |= self.same.get(s, 0)
+        return found
+
+    def reads(self, t: Tensor) -> None:
+        """Note that what a tensor holds first is read."""
+        for s in self.stored(t):
+            i = self.number.get(s)
+            if i is not None:
+                self.run.read |= self.content[s] & 1 << (_INPUTS + i)
+
+    def makes(self, op: Op, bits: int, same: int) -> None:
+        """The results of an op that share no storage with its operands."""
+        for t in op.outputs:
+            if self.stored(t) == (t,):
+                self.content[t], self.same[t] = bits, same
+
+    def writes(self, t: Tensor, bits: int, writer: Op, forgets: bool) -> None:
+        """A change of a tensor in place."""
+        for s in self.stored(t):
+            self.content[s] = bits if forgets and s is t.origin else self.content.get(s, 0) | bits
+            self.writer[s] = writer
+
+    def touches(self, op: Op, changed: Iterable[int]) -> None:
+        """Note that an op uses its operands, and changes some."""
+        for i, t in enumerate(op.inputs):
+            for s in self.stored(t):
+                if s in self.number:
+                    self.last[s] = (op, i in changed)
+
+    def plain(self, op: Op) -> None:
+        """An op that runs no graphs."""
+        kind = op.kind
+        if kind.view is not None:  # a view is made when somebody looks through it
+            return
+        self.touches(op, op.modified)
+        forgets = kind.overwrites is not None and kind.overwrites.forgets(op.attributes)
+        alike = [t for t in op.inputs if t.nelms > 1] or op.inputs  # numbers scale what has many elements
+        bits = same = 0
+        for i, t in enumerate(op.inputs):
+            bits |= 0 if forgets and i in op.modified else self.of(t)
+        for t in alike:
+            same |= self.copies(t)
+        if kind.exchange:
+            stream = op.attributes.get("stream")
+            bits |= _UNKNOWN if stream is None else _MOVES | (_FED if stream.tensor.nelms > 1 else 0)
+        if kind.between_replicas and op.attributes.get("group_size") != 1:
+            self.run.reduced |= same
+            bits |= _MET
+        if kind.drops is not None and op.attributes[kind.drops.ratio]:
+            self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(kind.drops.seed)])))
+        for i, t in enumerate(op.inputs):
+            if i in op.modified:
+                self.writes(t, bits, op, forgets)
+            elif not kind.effect:
+                self.reads(t)
+        as_many = {t.nelms for t in op.outputs} in ({t.nelms for t in alike}, {sum(t.nelms for t in alike)})
+        self.makes(op, bits, same if as_many else 0)
+
+    def call(self, op: Op) -> None:
+        """An op that runs graphs."""
+        given = [self.of(t) for t in op.inputs]
+        same = [self.copies(t) for t in op.inputs]
+        if is_call(op):
+            run = self.runs[op.called_graphs[0]]
+            self.enter(op, run, 0, given, same)
+            self.touches(op, [i for i in op.modified if run.writers[i] is not None])
+            contents = [_with(bits, given) for bits in run.contents]
+            results = [(_with(b, given), _with(s, same)) for b, s in zip(run.outputs, run.same, strict=True)]
+            for i in op.modified:
+                if (writer := run.writers[i]) is not None:
+                    self.writes(op.inputs[i], contents[i], writer, forgets=True)
+        elif is_loop(op):
+            results = self.loop(op, given, same)
+        else:
+            self.touches(op, ())
+            self.reads(op.inputs[0])
+            results = [(given[0], 0)] * len(op.outputs)
+            for branch in op.runs:
+                run, first = self.runs[branch.graph], branch.first
+                last = first + len(branch.inputs)
+                self.enter(op, run, first, given[first:last], same[first:last])
+                results = [
+                    (b | _with(bits, given[first:last]), s | _with(copied, same[first:last]))
+                    for (b, s), bits, copied in zip(results, run.outputs, run.same, strict=False)
+                ]
+        for t, (bits, copied) in zip(op.outputs, results, strict=False):
+            self.content[t], self.same[t] = bits, copied
+
+    def enter(self, op: Op, run: _Run, first: int, given: Sequence[int], same: Sequence[int]) -> None:
+        """Take over what a called graph does, whose inputs are those of an op from number `first` on."""
+        for i in _positions(run.read):
+            if 0 <= i + first < len(op.inputs):
+                self.reads(op.inputs[i + first])
+        self.run.reduced |= _with(run.reduced, same) & ~_UNKNOWN
+        self.run.masks |= {(mask, _with(seed, given)) for mask, seed in run.masks}
+
+    def loop(self, op: Op, given: list[int], same: list[int]) -> list[tuple[int, int]]:
+        """A loop, of as many turns as anything can make a difference. Returns what its results are."""
+        (loop,) = op.runs
+        run, carried = self.runs[loop.graph], loop.carried
+        own_inputs, own_outputs = loop.trait.own_inputs, loop.trait.own_outputs
+        written = [i for i in op.modified if run.writers[i + own_inputs] is not None]
+        self.touches(op, written)
+        if not loop.turns:
+            return [*zip(given[:carried], same[:carried], strict=True)] + [(0, 0)] * (len(op.outputs) - carried)
+        turn, copied = [_MOVES] * own_inputs + given, [0] * own_inputs + same
+        while True:
+            before = (turn, copied)
+            turn, copied = [*turn], [*copied]
+            for k in range(carried):
+                # Each turn may get another one, so a seed is not the same for good: all of training may be one run.
+                turn[own_inputs + k] |= _with(run.outputs[own_outputs + k], before[0]) | _MOVES
+                copied[own_inputs + k] |= _with(run.same[own_outputs + k], before[1])
+            for i in written:
+                turn[i + own_inputs] |= _with(run.contents[i + own_inputs], before[0]) | _MOVES
+            if (turn, copied) == before:
+                break
+        self.enter(op, run, -own_inputs, turn, copied)
+        for i in written:
+            self.writes(op.inputs[i], turn[i + own_inputs], run.writers[i + own_inputs] or op, forgets=True)
+        results = [*zip(turn, copied, strict=True)][own_inputs : own_inputs + carried]
+        stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
+        return results + [(_with(b, turn), _with(s, copied)) for b, s in stacked]
+
+    def lost(self) -> Iterator[tuple[Op, Tensor]]:
+        """Inputs that are changed last of all, and that no caller gets back."""
+        graph = self.run.graph
+        returned = {s for t in graph.outputs for s in self.stored(t)}
+        for i, t in enumerate(graph.inputs):
+            op, changed = self.last.get(t, (None, False))
+            if op is None or not changed or t.by_ref or t in returned:
+                continue
+            if all(i - len(graph.inputs) + len(site.inputs) not in site.modified for site in graph.call_sites):
+                yield op, t

@@ -1,0 +1,126 @@
+"""What has changed in a program since something was made of it: a session, or a function of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from popxl.core.aliasing import reachable
+from popxl.core.tensor import Tensor
+from popxl.graph import Graph
+from popxl.op import Op
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+__all__ = ["Snapshot"]
+
+_PARTS = {
+    "inputs": "other inputs",
+    "outputs": "other results",
+    "modified": "other inputs that it changes",
+    "attributes": "other attributes",
+    "ipu": "another IPU",
+}
+"""What of an op counts, and what to call it."""
+
+
+class Snapshot:
+    """What running a graph runs, at one moment. Graphs that nothing calls are no part of it.
+
+    `Ir.edits` counts changes, so that nobody has to look for them again and again; also those that come to nothing.
+
+    Args:
+        graph: the graph. For the main graph, what sessions run, settings and remote buffers count too.
+
+    Attributes:
+        graphs: the graphs that are run, the graph first.
+
+    Example:
+        >>> before = Snapshot(ir.main_graph)
+        >>> with ir.main_graph:
+        ...     y = x + 1
+        >>> print(*before.changes())
+        the main graph has gained Op[Add...] (...)
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._ir = graph.ir if graph is graph.main_graph else None
+        self.graphs = reachable(graph)
+        self._contents = tuple(map(_Content.of, self.graphs))
+        self._settings = {} if self._ir is None else _settings(self._ir)
+
+    def changes(self, outputs: bool = True) -> list[str]:
+        """What is different now, in a few words each; nothing, if the graph runs the same as then.
+
+        Args:
+            outputs: whether that graphs return more than before counts.
+        """
+        pairs = zip(self.graphs, self._contents, strict=True)
+        found = [text for graph, before in pairs for text in before.changes(graph, outputs)]
+        now: Mapping[str, Any] = {} if self._ir is None else _settings(self._ir)
+        return found + [
+            f"{name} is {now[name]}, and was {value}" for name, value in self._settings.items() if now[name] != value
+        ]
+
+
+def _settings(ir: Ir) -> dict[str, Any]:
+    """What makes a difference besides the graphs."""
+    return {
+        "`ir.num_host_transfers`": ir.num_host_transfers,
+        "`ir.replication_factor`": ir.replication_factor,
+        "`ir.options.throwIfLog2ScaleTensorNotInRange`": ir.options.throwIfLog2ScaleTensorNotInRange,
+        **{f"remote buffer {buffer.remote_buffer_id}": repr(buffer) for buffer in ir.remote_buffers},
+        "what fills remote buffers": [v for v in ir.main_graph.variables if v.location_info.isRemote()],
+    }
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What is in a graph: each op with the parts of it that count, by name."""
+
+    inputs: tuple[Tensor, ...]
+    by_ref: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    ops: dict[Op, tuple[Any, ...]]
+
+    @staticmethod
+    def of(graph: Graph) -> _Content:
+        ops = {op: tuple(getattr(op, name) for name in _PARTS) for op in graph.ops}
+        return _Content(graph.inputs, tuple(t for t in graph.inputs if t.by_ref), graph.outputs, ops)
+
+    def changes(self, graph: Graph, outputs: bool) -> Iterator[str]:
+        """What is different in the graph now."""
+        now = _Content.of(graph)
+        yield from _differences(graph.title, "", self.ops, now.ops)
+        yield from _differences(graph.title, "input ", self.inputs, now.inputs)
+        yield from _differences(graph.title, "input by reference ", self.by_ref, now.by_ref)
+        if outputs:
+            yield from _differences(graph.title, "output ", self.outputs, now.outputs)
+        for i, (name, what) in enumerate(_PARTS.items()):
+            changed = [op for op, parts in self.ops.items() if op in now.ops and not _same(now.ops[op][i], parts[i])]
+            if changed and (outputs or name != "outputs"):
+                yield f"{_some(changed)} has {what}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether a part of an op is what it was: attributes, which may be arrays, if nobody has set them."""
+    return a is b or not isinstance(a, Mapping) and a == b
+
+
+def _differences(title: str, what: str, before: Collection[Any], now: Collection[Any]) -> Iterator[str]:
+    """What a graph has more of, and less."""
+    then, there = {*before}, {*now}
+    gained, lost = [x for x in now if x not in then], [x for x in before if x not in there]
+    for verb, things in (("gained", gained), ("lost", lost)):
+        if things:
+            yield f"{title} has {verb} {what}{_some(things)}"
+    if not gained and not lost and [*before] != [*now]:
+        yield f"{title} has its {what.strip() or 'op'}s in another order"
+
+
+def _some(things: Sequence[Any]) -> str:
+    """Some ops or tensors, of which the first two are shown."""
+    shown = ", ".join(f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in things[:2])
+    return f"{shown} and {len(things) - 2} more" if len(things) > 2 else shown

@@ -1,0 +1,316 @@
+"""What a program would cost on IPUs: an estimate from the published figures of the hardware. Nothing is run.
+
+Each op is a step, as on the hardware, where all tiles of an IPU first exchange data and then compute (bulk synchronous
+parallel). How long it takes at least follows from four numbers of the op: its operations, the bytes that it reads and
+writes, those that have to move between tiles, and those that come from outside. The steps are added up. What the
+figures do not say is left out: code, vertex state, imbalance between tiles, rearrangements within an op, the time of a
+synchronisation. So real programs need more memory and more time; the numbers are for comparing parts of a program.
+
+Sources of the figures:
+    the IPU Programmer's Guide (docs.graphcore.ai/projects/ipu-programmers-guide), for tiles and their memory; the data
+    sheets of the IPU-M2000 and the Bow-2000 (docs.graphcore.ai/projects/bow-2000-datasheet), for FLOP/s, links and
+    clocks; the announcement of the GC200 of July 2020, for 62.5 TFLOP/s in float32, 47.5 TB/s of memory and 8 TB/s of
+    exchange; the Tile Vertex ISA, for vectors of 8 bytes. There is no official figure for streaming memory; about
+    20 GB/s for each IPU is what programs see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.core.aliasing import reachable
+from popxl.looking.flops import Flops, moved, own_flops
+from popxl.looking.memory import constants_of, held_variables, moments_of, runs_of, size
+
+if TYPE_CHECKING:
+    from popxl.core.tensor import Tensor
+    from popxl.ir import Ir
+    from popxl.op import Op
+
+__all__ = ["BOW", "GC200", "Estimate", "Hardware", "IpuEstimate", "OpEstimate", "estimate_of"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The published figures of an IPU.
+
+    Attributes:
+        name: what it is called.
+        tiles: how many there are; each has a core and memory of its own.
+        clock: cycles a second.
+        tile_memory: bytes, on each tile.
+        products_16, products_32: operations of a tile in a cycle, in products of matrices of float16 and of float32.
+        vector: bytes of operands that a tile computes with in a cycle, element by element.
+        memory: bytes that a tile reads and writes in a cycle.
+        exchange: bytes a second between the tiles, in all.
+        links: bytes a second to other IPUs.
+        host: bytes a second to and from the host.
+        streaming: bytes a second to and from streaming memory, where remote buffers are.
+    """
+
+    name: str
+    tiles: int = 1472
+    clock: float = 1.33e9
+    tile_memory: int = 624 * 1024
+    products_16: int = 128
+    products_32: int = 32
+    vector: int = 8
+    memory: int = 24
+    exchange: float = 8e12
+    links: float = 320e9
+    host: float = 64e9
+    streaming: float = 20e9
+
+    @property
+    def memory_size(self) -> int:
+        """Bytes of all tiles."""
+        return self.tiles * self.tile_memory
+
+
+GC200 = Hardware("Colossus Mk2 GC200")
+"""The IPU of the IPU-M2000: 1472 * 1.33 GHz * 128 are 250 TFLOP/s in float16, and 62.5 in float32."""
+
+BOW = Hardware("Bow", clock=1.85e9, exchange=8e12 * 1.85 / 1.33)
+"""The IPU of the Bow-2000: the same at a higher clock, 350 TFLOP/s in float16."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+
+class OpEstimate(_Part):
+    """The ops of one type in one graph, all runs of the graph together.
+
+    Attributes:
+        op: the type.
+        graph: the name of the graph; that of the main graph is empty.
+        count: how many of them one run of the program carries out, at most.
+        flops: their operations.
+        cycles: how long they take on their IPU.
+        bound: what most of that is spent on: "compute", "memory", "exchange", "links", "host" or "streaming memory".
+    """
+
+    op: str
+    graph: str
+    count: int
+    flops: int
+    cycles: int
+    bound: str
+
+
+class IpuEstimate(_Part):
+    """One IPU, in one run of the program.
+
+    Attributes:
+        ipu: its number.
+        cycles: for all that is on it, one op after the other.
+        seconds: the same as a time.
+        variables, constants: bytes that are there all the time.
+        temporaries: bytes of all other values, counted op by op, at their highest.
+        memory: bytes in all.
+        share: of the memory that the IPU has; above 1 the program does not fit.
+    """
+
+    ipu: int
+    cycles: int
+    seconds: float
+    variables: int
+    constants: int
+    temporaries: int
+    memory: int
+    share: float
+
+
+class Estimate(OnPage, _Part):
+    """What a program would cost on IPUs. It is an estimate from published figures; nothing was measured.
+
+    Attributes:
+        hardware: which IPU.
+        ipus: for each IPU of a replica.
+        ops: the ops, by type and graph, the longest first.
+        cycles: of the IPU that takes longest: IPUs of a pipeline work at the same time, once it is full.
+        fits: whether the memory of every IPU is enough.
+
+    Example:
+        >>> session = popxl.Session(ir, "ipu_model")
+        >>> session.report.estimate.cycles
+        >>> print(popxl.looking.estimate.estimate_of(ir, popxl.looking.estimate.BOW))
+    """
+
+    hardware: str
+    ipus: tuple[IpuEstimate, ...]
+    ops: tuple[OpEstimate, ...]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def cycles(self) -> int:
+        """Of the IPU that takes longest."""
+        return max((each.cycles for each in self.ipus), default=0)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of every IPU is enough."""
+        return all(each.share <= 1 for each in self.ipus)
+
+    def __repr__(self) -> str:
+        return f"Estimate[{count_text(self.cycles)} cycles on {self.hardware}]"
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        fits = "" if self.fits else " The program does not fit: not all IPUs have enough memory."
+        told = (
+            f"An estimate for one replica on the {self.hardware}, from its published figures; nothing was measured. "
+            "Each op takes as long as its operations, its bytes or its exchange need at best. Code, synchronisation "
+            f"and imbalance between tiles are not counted.{fits}"
+        )
+        ipus = [
+            [
+                f"IPU {each.ipu}",
+                count_text(each.cycles),
+                seconds_text(each.seconds),
+                bytes_text(each.variables + each.constants),
+                bytes_text(each.temporaries),
+                f"{100 * each.share:.1f} %",
+            ]
+            for each in self.ipus
+        ]
+        ops = [
+            [each.op, each.graph or "main graph", str(each.count), count_text(each.cycles), each.bound]
+            for each in self.ops
+        ]
+        return Page(
+            "Estimate for IPUs",
+            [
+                told,
+                Table(["", "cycles", "time", "variables", "temporaries", "of its memory"], ipus),
+                *Table.cut(["op", "graph", "runs", "cycles", "bound by"], ops),
+            ],
+        )
+
+
+def estimate_of(ir: Ir, hardware: Hardware = GC200) -> Estimate:
+    """What one replica of a program would cost on IPUs. Nothing is compiled or run, and no device is needed.
+
+    Args:
+        ir: the program.
+        hardware: which IPU: `GC200` or `BOW`, or figures of your own.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> with ir.main_graph:
+        ...     x = popxl.variable(np.ones((1024, 1024)), popxl.float32)
+        ...     y = x @ x
+        >>> estimate_of(ir)
+        Estimate[47.0 k cycles on Colossus Mk2 GC200]
+    """
+    main = ir.main_graph
+    runs = runs_of(main)
+    cycles: Counter[int] = Counter()
+    found: defaultdict[tuple[str, str], _Sum] = defaultdict(_Sum)
+    for graph in reachable(main):
+        for op in graph.ops:
+            if not op.called_graphs:
+                flops, spent = own_flops(op), cycles_of(op, hardware)
+                cycles[op.ipu or 0] += runs[graph] * spent.total()
+                found[op.op_type, graph.name].add(runs[graph], flops, spent)
+    return Estimate(
+        hardware=hardware.name,
+        ipus=tuple(_of_ipu(ir, ipu, spent, hardware) for ipu, spent in sorted(cycles.items())),
+        ops=tuple(
+            OpEstimate(op=op, graph=graph, count=s.count, flops=s.flops, cycles=s.cycles, bound=s.bound)
+            for (op, graph), s in sorted(found.items(), key=lambda item: -item[1].cycles)
+        ),
+    )
+
+
+def cycles_of(op: Op, hardware: Hardware) -> Counter[str]:
+    """The cycles of an op, by what they are spent on: computing or memory, whichever takes longer, and what moves."""
+    return Counter({what: math.ceil(cycles) for what, cycles in _spent(op, hardware).items()})
+
+
+def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
+    if op.kind.stands_for is not None:
+        spent: Counter[str] = Counter()
+        for part in op.parts:
+            spent.update(cycles_of(part, hardware))
+        return {**spent}
+    moves = moved(op) * hardware.clock
+    if op.kind.exchange == "stream":
+        return {"host": moves / hardware.host}
+    if op.kind.exchange == "buffer":
+        return {"streaming memory": moves / hardware.streaming}
+    if op.kind.between_replicas or op.op_type == "IpuCopy":
+        return {"links": moves / hardware.links}
+    if op.kind.view is not None or op.kind.effect or not op.inputs:
+        return {}
+    flops = own_flops(op)
+    computing = _computing(op, flops, hardware) / hardware.tiles
+    touched = sum(map(size, (*op.inputs, *op.outputs))) / hardware.memory / hardware.tiles
+    # An operand of the result's shape lies where the result will, if each element is computed of its counterparts.
+    stays = flops.others and not flops.products
+    apart = sum(size(t) for t in op.inputs if not (stays and op.outputs and t.shape == op.outputs[0].shape))
+    what = "compute" if computing >= touched else "memory"
+    return {what: max(computing, touched), "exchange": apart * hardware.clock / hardware.exchange}
+
+
+def _computing(op: Op, flops: Flops, hardware: Hardware) -> float:
+    """Cycles of one tile, if it did all."""
+    width = max((t.dtype.itemsize for t in op.inputs), default=4)
+    products = hardware.products_16 if width <= 2 else hardware.products_32
+    return flops.products / products + flops.others * width / hardware.vector
+
+
+@dataclass
+class _Sum:
+    """What is known of some ops together."""
+
+    count: int = 0
+    flops: int = 0
+    spent: Counter[str] = field(default_factory=Counter)
+
+    def add(self, count: int, flops: Flops, spent: Counter[str]) -> None:
+        """So many ops more."""
+        self.count += count
+        self.flops += count * flops.total
+        for what, cycles in spent.items():
+            self.spent[what] += count * cycles
+
+    @property
+    def cycles(self) -> int:
+        """All of them."""
+        return self.spent.total()
+
+    @property
+    def bound(self) -> str:
+        """What most of it is spent on."""
+        return max(self.spent, key=lambda what: self.spent[what], default="nothing")
+
+
+def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
+    """What is on one IPU."""
+
+    def here(t: Tensor) -> int:
+        return size(t) if (t.location[0] or 0) == ipu else 0
+
+    main = ir.main_graph
+    moments, _ = moments_of(main, here)
+    variables, constants = (sum(map(here, found)) for found in (held_variables(main), constants_of(main)))
+    temporaries = max((m.held + m.inside for m in moments), default=0)
+    memory = variables + constants + temporaries
+    return IpuEstimate(
+        ipu=ipu,
+        cycles=cycles,
+        seconds=cycles / hardware.clock,
+        variables=variables,
+        constants=constants,
+        temporaries=temporaries,
+        memory=memory,
+        share=memory / hardware.memory_size,
+    )

@@ -1,0 +1,135 @@
+"""Floating point operations: how many an op makes, counted in the trace of its JAX function.
+
+An op of a user is counted like any other, and so is the gradient that JAX derives of an op. Nothing is compiled, and no
+device is started. What moves data to and from streams, remote buffers and other replicas has bytes instead: `moved`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from popxl.core.tracing import needed
+
+if TYPE_CHECKING:
+    from popxl.op import Op
+
+__all__ = ["Flops", "moved", "own_flops"]
+
+
+class Flops(NamedTuple):
+    """Operations of an op.
+
+    Attributes:
+        products: in matrix products and convolutions, the sum of two numbers and their product being two.
+        others: one for each element that is computed, or that is reduced: a sum, an exponential.
+    """
+
+    products: int = 0
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both kinds."""
+        return self.products + self.others
+
+    def plus(self, more: Flops, times: int = 1) -> Flops:
+        """With those of something that is done so many times."""
+        return Flops(self.products + times * more.products, self.others + times * more.others)
+
+
+def own_flops(op: Op) -> Flops:
+    """The operations of one op, without those of graphs that it runs.
+
+    Example:
+        >>> with popxl.Ir().main_graph as main:
+        ...     y = popxl.variable(np.ones((3, 4))) @ popxl.variable(np.ones((4, 8)))
+        >>> own_flops(main.ops[-1])
+        Flops(products=192, others=0)
+    """
+    if op.kind.is_carried_out_by_others:
+        return Flops()
+    specs = tuple(t.spec for t in op.inputs)
+    key = ("flops", op.operands, tuple(op.attributes.items()), specs)
+    return op.kind.remembered(key, lambda: _of(needed(op.on_arrays(), specs, [t.spec for t in op.outputs])[0]))
+
+
+def moved(op: Op) -> int:
+    """The bytes that one op moves, if moving is what it does: of its result, or of its first operand if that is more.
+
+    The operand of an op that stores is what is stored; of one that gathers from replicas or scatters over them, the
+    larger side counts.
+    """
+    return max(sum(t.nelms * t.dtype.itemsize for t in side) for side in (op.outputs, op.inputs[:1]))
+
+
+# In a trace ----------------------------------------------------------------------------------------------------------
+
+_OF_RESULTS = frozenset(
+    "add sub mul div rem neg abs sign max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log expm1 log1p logistic "
+    "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc erf_inv lgamma digamma floor ceil "
+    "round nextafter clamp add_any".split()
+)
+"""Primitives that compute each element of their result with one operation."""
+
+_OF_OPERANDS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax cummin cumlogsumexp".split()
+)
+"""Primitives that take in each element of their operand with one operation."""
+
+_OF_UPDATES = frozenset("scatter-add scatter_add scatter-mul scatter_mul".split())
+"""Primitives that change one element for each element of their last operand."""
+
+_OF_WINDOWS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".split())
+"""Primitives that reduce a window for each element of their result."""
+
+
+def _of(jaxpr: Any) -> Flops:
+    """The operations of a trace."""
+    found = Flops()
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, [*_inside(equation.params.values())]
+        if name in _PRODUCTS:
+            found = found.plus(Flops(products=_PRODUCTS[name](equation)))
+        elif name in _OF_RESULTS:
+            found = found.plus(Flops(others=equation.outvars[0].aval.size))
+        elif name in _OF_OPERANDS:
+            found = found.plus(Flops(others=equation.invars[0].aval.size))
+        elif name in _OF_UPDATES:
+            found = found.plus(Flops(others=equation.invars[-1].aval.size))
+        elif name in _OF_WINDOWS:
+            window = math.prod(equation.params["window_dimensions"])
+            found = found.plus(Flops(others=window * equation.outvars[0].aval.size))
+        elif name == "cond" and equation.params.get("branches_platforms"):  # one thing in several forms, the plain last
+            found = found.plus(_of(inner[-1]))
+        elif name == "cond":
+            found = found.plus(max(map(_of, inner), key=lambda f: f.total))
+        else:
+            for each in inner:
+                found = found.plus(_of(each), equation.params.get("length", 1))
+    return found
+
+
+def _inside(parameters: Iterable[Any]) -> Iterator[Any]:
+    """The traces among the parameters of an equation."""
+    for value in parameters:
+        if isinstance(value, tuple | list):
+            yield from _inside(value)
+        elif hasattr(value, "eqns"):
+            yield value.jaxpr if hasattr(value, "jaxpr") else value
+
+
+def _of_product(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+
+
+def _of_convolution(equation: Any) -> int:
+    """For each element of the result a product and a sum for each weight of one of its channels."""
+    kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
+    return 2 * equation.outvars[0].aval.size * kernel.size // kernel.shape[numbers.rhs_spec[0]]
+
+
+_PRODUCTS = {"dot_general": _of_product, "conv_general_dilated": _of_convolution}

@@ -1,0 +1,329 @@
+"""`Memory`: what a program needs, read off its graphs before anything is compiled; in a report, what XLA says.
+
+Counting goes op by op in the order of the schedule: a value is there from the op that makes it to the last one that
+uses it, and an op has its operands and its results at once. XLA fuses ops and lays values over each other, so a
+compiled program needs less, as a rule; `session.memory()` says how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text
+from popxl.base.pictures import steps
+from popxl.core.aliasing import callees_first, reachable, storages
+from popxl.core.printing import summary
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.values.spec import brief
+
+if TYPE_CHECKING:
+    from popxl.graph import Graph
+    from popxl.ir import Ir
+
+__all__ = ["DeviceMemory", "LiveTensor", "Memory", "Moment", "held_variables", "memory_of", "moments_of"]
+
+
+class Moment(BaseModel):
+    """One step of a program, and the bytes that are in use while it runs.
+
+    Attributes:
+        name: what the step does.
+        held: of values that steps before it have made, and that it or later ones use.
+        inside: of what the step makes, and what it needs on the way.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    name: str
+    held: int
+    inside: int
+
+
+class LiveTensor(BaseModel):
+    """A value that is held between steps.
+
+    Attributes:
+        name: its name, with its dtype and shape.
+        bytes: how many it needs.
+        first, last: numbers of the step that makes it, and of the last one that it is held for; see `Memory.moments`.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    name: str
+    bytes: int
+    first: int
+    last: int
+
+
+class DeviceMemory(BaseModel):
+    """What is in the memory of one device, in bytes.
+
+    Attributes:
+        name: which device.
+        variables: those that the program uses.
+        buffers: remote buffers that are in the memory of the device.
+        arguments: what goes in: all transfers of the input streams of one run.
+        outputs: what comes out: all transfers of the output streams of one run.
+        constants: those of the graphs.
+        temporaries: all else, at its highest.
+        code: the machine code; `None` if it is not known: before compiling, and on CPUs, of which XLA does not say it.
+        device: what is needed in all, at most.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    name: str
+    variables: int
+    buffers: int
+    arguments: int
+    outputs: int
+    constants: int
+    temporaries: int
+    code: int | None = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def device(self) -> int:
+        """What is needed of the memory of the device, at most."""
+        return self.always + self.temporaries
+
+    @property
+    def always(self) -> int:
+        """What is there all the time: all but the temporaries."""
+        fixed = self.variables + self.buffers + self.arguments + self.outputs + self.constants
+        return fixed + (self.code or 0)
+
+
+class Memory(OnPage, DeviceMemory):
+    """The memory that a program needs, in bytes, and when. Its numbers are of the device that needs most.
+
+    Attributes:
+        name: whose memory it is: "Ir[id=0], each replica".
+        source: where `temporaries` comes from: "graph", counted op by op; "pieces" and "program", what XLA says of each
+            piece of a plan, or of the one program.
+        devices: the devices, if they are known.
+        buffers_on_host: remote buffers that are in the host's memory.
+        variables_on_host: the host copies of the variables, and what the variables of remote buffers begin with.
+        temporaries_on_host: what XLA says that executables need there on the way.
+        host: all that is needed of the host's memory.
+        moments: the steps. In one program they are those of its graphs, whatever XLA says.
+        tensors: the values that are held between steps.
+
+    Example:
+        >>> print(ir.memory())
+        Memory of Ir[id=...
+        >>> ir.memory().picture().save("memory.svg")
+    """
+
+    source: Literal["graph", "pieces", "program"]
+    devices: tuple[DeviceMemory, ...] = ()
+    buffers_on_host: int
+    variables_on_host: int
+    temporaries_on_host: int = 0
+    moments: tuple[Moment, ...]
+    tensors: tuple[LiveTensor, ...] = ()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def host(self) -> int:
+        """What is needed of the host's memory."""
+        return self.buffers_on_host + self.variables_on_host + self.temporaries_on_host
+
+    @property
+    def highest(self) -> Moment | None:
+        """The step at which most is in use; `None` if there are no steps."""
+        return max(self.moments, key=lambda moment: moment.held + moment.inside, default=None)
+
+    def __repr__(self) -> str:
+        return f"Memory[{bytes_text(self.device)} at most, of {self.name}]"
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        rows = [*((name, getattr(self, name)) for name in _PARTS), ("in all, at most", self.device)]
+        shown = [[name, bytes_text(count)] for name, count in rows if count or name == "in all, at most"]
+        parts: list[str | Table] = [Table(["", "bytes"], shown)]
+        if self.highest is not None:
+            number = self.moments.index(self.highest) + 1
+            where = f"Most is in use at step {number} of {len(self.moments)}: {self.highest.name}."
+            parts.append(f"{where} {_SOURCES[self.source]}")
+        if len({device.device for device in self.devices}) > 1:
+            parts.append(self._by_device())
+        parts += self._on_host()
+        return Page(f"Memory of {self.name}", [*parts, *([self.picture()] if self.moments else [])])
+
+    def _on_host(self) -> list[str]:
+        """A sentence on the host's memory; none, if nothing is there."""
+        counts = {
+            "variables": self.variables_on_host,
+            "remote buffers": self.buffers_on_host,
+            "temporaries": self.temporaries_on_host,
+        }
+        found = [f"{bytes_text(count)} for {name}" for name, count in counts.items() if count]
+        return [f"In the host's memory: {', '.join(found)}."] if found else []
+
+    def _by_device(self) -> Table:
+        """A row for each device."""
+        kinds = [kind for kind in _PARTS if any(getattr(device, kind) for device in self.devices)]
+        rows = [
+            [device.name, *(bytes_text(getattr(device, kind) or 0) for kind in kinds), bytes_text(device.device)]
+            for device in self.devices
+        ]
+        return Table(["device", *kinds, "in all"], rows)
+
+    def picture(self) -> Picture:
+        """The memory over the steps of the program: what is there all the time, and each value while it is held."""
+        title = f"Memory of {self.name}: {bytes_text(self.device)} at most"
+        if self.source == "program":
+            title += "; steps are counted op by op, without what XLA saves"
+        upper = [m.inside for m in self.moments]
+        lives = [(t.name, t.bytes, t.first + 1, t.last + 1) for t in self.tensors]
+        return steps(title, self.always, [m.held for m in self.moments], upper, [m.name for m in self.moments], lives)
+
+
+_PARTS = ("variables", "buffers", "arguments", "outputs", "constants", "temporaries", "code")
+
+_SOURCES = {
+    "graph": "Counted op by op: XLA, which fuses ops, needs less as a rule.",
+    "pieces": "Temporaries are what XLA says of each piece, and the values between pieces.",
+    "program": "Temporaries are what XLA says of the whole; steps are counted op by op.",
+}
+
+# Of an Ir ------------------------------------------------------------------------------------------------------------
+
+
+def memory_of(ir: Ir) -> Memory:
+    """What a replica needs; see `Ir.memory`."""
+    main = ir.main_graph
+    buffers = sum(b.entries * b.slot_nelms * b.tensor_dtype.itemsize for b in ir.remote_buffers)
+    on_host = ir.options.remoteBuffers == "host"
+    moments, tensors = moments_of(main)
+    return Memory(
+        name=f"{ir!r}, each replica" if ir.replication_factor > 1 else repr(ir),
+        source="graph",
+        variables=sum(map(size, held_variables(main))),
+        buffers=0 if on_host else buffers,
+        arguments=ir.num_host_transfers * sum(size(stream.tensor) for stream in ir.get_all_h2d_streams()),
+        outputs=ir.num_host_transfers * sum(size(stream.tensor) for stream in ir.get_all_d2h_streams()),
+        constants=sum(map(size, constants_of(main))),
+        temporaries=max((moment.held + moment.inside for moment in moments), default=0),
+        buffers_on_host=buffers if on_host else 0,
+        variables_on_host=variables_on_host(main),
+        moments=moments,
+        tensors=tensors,
+    )
+
+
+def variables_on_host(main: Graph) -> int:
+    """The bytes of the host copies of the variables, of all groups of replicas."""
+    return sum(math.prod(v.shape_on_host) * v.dtype.itemsize for v in main.variables)
+
+
+def held_variables(main: Graph) -> dict[Tensor, Variable]:
+    """What the program keeps on the device: the variables that it uses, or the pieces that it uses in their place."""
+    used = {s for made_of in storages(main.ops).values() for s in made_of}
+    holders = {v if v.piece is None else v.piece: v for v in main.variables}
+    return {t: v for t, v in holders.items() if t in used}
+
+
+def constants_of(main: Graph) -> set[Constant]:
+    """The constants that ops use, calls included. Constants that share an array are one."""
+    found = {id(c.data): c for g in reachable(main) for op in g.ops for c in op.inputs if isinstance(c, Constant)}
+    return {*found.values()}
+
+
+def size(t: Tensor) -> int:
+    """The bytes of a tensor's value."""
+    return t.nelms * t.dtype.itemsize
+
+
+def runs_of(main: Graph) -> Counter[Graph]:
+    """How often a run of a program runs each graph, at most."""
+    runs = Counter({main: 1})
+    for graph in reversed(callees_first(main)):
+        for op in graph.ops:
+            for run in op.runs:
+                runs[run.graph] += runs[graph] * run.turns
+    return runs
+
+
+def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
+    """The steps of a graph, and the values that are held between them.
+
+    Steps are its ops, and in place of the only call or loop of a graph those of that graph.
+
+    Args:
+        main: the graph.
+        size: what counts of a tensor.
+    """
+    calls: Counter[Graph] = Counter()
+    graphs = callees_first(main)
+    for graph in graphs:
+        calls.update(callee for op in graph.ops for callee in op.called_graphs)
+    once = {graph for graph, count in calls.items() if count == 1}
+    of: dict[Graph, _Steps] = {}
+    for graph in graphs:
+        of[graph] = _steps(graph, of, once, size)
+    return tuple(of[main].moments), tuple(of[main].tensors)
+
+
+@dataclass
+class _Steps:
+    """The steps of a graph, and the values between them."""
+
+    moments: list[Moment] = field(default_factory=list)
+    tensors: list[LiveTensor] = field(default_factory=list)
+
+    @property
+    def highest(self) -> int:
+        return max((m.held + m.inside for m in self.moments), default=0)
+
+    def enter(self, inner: _Steps, held: int) -> None:
+        """Go through the steps of a called graph, while so much is held."""
+        start = len(self.moments)
+        self.moments += (Moment(name=m.name, held=held + m.held, inside=m.inside) for m in inner.moments)
+        self.tensors += (t.model_copy(update={"first": start + t.first, "last": start + t.last}) for t in inner.tensors)
+
+
+def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callable[[Tensor], int]) -> _Steps:
+    """The steps of a graph, after those of the graphs that it calls are known."""
+    made_of = storages(graph.ops)
+    ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when somebody looks through it
+    last: dict[Tensor, int] = {}
+    for i, op in enumerate(ops):
+        last.update((s, i) for t in op.inputs for s in made_of.get(t, (t,)))
+    last.update((s, len(ops)) for t in graph.outputs for s in made_of.get(t, (t,)))
+    frees: dict[int, list[Tensor]] = {}
+    alive: dict[Tensor, tuple[int, int]] = {}
+    held = 0
+    found = _Steps()
+    for i, op in enumerate(ops):
+        undefined = op.attributes.get("init_type") == "undef"  # room for what the next op loads: nothing is made of it
+        made = [t for t in op.outputs if made_of.get(t, (t,)) == (t,) and not undefined]
+        called = op.called_graphs
+        if len(called) == 1 and called[0] in once:
+            found.enter(of[called[0]], held)
+        else:
+            own = max([sum(map(size, made)), *(of[callee].highest for callee in called)])
+            found.moments.append(Moment(name=summary([op]), held=held, inside=own))
+        now = len(found.moments) - 1
+        for t in made:
+            if last.get(t, i) > i:
+                alive[t] = (now, size(t))
+                held += size(t)
+                frees.setdefault(last[t], []).append(t)
+        freed = frees.pop(i, ())
+        held -= sum(alive[t][1] for t in freed)
+        found.tensors += (_live(t, *alive.pop(t), now) for t in freed)
+    found.tensors += (_live(t, first, bytes, len(found.moments) - 1) for t, (first, bytes) in alive.items())
+    return found
+
+
+def _live(t: Tensor, first: int, bytes: int, last: int) -> LiveTensor:
+    return LiveTensor(name=f"{t.name}: {brief(t)}", bytes=bytes, first=first, last=last)

@@ -1,0 +1,71 @@
+"""How often a program loads from its streams and stores to them in one run, and what of its host arrays it leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from popxl.base.source import warn_at
+from popxl.core.aliasing import callees_first, reachable
+from popxl.errors import UnusedTransferWarning
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.streams import DeviceToHostStream, Stream
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+
+def transfers_of(main: Graph) -> dict[Stream, int]:
+    """How many transfers of each stream one run of a graph makes, at most."""
+    of: dict[Graph, Counter[Stream]] = {}
+    for graph in callees_first(main):
+        counts = of[graph] = Counter()
+        for op in _parts(graph):
+            if op.kind.exchange == "stream":
+                counts[op.attributes["stream"]] += 1
+            most: Counter[Stream] = Counter()
+            for run in op.runs:  # of several, one is run
+                most |= Counter({stream: count * run.turns for stream, count in of[run.graph].items()})
+            counts.update(most)
+    return of[main]
+
+
+def warn_of_unused_transfers(ir: Ir) -> None:
+    """Warn of what is never written of the arrays that a run returns, and never read of those that it is fed with.
+
+    It is told at the line that uses the stream first.
+
+    Host arrays have room for the transfers of the stream that has most. So a stream that is loaded from less often than
+    others is fed with more than it needs, and nothing is wrong; but where nothing is stored, zeros look like results.
+    """
+    room, main = ir.num_host_transfers, ir.main_graph
+    counts = transfers_of(main)
+    needed = max(counts.values(), default=0)
+    users: dict[Stream, Op] = {}
+    for op in (part for graph in reachable(main) for part in _parts(graph)):
+        if op.kind.exchange == "stream":
+            users.setdefault(op.attributes["stream"], op)
+    for stream, count in counts.items():
+        is_output = isinstance(stream, DeviceToHostStream)
+        if count >= room or not is_output and needed >= room:
+            continue
+        left, what, verb = room - count, *(("slot", "written") if is_output else ("value", "read"))
+        remedy = f" Those from number {count} on are no results." if is_output else ""
+        if 0 < needed < room:
+            remedy = f" Set `ir.num_host_transfers` to {needed}."
+        message = (
+            f"Session: a run {'stores to' if is_output else 'loads from'} {stream} {_times(count)}, and "
+            f"`ir.num_host_transfers` is {room}: {left} {what}{'s' * (left > 1)} of its host array "
+            f"{'are' if left > 1 else 'is'} never {verb}.{remedy}"
+        )
+        warn_at(users[stream].source, message, UnusedTransferWarning)
+
+
+def _parts(graph: Graph) -> Iterator[Op]:
+    return (part for each in graph.ops for part in each.parts)
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")

@@ -1,0 +1,237 @@
+"""What `x + y`, `x[0]` and `x.reshape(...)` mean: each operator and method of tensors is an op of `popxl.ops`.
+
+Ops are made of tensors, so `popxl.core.tensor` knows none. Importing this file gives `Tensor` its operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from popxl import ops
+from popxl.core.create import constant
+from popxl.core.tensor import Constant, HostScalarTensor, Tensor, TensorLike, Variable, taken_back_on_failure
+
+__all__ = ["Operators"]
+
+
+def _applied(t: Tensor, op: Callable[..., Tensor], other: Any, reflected: bool = False) -> Tensor:
+    """An op of a tensor and another operand: anything but a tensor becomes a constant of the tensor's dtype."""
+    if isinstance(other, Tensor):
+        return op(t, other)
+    if np.size(other) == 0:
+        raise ValueError(f"An operand without elements was given to an operator of {t!r}: {other!r}.")
+    operand = constant(other, t.dtype)
+    with taken_back_on_failure(operand):
+        return op(operand, t) if reflected else op(t, operand)
+
+
+# NumPy's operators; each is asked with an array, or a scalar of NumPy's, on the left of a tensor.
+_OPERATORS: dict[np.ufunc, Callable[[Tensor, Any], Any]] = {
+    np.add: lambda t, other: t.__radd__(other),
+    np.subtract: lambda t, other: t.__rsub__(other),
+    np.multiply: lambda t, other: t.__rmul__(other),
+    np.true_divide: lambda t, other: t.__rtruediv__(other),
+    np.remainder: lambda t, other: t.__rmod__(other),
+    np.matmul: lambda t, other: t.__rmatmul__(other),
+    np.power: lambda t, other: t.__rpow__(other),
+    np.bitwise_and: lambda t, other: t.__rand__(other),
+    np.bitwise_or: lambda t, other: t.__ror__(other),
+    np.equal: lambda t, other: False,  # only tensors are equal, to themselves
+    np.not_equal: lambda t, other: True,
+}
+
+_REDUCTIONS: dict[np.ufunc, str] = {np.add: "sum", np.multiply: "prod", np.maximum: "max", np.minimum: "min"}
+
+_NAMES = {
+    "absolute": "abs",
+    "amax": "max",
+    "amin": "min",
+    "concatenate": "concat",
+    "divide": "div",
+    "multiply": "mul",
+    "negative": "negate",
+    "power": "pow",
+    "remainder": "fmod",
+    "subtract": "sub",
+    "take": "gather",
+}
+"""The op for a function of NumPy's, where the names differ."""
+
+
+def _of_ufunc(t: Tensor, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a function of NumPy's for single elements makes of a tensor: `array + t`, or an error that names the op."""
+    meaning = _OPERATORS.get(ufunc)
+    if method == "__call__" and not keywords and meaning is not None and inputs[1] is t:
+        return meaning(t, inputs[0])
+    raise _refusal(t, _REDUCTIONS.get(ufunc, ufunc.__name__) if method == "reduce" else ufunc.__name__)
+
+
+def _refusal(t: Tensor, name: str) -> TypeError:
+    """The error for a tensor that was given to a function of NumPy's."""
+    op = _NAMES.get(name, name)
+    remedy = f"Use `ops.{op}`." if hasattr(ops, op) else f"There is no `ops.{op}`: write it with those that there are."
+    return TypeError(f"NumPy's `{name}` takes arrays, and {t!r} is a tensor, to be computed by a session. {remedy}")
+
+
+class Operators:
+    """The operators and methods that `Tensor` is given below. Type checkers see them as those of a base class."""
+
+    # Operators ------------------------------------------------------------------------------------------------------
+
+    def __add__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.add, other)
+
+    def __radd__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.add, other, reflected=True)
+
+    def __iadd__(self: Any, other: TensorLike) -> Tensor:
+        _applied(self, ops.add_, other)
+        return self
+
+    def __sub__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.sub, other)
+
+    def __rsub__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.sub, other, reflected=True)
+
+    def __mul__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.mul, other)
+
+    def __rmul__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.mul, other, reflected=True)
+
+    def __truediv__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.div, other)
+
+    def __rtruediv__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.div, other, reflected=True)
+
+    def __mod__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.fmod, other)
+
+    def __rmod__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.fmod, other, reflected=True)
+
+    def __matmul__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.matmul, other)
+
+    def __rmatmul__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.matmul, other, reflected=True)
+
+    def __and__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.logical_and, other)
+
+    def __rand__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.logical_and, other, reflected=True)
+
+    def __or__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.logical_or, other)
+
+    def __ror__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.logical_or, other, reflected=True)
+
+    def __pow__(self: Any, other: TensorLike) -> Tensor:
+        return ops.pow(self, other)
+
+    def __rpow__(self: Any, other: HostScalarTensor) -> Tensor:
+        base = constant(other, self.dtype if self.dtype.holds(other) else None)
+        with taken_back_on_failure(base):
+            return ops.pow(base, self)
+
+    def __neg__(self: Any) -> Tensor:
+        return ops.negate(self)
+
+    def __invert__(self: Any) -> Tensor:
+        return ops.logical_not(self)
+
+    def __getitem__(self: Any, key: Any) -> Tensor:
+        """Slices and integers, an integer tensor (a gather on axis 0), or a bool mask (other elements become 0)."""
+        return ops.getitem(self, key)
+
+    def __array_ufunc__(self: Any, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return _of_ufunc(self, ufunc, method, inputs, kwargs)
+
+    def __array_function__(self: Any, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is np.shape:
+            return self.shape
+        raise _refusal(self, function.__name__)
+
+    # Methods --------------------------------------------------------------------------------------------------------
+
+    @property
+    def T(self: Any) -> Tensor:
+        """The transpose: all dimensions reversed."""
+        return ops.transpose(self)
+
+    @property
+    def T_(self: Any) -> Tensor:
+        """The transpose as a view of this tensor."""
+        return ops.transpose_(self)
+
+    def transpose(self: Any, permutation: Iterable[int] | None = None) -> Tensor:
+        """`ops.transpose` of this tensor."""
+        return ops.transpose(self, permutation)
+
+    def transpose_(self: Any, permutation: Iterable[int] | None = None) -> Tensor:
+        """`ops.transpose_` of this tensor: a view."""
+        return ops.transpose_(self, permutation)
+
+    def reshape(self: Any, shape: Iterable[int]) -> Tensor:
+        """`ops.reshape` of this tensor."""
+        return ops.reshape(self, shape)
+
+    def reshape_(self: Any, shape: Iterable[int]) -> Tensor:
+        """`ops.reshape_` of this tensor: a view."""
+        return ops.reshape_(self, shape)
+
+    def flatten(self: Any) -> Tensor:
+        """`ops.flatten` of this tensor."""
+        return ops.flatten(self)
+
+    def flatten_(self: Any) -> Tensor:
+        """`ops.flatten_` of this tensor: a view."""
+        return ops.flatten_(self)
+
+    def detach(self: Any) -> Tensor:
+        """`ops.detach` of this tensor: the same value, through which no gradient flows."""
+        return ops.detach(self)
+
+    def detach_(self: Any) -> Tensor:
+        """`ops.detach_` of this tensor: an alias through which no gradient flows."""
+        return ops.detach_(self)
+
+    def diag(self: Any) -> Tensor:
+        """The diagonal of a matrix. `ValueError` for any other rank.
+
+        Every `ncols + 1`-th element of the flattened matrix, as in PopXL: a tall matrix can give further elements
+        from below the diagonal.
+        """
+        if self.rank != 2:
+            raise ValueError(f"diag: expected a matrix, got {self!r} of rank {self.rank}.")
+        return self.flatten()[:: self.shape[1] + 1]
+
+    def copy_to_ipu(self: Any, destination: int, source: int | None = None) -> Tensor:
+        """`ops.ipu_copy` of this tensor."""
+        return ops.ipu_copy(self, destination, source)
+
+
+class _WithoutProducer:
+    """What variables and constants do otherwise: no op makes them, so nothing says which IPU they are on."""
+
+    def copy_to_ipu(self: Any, dst: int, src: int) -> Tensor:
+        """`ops.ipu_copy` of this tensor; no op makes it, so the source has to be said."""
+        return ops.ipu_copy(self, dst, src)
+
+
+def _give(methods: type, *kinds: type) -> None:
+    for name, member in vars(methods).items():
+        if callable(member) or isinstance(member, property):
+            for kind in kinds:
+                setattr(kind, name, member)
+
+
+_give(Operators, Tensor)
+_give(_WithoutProducer, Variable, Constant)

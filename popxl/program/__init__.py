@@ -1,0 +1,1 @@
+"""A whole program in files, and as rules that another one reads."""

@@ -1,0 +1,67 @@
+"""The gradient rules of one op as a graph: what `popxl.to_jax` differentiates by.
+
+Autodiff applies rules while it walks a graph backwards (`popxl.transforms.op_gradient`). Here they stand alone: a small
+graph of operands, results and incoming gradients, in an Ir of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from popxl.base.sequence import Sequencer
+from popxl.context import get_current_context
+from popxl.graph import Graph
+from popxl.ir import Ir
+from popxl.op import Op
+from popxl.transforms.op_gradient import Forward, gradients, passes
+
+
+@dataclass(frozen=True)
+class RuleGraph:
+    """The gradient rules of an op.
+
+    Attributes:
+        graph: takes the operands, the results, and the gradients of the results in `given`; returns the gradients of
+            the operands in `wanted`, before they are summed over broadcast dimensions.
+        wanted: positions of the operands that have a gradient.
+        given: positions of the results that have one.
+    """
+
+    graph: Graph
+    wanted: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+def rule_graph(op: Op) -> RuleGraph:
+    """The gradient rules of an op that states one for each operand. Made once for ops that are alike.
+
+    Example:
+        >>> print(rule_graph((x * y).producer).graph)
+    """
+    alike = (
+        tuple(op.attributes.items()),
+        op.operands,
+        tuple(map(op.inputs.index, op.inputs)),  # one tensor may be two operands
+        tuple(t.spec for t in (*op.inputs, *op.outputs)),
+    )
+    return op.kind.remembered(("rules", *alike), lambda: _made(op))
+
+
+def _made(op: Op) -> RuleGraph:
+    """See `rule_graph`."""
+    ir = Ir()
+    graph = ir.create_empty_graph(f"{op.op_type}_bwd")
+    given = tuple(k for k, t in enumerate(op.outputs) if t.dtype.is_floating_point)
+    # In a context of its own: somebody may be building another Ir around this.
+    with (
+        get_current_context().set(_graphs=[], scope_prefix="", sequence=Sequencer(), ipu_id=0, io_tile_set=False),
+        graph,
+    ):
+        copies = {t: graph.add_input(t.spec, "t") for t in dict.fromkeys((*op.inputs, *op.outputs))}
+        arrived = {k: graph.add_input(op.outputs[k].spec, "g") for k in given}
+        follows = {t for i, t in enumerate(op.inputs) if passes(op, i) and t.dtype.is_floating_point}
+        forward = Forward(op, follows, copies.__getitem__, lambda callee: None)
+        found = gradients(forward, tuple(arrived.get(k) for k in range(len(op.outputs))))
+        for gradient in found.values():
+            graph.add_output(gradient)
+    return RuleGraph(graph, tuple(found), given)

@@ -1,0 +1,1 @@
+"""Descriptions of tensors: specs, shapes, shards. Nothing here knows an op."""

@@ -1,0 +1,95 @@
+"""Which part of a variable's value each replica holds: values of the host into parts, and parts into values.
+
+A value that is not sharded is whole on every replica of its group. One that is sharded is flattened and cut into pieces
+of equal length, one after the other, the last one filled up with zeros; member `i` of a group holds piece `i % count`.
+Only arrays of the host are handled here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from popxl.core.tensor import Variable
+    from popxl.replica_grouping import ReplicaGrouping
+
+__all__ = ["Parts", "parts_of", "piece_count", "piece_length"]
+
+
+def piece_length(shape: Sequence[int], count: int) -> int:
+    """How many elements the pieces of a value have, if there are `count` of them."""
+    return -(-math.prod(shape) // count)
+
+
+def piece_count(nelms: int, length: int, members: int) -> int:
+    """How many pieces of a length there are of a value: as many as it fills, and a divisor of the group's size.
+
+    Gathering takes no others.
+    """
+    needed = max(1, -(-nelms // max(1, length)))
+    return next((n for n in range(needed, members) if members % n == 0), members)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a variable's values that the replicas hold, as rows of `length` elements.
+
+    Attributes:
+        grouping: which replicas share a value.
+        size: number of elements of a value.
+        length: number of elements that a replica has room for. Those of a value that it has no room for are left out.
+        count: into how many pieces a value is cut; `None` if it is whole everywhere.
+    """
+
+    grouping: ReplicaGrouping
+    size: int
+    length: int
+    count: int | None = None
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """The part of each replica, of values on the host: one value, or a row for each group."""
+        groups, count = self.grouping.num_groups, self.count or 1
+        known = values.reshape(groups, self.size)[:, : count * self.length]
+        rows = np.zeros((groups, count * self.length), values.dtype)
+        rows[:, : known.shape[1]] = known
+        pieces = rows.reshape(groups, count, self.length)
+        return pieces[self.grouping.assignment, [place % count for _, place in self._families()]]
+
+    def values(self, parts: np.ndarray, all_replicas: bool = False) -> np.ndarray:
+        """The values of which the replicas hold `parts`: one for each group, or for each replica.
+
+        Of a value that the replicas have no room for, only the elements that they hold: the first ones.
+        """
+        assignment, families = self.grouping.assignment, self._families()
+        asked = range(len(assignment)) if all_replicas else map(assignment.index, range(self.grouping.num_groups))
+        holders = np.asarray([families[replica][0][: self.count or 1] for replica in asked])
+        return parts[holders].reshape(len(holders), -1)[:, : self.size]
+
+    def _families(self) -> list[tuple[list[int], int]]:
+        """For each replica, those that hold pieces of the same value, and its place among them."""
+        if self.count is None:
+            return [([replica], 0) for replica in range(len(self.grouping.assignment))]
+        groups = self.grouping.const_rg.assignment
+        members: dict[int, list[int]] = {}
+        places = []
+        for replica, group in enumerate(groups):
+            members.setdefault(group, []).append(replica)
+            places.append(len(members[group]) - 1)
+        return [(members[group], place) for group, place in zip(groups, places, strict=True)]
+
+
+def parts_of(v: Variable) -> Parts:
+    """Which part of a variable's value each replica holds."""
+    buffer, grouping = v.location_info.buffer, v.replica_grouping
+    if buffer is None:
+        return Parts(grouping, v.nelms, v.nelms)
+    length = buffer.slot_nelms
+    if not v.location_info.sharded:
+        return Parts(grouping, v.nelms, length)
+    count, members = buffer.shard_over, grouping.const_rg.group_size
+    return Parts(grouping, v.nelms, length, piece_count(v.nelms, length, members) if count is None else count)

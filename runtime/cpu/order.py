@@ -1,0 +1,85 @@
+"""In which order XLA computes what does not depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from popxl.core.tensor import Tensor
+from runtime.cpu.quick import quick_on_cpus
+
+Array = Any
+
+LARGE = 2**14
+"""An array of so many elements takes long to copy."""
+
+_BITS = {2: jnp.int16, 4: jnp.int32}
+"""Integers of as many bytes as a float has."""
+
+
+class Order:
+    """What was computed last from each storage of a running graph: what overwrites the storage comes after."""
+
+    def __init__(self) -> None:
+        self._computed: dict[Tensor, Array] = {}
+        self._made_of: dict[Tensor, Tensor] = {}
+
+    def note(self, storage: Tensor, result: Tensor, value: Array) -> None:
+        """Note that a result was computed from a storage.
+
+        If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts.
+        """
+        source = self._source(storage)
+        if result.nelms == source.nelms:
+            self._made_of[result] = source
+        else:
+            self._computed[source] = value
+
+    def note_within(self, storage: Tensor, value: Array) -> None:
+        """Note that a graph that was called has computed something from a storage."""
+        self._computed[self._source(storage)] = value
+
+    def computed_from(self, storages: Sequence[Tensor]) -> dict[int, Array]:
+        """What was computed last from storages, by position."""
+        return {i: self._computed[t] for i, t in enumerate(storages) if t in self._computed}
+
+    def overwriting(self, storage: Tensor, value: Array) -> Array:
+        """A value that a storage is overwritten with, computed after what was computed from the storage."""
+        return after(value, self._computed.pop(storage, None))
+
+    def _source(self, storage: Tensor) -> Tensor:
+        return self._made_of.get(storage, storage)
+
+
+def after(value: Array, earlier: Array | None) -> Array:
+    """The same value, computed after another one.
+
+    XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
+    depends on each other, and copies weights that are updated, for the gradient that they are multiplied with as well.
+    So the new value gets a bit that depends on that gradient, and is zero. What makes machine code of it sees that; XLA
+    does not.
+
+    Args:
+        value: what an array is overwritten with.
+        earlier: what was last computed from the array, if that is known.
+    """
+    if (
+        earlier is None
+        or not isinstance(value, jax.core.Tracer)
+        or value.size < LARGE
+        or not earlier.size
+        or not jnp.issubdtype(value.dtype, jnp.floating)
+        or value.dtype.itemsize not in _BITS
+    ):
+        return value
+    bits = _BITS[value.dtype.itemsize]
+
+    def on_cpu(value: Array, earlier: Array) -> Array:
+        some = (earlier[(0,) * earlier.ndim] != 0).astype(bits)
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) | (some & ~some), value.dtype)
+
+    return quick_on_cpus(on_cpu, lambda value, earlier: value)(value, earlier)

@@ -1,0 +1,24 @@
+"""Windows of images, one axis after the other: XLA goes through windows number by number on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from popxl.ops.pooling import Combining, over_windows
+from popxl.ops.windows import Windows
+from runtime.cpu.elements import over_images
+from runtime.cpu.quick import quick_on_cpus
+
+
+def over_windows_by_axes(combining: Combining, t: Any, windows: Sequence[Windows]) -> Any:
+    """The elements of each window, combined along one axis after the other."""
+
+    def by_axes(first: int, t: Any) -> Any:
+        for axis, along in enumerate(windows, first):
+            t = combining.along(t, axis, along)
+        return t
+
+    plain = partial(over_windows.plain, combining, windows=windows)
+    return quick_on_cpus(partial(over_images, by_axes, len(windows)), plain)(t)

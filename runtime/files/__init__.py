@@ -1,0 +1,1 @@
+"""Executables, programs and sessions in files."""

@@ -1,0 +1,188 @@
+"""Compiled programs kept in a folder, so that the next process need not compile them again.
+
+There is one file for each distinct program, named after a digest of what the program is, how it is to be compiled and
+what for. In it are the executables of the program, one or several, under the keys that JAX gives them. A program that
+is found is still traced: JAX's key is a digest of what XLA would compile, so an executable is taken only for exactly
+what it was made of, also where a function behind an op has changed since. The values of variables play no part.
+
+The executables go through JAX's persistent compilation cache, which is pointed to a folder of its own meanwhile: its
+entries are what XLA serializes, and no Python object is read from them. Yet they are machine code. As JAX says of its
+cache: let nobody write to the folder whom you would not let run programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.experimental.compilation_cache import compilation_cache
+
+from popxl.base.files import replace_file
+from popxl.base.log import Logger
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from popxl.program.saving import fingerprint
+from runtime.files.bundle import pack, unpack
+from runtime.interrupts import scratch_folder
+from runtime.targets.devices import Device, DeviceType, processor
+
+SUFFIX = ".popef"
+KIND = "popxl executables"
+
+_log = Logger("session")
+
+
+@contextmanager
+def compiling(ir: Ir, device: Device, prints: bool = False, can_be_kept: bool = True) -> Iterator[bool]:
+    """While the block compiles a program, take executables from the cache, if it is on, and put new ones there.
+
+    It is on where the option `enableEngineCaching` is set and the device is hardware. Yields whether some executables
+    may come from a cache, this one or that of JAX, rather than from XLA.
+
+    Args:
+        ir: the program.
+        device: what it is compiled for.
+        prints: whether it calls back into Python, so that nothing of it can be kept.
+        can_be_kept: whether other processes could run what is compiled. If not, no cache is asked, and none filled.
+
+    Example:
+        >>> with compiling(ir, runtime.find_device("cpu", ir)):
+        ...     executable = jax.jit(jnp.sin).lower(1.0).compile()
+    """
+    if not can_be_kept:
+        _log.debug("Starting compilation")
+        with compiling_afresh() as taken:
+            yield taken
+        return
+    path = None if prints else _path(ir, device)
+    found = {} if path is None else _read(path)
+    if path is None or not found:
+        _log.debug("Starting compilation")
+    if path is None:
+        yield bool(jax.config.values["jax_compilation_cache_dir"])
+        return
+    with _jax_cache(found) as entries:
+        yield bool(found)
+    if entries.keys() != found.keys():
+        if found:
+            _log.debug(f"Ignoring cache file because it does not contain all that the program now needs: {path}")
+            _log.debug("Starting compilation")
+        _write(path, entries)
+    elif found:
+        _log.debug(f"Loading serialized PopART executable from {path}")
+
+
+@contextmanager
+def compiling_afresh() -> Iterator[bool]:
+    """While the block compiles, take nothing from a cache. Yields `False`, as `compiling` would."""
+    with _configured({"jax_enable_compilation_cache": False}):
+        yield False
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def _path(ir: Ir, device: Device) -> Path | None:
+    """The file of a program; `None` if it cannot be kept, or is not to be."""
+    if not (ir.options.enableEngineCaching and ir.options.cachePath and device.type is DeviceType.Ipu):
+        return None
+    if len({each.process_index for each in device.jax_devices}) > 1:
+        _log.debug("The cache is not used: the program runs over several processes.")
+        return None
+    try:
+        program = fingerprint(ir)
+    except PopxlError as problem:
+        _log.debug(f"The cache is not used: {problem}")
+        return None
+    platform = device.jax_devices[0].client
+    target = [
+        *(jax.__version__, jaxlib.__version__, platform.platform, platform.platform_version),
+        *([each.id, each.device_kind] for each in device.jax_devices),
+        processor(device),
+        *(os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")),
+    ]
+    digest = hashlib.sha256(json.dumps([program, target]).encode()).hexdigest()
+    return Path(ir.options.cachePath, digest[:32] + SUFFIX)
+
+
+def _read(path: Path) -> dict[str, bytes]:
+    """The executables in a file; none, if it is not there, or of no use."""
+    for file in sorted(path.parent.glob(f"*{SUFFIX}")):
+        _log.debug(f"PopEF file inferred to have hash {file.stem}: {file}")
+    if not path.is_file():
+        return {}
+    preload = os.environ.get("POPART_PRELOAD_POPEF") == "full-preload"
+    try:
+        if preload:
+            _log.debug(f"Performing preload of popef file {path}")
+        content = path.read_bytes()
+        if preload:
+            _log.debug(f"Completed preload of popef file {path}")
+        about, parts = unpack(KIND, content)
+    except (OSError, ValueError) as problem:
+        _log.warn(f"Ignoring cache file because it does not contain executables of popxl: {path}: {problem}")
+        return {}
+    if about.get("hash") != path.stem:
+        _log.warn(f"Cache file hash did not match the IR hash: {about.get('hash')} is in {path}")
+        return {}
+    return parts
+
+
+def _write(path: Path, entries: Mapping[str, bytes]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, pack(KIND, {"hash": path.stem}, entries), like=f"*{SUFFIX}")
+    except OSError as problem:
+        _log.warn(f"The compiled program could not be kept in {path}: {problem}")
+    else:
+        _log.debug(f"The compiled program is kept in {path}")
+
+
+# JAX ----------------------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()  # JAX has one persistent cache for all threads
+
+
+@contextmanager
+def _jax_cache(found: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """JAX's persistent cache, with these entries for the length of the block. Yields all there are at its end."""
+    entries: dict[str, bytes] = {}
+    with scratch_folder() as folder:
+        for name, content in found.items():
+            (folder / Path(name).name).write_bytes(content)
+        settings = {
+            "jax_enable_compilation_cache": True,
+            "jax_compilation_cache_dir": str(folder),
+            "jax_compilation_cache_max_size": -1,
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+            "jax_persistent_cache_enable_xla_caches": "none",
+        }
+        with _configured(settings):
+            yield entries
+        entries.update((file.name, file.read_bytes()) for file in sorted(folder.iterdir()))
+
+
+@contextmanager
+def _configured(settings: Mapping[str, object]) -> Iterator[None]:
+    """JAX with these settings of its persistent cache, for the length of the block."""
+    with _lock:
+        before = {name: jax.config.values[name] for name in settings}
+        try:
+            _configure(settings)
+            yield
+        finally:
+            _configure(before)
+
+
+def _configure(settings: Mapping[str, object]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it reads its settings once

@@ -1,0 +1,167 @@
+"""A compiled program in a file, with its Ir and the values of its variables: what the next process runs at once.
+
+Reading one traces and compiles nothing. In the file are the Ir as `Ir.save` writes it, and each executable as XLA
+serializes it; nothing in it is read as a Python object. But executables are machine code: load files only from those
+whom you would let run programs. They run where they were compiled for: on the same kind and number of devices, with
+the same versions of popxl and JAX.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jaxlib
+from pydantic import BaseModel, ConfigDict
+
+from popxl.base.files import replace_file
+from popxl.base.log import Logger
+from popxl.base.version import VERSION
+from popxl.errors import PopxlError, UnreadableFileError
+from popxl.ir import Ir
+from popxl.program import saving
+from runtime.files.bundle import pack, unpack
+from runtime.files.executables import Executable, described, restored
+from runtime.interrupts import scratch_folder
+from runtime.program.program import Program, Ready
+from runtime.targets.devices import Device, find_device, processor
+
+_log = Logger("session")
+
+KIND = "popxl session"
+_IR = "ir"
+_ARRAYS = "arrays/"
+_EXECUTABLE = "executable/"
+
+
+class Target(BaseModel):
+    """What a program was compiled with and for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    popxl: str
+    jax: str
+    jaxlib: str
+    platform: str
+    platform_version: str
+    processor: str
+    kinds: list[str]
+
+    def differences(self, other: Target) -> str:
+        """What differs, in words."""
+        return "; ".join(
+            f"{name.replace('_', ' ')}: {ours!r} in the file, {theirs!r} here"
+            for name, ours in self
+            if (theirs := getattr(other, name)) != ours
+        )
+
+
+class About(BaseModel):
+    """What the file says of its parts.
+
+    Attributes:
+        target: what the program was compiled for.
+        device: how the device was described.
+        calls: how called graphs were compiled.
+        executables: the executables, in the order of `Program.executables`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: Target
+    device: str
+    calls: str
+    executables: list[Executable]
+
+
+def _versions() -> dict[str, str]:
+    return {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+
+
+def target_of(device: Device) -> Target:
+    """What is compiled for this device is compiled for."""
+    client = device.jax_devices[0].client
+    return Target(
+        **_versions(),
+        platform=client.platform,
+        platform_version=client.platform_version,
+        processor=processor(device),
+        kinds=[each.device_kind for each in device.jax_devices],
+    )
+
+
+def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
+    """Write a compiled program to a file; see `Session.save`."""
+    if program.replicas.local_count < program.replicas.count:
+        raise PopxlError(
+            "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
+            "kept. Save its Ir, with `ir.save`."
+        )
+    if program.can_be_kept and not program.is_fresh:
+        program = Program(ir, program.device, afresh=True)
+    parts: dict[str, bytes] = {}
+    with scratch_folder() as folder:
+        saving.save(ir, folder / _IR)
+        for file in sorted(folder.iterdir()):
+            parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
+    executables = []
+    for number, executable in enumerate(program.executables() if program.can_be_kept else ()):
+        about, content = described(executable, program.device.jax_devices)
+        executables.append(about)
+        parts[f"{_EXECUTABLE}{number}"] = content
+    header = About(
+        target=target_of(program.device), device=program.device.name, calls=program.calls, executables=executables
+    )
+    replace_file(Path(path), pack(KIND, header.model_dump(), parts))
+
+
+def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tuple[Ir, Device, Ready | None]:
+    """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
+    try:
+        header, parts = unpack(KIND, Path(path).read_bytes())
+        if differences := _other_versions(header["target"]):  # who may have written all the rest in another way
+            raise PopxlError(_compiled(path, "by other versions", differences))
+        about = About.model_validate(header)
+        contents = [parts[f"{_EXECUTABLE}{number}"] for number in range(len(about.executables))]
+        ir = _ir(parts)
+    except (OSError, KeyError, ValueError) as problem:
+        told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+        raise UnreadableFileError(
+            f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}"
+        ) from problem
+    device = find_device(about.device if device_desc is None else device_desc, ir)
+    if differences := about.target.differences(target_of(device)):
+        raise PopxlError(_compiled(path, f"for something else than {device}", differences))
+    if not contents:
+        return ir, device, None
+    _log.debug(f"Loading serialized PopART executable from {os.fspath(path)}")
+    executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    return ir, device, Ready(about.calls, executables)
+
+
+def _other_versions(target: Mapping[str, object]) -> str:
+    """Which versions differ, in words."""
+    return "; ".join(
+        f"{name}: {target[name]!r} in the file, {ours!r} here"
+        for name, ours in _versions().items()
+        if target[name] != ours
+    )
+
+
+def _compiled(path: str | os.PathLike[str], how: str, differences: str) -> str:
+    return (
+        f"Session.load: the program in {os.fspath(path)!r} was compiled {how}: {differences}. Compile it again: "
+        "`popxl.Session(ir)`, with the Ir from `Ir.load` or built anew."
+    )
+
+
+def _ir(parts: dict[str, bytes]) -> Ir:
+    with scratch_folder() as folder:
+        for name, content in parts.items():
+            if name == _IR or name.startswith(_ARRAYS):
+                (folder / Path(name).name).write_bytes(content)
+        ir = Ir()
+        saving.load(folder / _IR, ir, traces=False)
+        return ir

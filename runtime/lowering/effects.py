@@ -1,0 +1,278 @@
+"""What a running program shares with the host: streams, printing, and which check failed.
+
+Effects are values. A stream is an array with room for all its transfers of one run, and the number of the next one;
+a graph that uses a stream takes both and gives both back. A number is known while tracing, as long as no loop or kept
+call comes between; then loads and stores are plain slices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.core.aliasing import reachable
+from popxl.dtypes import dtype as dtype_
+from popxl.fp8_utils import in_transit
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.ops.host import print_tensor_kind
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import HostToDeviceStream, Stream
+from runtime.lowering.replicas import AXIS
+
+Array = Any
+Position = int | Array
+
+
+class Failure:
+    """The channel of checks. Its array holds the id of the first op that failed one, and the number of the check."""
+
+    tensor_id = ""
+    shape = (2,)
+    start = np.zeros(shape, np.int32)  # no op has the id 0
+
+
+FAILURE = Failure()
+Channel = Stream | Failure | RemoteBuffer
+
+
+class Channels:
+    """What a graph can use: for each stream, the array of its transfers and the number of the next one.
+
+    A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one.
+
+    Attributes:
+        running: whether the branch that uses them is run; `None`, if it is as soon as it is traced. Several replicas on
+            one device all go through both branches, and each takes what it should have of the results.
+    """
+
+    def __init__(self, channels: dict[Channel, tuple[Array, Position]], running: Array | None = None) -> None:
+        self._channels = channels
+        self.running = running
+
+    def load(self, stream: Stream) -> Array:
+        """The next element of a stream."""
+        transfers, position = self._channels[stream]
+        self._channels[stream] = (transfers, position + 1)
+        if isinstance(position, int):
+            return arrived(transfers[min(position, transfers.shape[0] - 1)], stream.dtype)
+        return arrived(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
+
+    def store(self, stream: Stream, value: Array) -> None:
+        """Make a value the next element of a stream."""
+        transfers, position = self._channels[stream]
+        value = sent(value, stream.dtype)
+        if isinstance(position, int) and transfers.shape[0] == 1:
+            transfers = value[None]
+        else:
+            transfers = lax.dynamic_update_index_in_dim(transfers, value, position, 0)
+        self._channels[stream] = (transfers, position + 1)
+
+    def transfers(self, stream: Channel) -> Array:
+        """All elements of a stream."""
+        return self._channels[stream][0]
+
+    def results(self) -> list[Array]:
+        """What is fetched: all that is no feed, and no remote buffer."""
+        kept = HostToDeviceStream | RemoteBuffer
+        return [transfers for c, (transfers, _) in self._channels.items() if not isinstance(c, kept)]
+
+    def slots(self, buffer: RemoteBuffer) -> Array:
+        """The slots of a remote buffer."""
+        return self._channels[buffer][0]
+
+    def set_slots(self, buffer: RemoteBuffer, slots: Array) -> None:
+        """Give a remote buffer other slots."""
+        self._channels[buffer] = (slots, 0)
+
+    def check(self, op: Op, number: int, holds: Array) -> None:
+        """Note that an op fails a check, if it does and is the first."""
+        first, position = self._channels[FAILURE]
+        this = jnp.asarray([op.id, number], jnp.int32)
+        self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
+
+    def take(self, streams: Sequence[Channel]) -> tuple[tuple[Array, Position], ...]:
+        """The state of some streams, to hand to a graph that uses them."""
+        return tuple(self._channels[stream] for stream in streams)
+
+    def put_back(self, streams: Sequence[Channel], states: Sequence[tuple[Array, Position]]) -> None:
+        """The state in which a graph left some streams."""
+        self._channels.update(zip(streams, states, strict=True))
+
+    def positions(self, streams: Sequence[Channel]) -> dict[int, Any]:
+        """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array.
+
+        Of a remote buffer, the slots.
+        """
+        return {i: _carried(stream, *self._channels[stream]) for i, stream in enumerate(streams)}
+
+    def move(self, streams: Sequence[Channel], positions: dict[int, Any]) -> None:
+        """Set what `positions` gives."""
+        for i, stream in enumerate(streams):
+            if isinstance(stream, HostToDeviceStream):
+                self._channels[stream] = (self._channels[stream][0], positions[i])
+            elif isinstance(stream, RemoteBuffer):
+                self.set_slots(stream, positions[i])
+            else:
+                self._channels[stream] = positions[i]
+
+    def stepping(self, streams: Sequence[Channel]) -> Stepping:
+        """The streams as a loop uses them."""
+        return Stepping(self, streams)
+
+
+def sent(value: Array, dtype: dtype_) -> Array:
+    """A tensor as streams and remote buffers hold it."""
+    return lax.bitcast_convert_type(value, in_transit(dtype)) if dtype.is_float8 else value
+
+
+def arrived(value: Array, dtype: dtype_) -> Array:
+    """A tensor, of what streams and remote buffers hold; the opposite of `sent`."""
+    return lax.bitcast_convert_type(value, dtype.as_jax()) if dtype.is_float8 else value
+
+
+def _carried(stream: Channel, array: Array, position: Position) -> Any:
+    if isinstance(stream, HostToDeviceStream):
+        return position
+    return array if isinstance(stream, RemoteBuffer) else (array, position)
+
+
+class Stepping:
+    """Streams in a loop: what is loaded from stays outside, what changes is carried."""
+
+    def __init__(self, channels: Channels, streams: Sequence[Channel]) -> None:
+        self._streams = streams
+        self._running = channels.running
+        self._arrays = [transfers for transfers, _ in channels.take(streams)]
+        self.start = jax.tree.map(jnp.asarray, channels.positions(streams))
+
+    def at(self, positions: dict[int, Any]) -> Channels:
+        """The streams at one turn of the loop."""
+        states = {stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)}
+        channels = Channels(states, self._running)
+        channels.move(self._streams, positions)
+        return channels
+
+
+def channels_of(*graphs: Graph) -> tuple[Channel, ...]:
+    """The streams that graphs use, calls included, in a fixed order; the failure too, if they check anything."""
+    return channels_of_ops(op for graph in graphs for op in graph.ops)
+
+
+def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
+    """The same, of ops."""
+    ops = tuple(ops)
+    called = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
+    ops += tuple(op for g in called for op in g.ops)
+    ops = tuple(part for op in ops for part in op.parts)
+    things = (op.attributes.get(op.kind.exchange) for op in ops)
+    used: set[Channel] = {thing for thing in things if isinstance(thing, Stream | RemoteBuffer)}
+    if any(op.kind.requirements for op in ops):
+        used.add(FAILURE)
+    return tuple(sorted(used, key=_order))
+
+
+def _order(channel: Channel) -> tuple[bool, Any]:
+    """Streams by their ids, then buffers by their numbers."""
+    if isinstance(channel, RemoteBuffer):
+        return (True, channel.remote_buffer_id)
+    return (False, channel.tensor_id)
+
+
+def prints(graph: Graph) -> bool:
+    """Whether running a graph prints, calls included."""
+    return any(op.kind is print_tensor_kind for g in reachable(graph) for op in g.ops)
+
+
+def host_load(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Take the next element of the stream."""
+    environment.write(op.outputs[0], channels.load(op.attributes["stream"]))
+
+
+def host_store(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Send the tensor to the stream."""
+    channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
+
+
+def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Write the tensor to standard error, and pass it on."""
+    value = environment.read(op.inputs[0])
+    title, style = op.attributes["title"], op.attributes["style"]
+
+    def write(array: Array, running: Array, replica: Array) -> None:
+        if running:
+            _write(f"{title}: {_formatted(np.asarray(array), *style)}\n")
+
+    if op.attributes["print_self"]:
+        running = True if channels.running is None else channels.running
+        replica = lax.axis_index(AXIS) if lowering.is_shared else 0  # or what is the same for all is printed once
+        jax.debug.callback(write, value, running, replica, ordered=lowering.replicas.count == 1)  # JAX: of one device
+    environment.write(op.outputs[0], value)
+
+
+def _write(text: str) -> None:
+    os.write(2, text.encode())  # standard error itself: redirections made after the program started count
+
+
+def _formatted(
+    array: np.ndarray,
+    summarise_threshold: int,
+    edge_items: int,
+    max_line_width: int,
+    digits: int,
+    float_format: str,
+    separator: str,
+    open_bracket: str,
+    close_bracket: str,
+) -> str:
+    if array.dtype.itemsize == 1 and array.dtype.kind == "V" or array.dtype.name.startswith("float8"):
+        array = array.astype(np.float32)
+    number = {
+        "auto": None,
+        "none": None,
+        "fixed": lambda x: np.format_float_positional(x, digits, unique=False),
+        "scientific": lambda x: np.format_float_scientific(x, digits, unique=False),
+    }[float_format if digits else "none"]
+    if array.ndim == 0:
+        return number(array[()]) if number and array.dtype.kind == "f" else str(array[()])
+    text = np.array2string(
+        array,
+        max_line_width=max_line_width or 10**9,
+        precision=digits or None,
+        separator="\0",
+        threshold=summarise_threshold or array.size + 1,
+        edgeitems=edge_items,
+        formatter={"float_kind": number} if number else None,
+    )
+    text = _row_by_row(text).replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def _row_by_row(text: str) -> str:
+    """The text of an array, of brackets in brackets, with each row, and each bracket around rows, on a line of its own.
+
+    A line is indented by one space for each bracket around it.
+    """
+    if not text.startswith("[["):
+        return text
+    lines: list[str] = []
+    depth = 0
+    for line in filter(None, (each.strip() for each in text.split("\n"))):
+        while line.startswith("[["):
+            lines.append(" " * depth + "[")
+            line, depth = line[1:], depth + 1
+        separator = "\0" * line.endswith("\0")
+        line = line.removesuffix("\0")
+        ends = max(len(line) - len(line.rstrip("]")) - 1, 0)  # brackets that end more than this row
+        rows = [line[: len(line) - ends], *("]" * ends)]
+        for i, row in enumerate(rows):
+            depth -= i > 0
+            is_continued = i == 0 and not row.startswith(("[", "..."))
+            lines.append(" " * (depth + is_continued) + row + (separator if i == ends else ""))
+    return "\n".join(lines)

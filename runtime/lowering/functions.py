@@ -1,0 +1,413 @@
+"""`to_jax`: a graph as a function of arrays, for use inside of any JAX program.
+
+It is the lowering that a session uses, without the session: nothing is compiled, nothing is kept on a device, and
+`jax.jit`, `jax.grad`, `jax.vmap` apply. Gradients are those that the ops declare: what `popxl.ops.detach` stops is
+stopped, and a rule of an op of yours is followed. The other direction, a function of JAX in a graph, is
+`popxl.from_jax`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from popxl.core.aliasing import storages, written_inputs, written_tensors
+from popxl.core.tensor import Tensor, Variable
+from popxl.errors import PopxlError
+from popxl.fp8_utils import in_transit, to_device
+from popxl.graph import Graph
+from popxl.looking.edits import Snapshot
+from popxl.looking.transfers import transfers_of
+from popxl.op import REFUSED, VJP, Op
+from popxl.program.rule_graph import RuleGraph, rule_graph
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.values.spec import TensorSpec, brief
+from runtime.lowering.effects import FAILURE, Channel, Channels, arrived, channels_of, sent
+from runtime.lowering.lower import Lowering, as_declared
+
+Array = Any
+
+__all__ = ["GraphFunction", "to_jax"]
+
+
+def to_jax(graph: Graph) -> GraphFunction:
+    """A graph as a function of JAX: pure, and good for `jax.jit`, `jax.grad`, `jax.vmap` and all that is made of them.
+
+    The arguments are arrays for the inputs of the graph, in their order or by their names. They have the shape and
+    dtype of the input; Python numbers are taken in its dtype, and nothing else is converted. Float8 arrays are JAX's
+    (`float8_143` is `float8_e4m3fnuz`); those of NumPy, in structured dtypes, are accepted too.
+
+    The result is the graph's output: one array, or a tuple of them if there are none or several. If the graph changes
+    inputs that it takes by reference (`f.written` names them), the result is a pair: that, and a dict of the new
+    contents by name. No argument is ever overwritten.
+
+    The **main graph** has no inputs and outputs; its function goes by names. It takes the variables (by default, what
+    they are on the host) and the input streams, and returns a pair: a dict of the output streams, and a dict of the
+    variables that it changed. Streams have the shapes that `session.run` expects.
+
+    Graphs that are called from several places are compiled once, as in a session. Printing ops print. What ops require
+    of their operands while they run is checked if the function is given to `jax.experimental.checkify.checkify`.
+
+    Args:
+        graph: the graph as it is now: a function refuses to run once ops have been added.
+
+    Returns:
+        The function. It raises `TypeError` for missing, unknown and unsuitable arguments, `ValueError` for shapes that
+        do not fit, and `PopxlError` if the graph has 64-bit numbers and JAX is not set to keep them.
+
+    Raises:
+        TypeError: if `graph` is no graph.
+        PopxlError: if the graph talks to the host by streams without being the main graph, or if the Ir has replicas.
+
+    Example:
+        >>> graph = ir.create_graph(lambda x, w: ops.sum(ops.gelu(x @ w)), x, w)
+        >>> loss = popxl.to_jax(graph)
+        >>> gradient = jax.jit(jax.grad(loss, argnums=1))(np.ones((2, 4)), np.eye(4, 3))
+        >>> gradient.shape
+        (4, 3)
+
+        A training step, on variables that JAX holds:
+
+        >>> step = popxl.to_jax(ir.main_graph)
+        >>> variables = step.variables()
+        >>> for images, labels in batches:
+        ...     fetched, changed = jax.jit(step)(**variables, images=images, labels=labels)
+        ...     variables |= changed
+    """
+    if not isinstance(graph, Graph):
+        raise TypeError(f"to_jax: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    if graph.ir.replication_factor > 1:
+        raise PopxlError(
+            f"to_jax: {graph.ir!r} has {graph.ir.replication_factor} replicas, which only a Session runs. Build the Ir "
+            "with replication=1, and apply `jax.shard_map` or `jax.vmap` to the function."
+        )
+    channels = [channel for channel in channels_of(graph) if channel is not FAILURE]
+    if graph is graph.main_graph:
+        others = [channel for channel in channels if not isinstance(channel, Stream)]
+        if others:
+            raise PopxlError(f"to_jax: {graph.title} uses {', '.join(map(str, others))}, which only a Session has.")
+        return _MainFunction(graph)
+    if channels:
+        raise PopxlError(
+            f"to_jax: {graph.title} uses {', '.join(map(str, channels))}, and a function only has its arguments and "
+            "results. Load and store in the main graph and pass the tensors, or make a function of the main graph "
+            "(`popxl.to_jax(ir.main_graph)`), whose arguments are the streams."
+        )
+    return GraphFunction(graph)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """An argument: the spec of its array, and the tensor that has its value where nothing is given."""
+
+    name: str
+    spec: TensorSpec
+    default: Variable | None = None
+
+
+class GraphFunction:
+    """A graph as a function of JAX. `popxl.to_jax` makes them and says what they take and return.
+
+    Attributes:
+        graph: the graph.
+        inputs: names of the arguments, in order.
+        written: names of the arguments that the graph changes; the second result has their new contents.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.__name__ = self.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "main_graph"
+        self._lower()
+        computed = (t for g in self._made_of.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
+        self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}
+        self._outputs = graph.outputs
+        self._parameters = self._describe()
+        self.inputs = tuple(self._parameters)
+        if all(name.isidentifier() for name in self.inputs):
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in self.inputs])
+
+    def _lower(self) -> None:
+        self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options)
+        self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
+
+    def _describe(self) -> dict[str, _Parameter]:
+        """The parameters by name. Sets `written`."""
+        changed = written_inputs(self.graph)
+        self._written = {i: t.name for i, t in enumerate(self.graph.inputs) if t.by_ref and i in changed}
+        self.written = tuple(self._written.values())
+        return {t.name: _Parameter(t.name, t.spec) for t in self.graph.inputs}
+
+    def __repr__(self) -> str:
+        parameters = ", ".join(f"{p.name}: {p.spec}" for p in self._parameters.values())
+        return f"{type(self).__name__.strip('_')}[{self.__name__}({parameters})]"
+
+    def __call__(self, /, *arrays: Any, **named: Any) -> Any:
+        """Run the graph on arrays. See `popxl.to_jax`."""
+        values = self._arguments(arrays, named)
+        channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
+        results = self._lowering.call(self.graph, [values[name] for name in self.inputs], channels)
+        self._check(channels)
+        count = len(self._outputs)
+        outputs = results.outputs[0] if count == 1 else results.outputs[:count]
+        if not self._written:
+            return outputs
+        return outputs, {name: results.written[i] for i, name in self._written.items()}
+
+    def variables(self) -> dict[str, Array]:
+        """The host values of the variables, by name: something to start with. Only the main graph has any."""
+        return {p.name: _host_value(p.default) for p in self._parameters.values() if p.default is not None}
+
+    # Arguments ------------------------------------------------------------------------------------------------------
+
+    def _arguments(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Array]:
+        """The arrays of all inputs by name, all of them checked."""
+        self._prepare()
+        if len(arrays) > len(self.inputs):
+            raise TypeError(
+                f"{self.__name__}: takes {len(self.inputs)} arrays, {list(self.inputs)}; {len(arrays)} were given."
+            )
+        given = dict(zip(self.inputs, arrays, strict=False))
+        twice = [name for name in named if name in given]
+        unknown = [name for name in named if name not in self._parameters]
+        missing = [p.name for p in self._parameters.values() if p.default is None and p.name not in given | dict(named)]
+        problems = [
+            f"{what} {', '.join(names)}"
+            for what, names in (("missing are", missing), ("unknown are", unknown), ("given twice are", twice))
+            if names
+        ]
+        if problems:
+            raise TypeError(
+                f"{self.__name__}: the arguments do not match the inputs {list(self.inputs)}: {'; '.join(problems)}."
+            )
+        given |= named
+        values = {}
+        for name, p in self._parameters.items():
+            if name in given:
+                values[name] = self._fitted(p, given[name])
+            elif p.default is not None:
+                values[name] = _host_value(p.default)
+        return values
+
+    def _fitted(self, parameter: _Parameter, value: Any) -> Array:
+        """An argument as the array that the graph takes. `TypeError` or `ValueError` if it does not fit."""
+        spec, name = parameter.spec, f"{self.__name__}: the input `{parameter.name}`"
+        if isinstance(value, np.ndarray) and value.dtype.names and value.dtype == spec.dtype.as_numpy():
+            value = to_device(value, spec.dtype)
+        try:
+            array = jnp.asarray(value)
+        except (TypeError, ValueError) as problem:
+            raise TypeError(f"{name} is {brief(spec)}; got {value!r} ({type(value).__name__}): {problem}") from problem
+        wanted = spec.dtype.as_jax()
+        if array.dtype != wanted:
+            if not (array.weak_type and _holds(wanted, array.dtype)):
+                raise TypeError(
+                    f"{name} is {brief(spec)}; got an array of the dtype {array.dtype}. Nothing is converted: pass "
+                    f"`array.astype({str(wanted)!r})`."
+                )
+            array = array.astype(wanted)
+        if array.shape != spec.shape:
+            raise ValueError(
+                f"{name} is {brief(spec)}; got an array of the shape {array.shape}. Nothing is broadcast; for a batch "
+                "of inputs use `jax.vmap`."
+            )
+        return array
+
+    def _prepare(self) -> None:
+        """Get ready to run. `PopxlError` if the graph has changed, or JAX would not keep its numbers."""
+        if self._known_edits != self.graph.ir.edits.count:
+            if changes := self._made_of.changes(outputs=False):  # autodiff adds some of these
+                raise PopxlError(
+                    f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
+                )
+            self._lower()
+        for dtype in self._dtypes:
+            if jax.dtypes.canonicalize_dtype(dtype.as_jax()) != dtype.as_jax():
+                raise PopxlError(
+                    f"{self.__name__}: {self.graph.title} has numbers of the dtype {dtype.name}, and JAX is set to "
+                    "narrow them to 32 bits. Keep them with `jax.config.update('jax_enable_x64', True)`, or inside of "
+                    "`with jax.enable_x64(True):`."
+                )
+
+    def _check(self, channels: Channels) -> None:
+        """Hand what ops require of their operands to `checkify`; nothing happens where it is not used."""
+        if FAILURE not in channels_of(self.graph):
+            return
+        id, number = channels.transfers(FAILURE)
+        for op in (part for g in self._made_of.graphs for each in g.ops for part in each.parts):
+            for k, required in enumerate(op.kind.requirements):
+                where = f"in {op!r} of {op.graph.title} ({op.source})"
+                message = f"{where}, `{required.operand}` {required.message}, and it is not."
+                as_format = message.replace("{", "{{").replace("}", "}}")
+                checkify.debug_check((id != op.id) | (number != k), as_format)
+
+
+class _MainFunction(GraphFunction):
+    """The main graph as a function of its variables and streams, by name."""
+
+    def _describe(self) -> dict[str, _Parameter]:
+        main = self.graph
+        used = {s for made_of in storages(main.ops).values() for s in made_of}
+        changed = written_tensors(main)
+        self._variables = tuple(v for v in main.variables if v in used)
+        self.written = tuple(v.name for v in self._variables if v in changed)
+        streams: tuple[Channel, ...] = channels_of(main)
+        self._loads = tuple(s for s in streams if isinstance(s, HostToDeviceStream))
+        self._stores = tuple(s for s in streams if isinstance(s, DeviceToHostStream))
+        self._transfers = main.ir.num_host_transfers
+        for stream, count in transfers_of(main).items():
+            if count > self._transfers:
+                raise PopxlError(
+                    f"to_jax: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
+                    f"is {self._transfers}. Set it to at least {count}."
+                )
+        found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
+        self._feeds: dict[HostToDeviceStream, str] = {}
+        for s in self._loads:
+            name = s.tensor.name
+            while name in found:  # a stream may have the name of a variable
+                name += "_stream"
+            self._feeds[s] = name
+            found[name] = _Parameter(name, TensorSpec(self._host_shape(s), s.dtype))
+        return found
+
+    def _host_shape(self, stream: Stream) -> tuple[int, ...]:
+        return (self._transfers, *stream.shape) if self._transfers > 1 else stream.shape
+
+    def __call__(self, /, *arrays: Any, **named: Any) -> Any:
+        if arrays:
+            raise TypeError(f"{self.__name__}: takes variables and streams by name only: {', '.join(self.inputs)}.")
+        values = self._arguments((), named)
+        channels = Channels(
+            {
+                FAILURE: (jnp.asarray(FAILURE.start), 0),
+                **{
+                    s: (sent(values[name], s.dtype).reshape(self._transfers, *s.shape), 0)
+                    for s, name in self._feeds.items()
+                },
+                **{s: (jnp.zeros((self._transfers, *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
+            }
+        )
+        state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
+        environment = self._lowering.run(self.graph.ops, state, channels)
+        self._check(channels)
+        stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
+        fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
+        return fetched, {v.name: environment.values[v] for v in self._variables if v.name in self.written}
+
+
+def _host_value(v: Variable) -> Array:
+    """The numbers of a variable on the host, in an array of their own."""
+    return jnp.asarray(to_device(np.array(v.data), v.dtype))
+
+
+def _holds(wanted: Any, dtype: Any) -> bool:
+    """Whether Python numbers that JAX takes for `dtype` mean something in another dtype: floats do not in integers."""
+    ranks = [np.bool_, np.integer, np.floating, np.complexfloating]
+    rank = [next(i for i, kind in enumerate(ranks) if jnp.issubdtype(d, kind)) for d in (dtype, wanted)]
+    return 0 < rank[0] <= rank[1]
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+class _Differentiable(Lowering):
+    """A lowering whose functions have the gradients that the ops declare, forwards and backwards."""
+
+    def apply(self, op: Op, operands: Sequence[Array]) -> Any:
+        """The results of an op, which know their derivatives."""
+        rule = op.kind.gradient
+        if op.modified or op.kind.between_replicas or not any(t.dtype.is_floating_point for t in op.outputs):
+            return super().apply(op, operands)  # refused by autodiff, or of one replica: JAX differentiates it
+        if rule is None:
+            return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
+        if rule is REFUSED:
+            return _refusing(op)(*operands)
+        if rule is VJP:
+            return op.apply(operands)
+        return _by_rules(op)(*operands)
+
+
+def _named_after(op: Op) -> Callable[..., Any]:
+    """The function of an op: its results in their dtypes, given its operands."""
+
+    def function(*operands: Array) -> tuple[Array, ...]:
+        results = op.apply(operands)
+        several = results if isinstance(results, tuple | list) else (results,)
+        return tuple(as_declared(t, value, op) for t, value in zip(op.outputs, several, strict=True))
+
+    function.__name__ = function.__qualname__ = op.op_type
+    return function
+
+
+def _refusing(op: Op) -> Callable[..., Any]:
+    """An op whose gradient cannot be asked for, as a function that raises if somebody does."""
+
+    function = jax.custom_vjp(_named_after(op))
+
+    def backward(operands: Any, gradients: Any) -> Any:
+        raise PopxlError(
+            f"jax.grad: a gradient reaches the op {op.name} ({op.source}), which has none. Pass the tensor through "
+            "`ops.detach`."
+        )
+
+    function.defvjp(lambda *operands: (function(*operands), ()), backward)
+    return function
+
+
+def _by_rules(op: Op) -> Callable[..., Any]:
+    """An op that states its gradient, as a function whose derivative that is.
+
+    A rule is linear in the gradients that come in, so that JAX can turn it round: the derivative serves forwards and
+    backwards, and can be differentiated again.
+    """
+
+    function = jax.custom_jvp(_named_after(op))
+
+    @function.defjvp
+    def derivative(operands: Sequence[Array], tangents: Sequence[Array]) -> Any:
+        results = function(*operands)
+        rules = rule_graph(op)
+        specs = [jax.ShapeDtypeStruct(results[k].shape, results[k].dtype) for k in rules.given]
+
+        def pull(*gs: Array) -> tuple[Array, ...]:
+            return _pulled(rules, op, operands, results, gs)
+
+        moved = jax.linear_transpose(pull, *specs)(tuple(tangents[i] for i in rules.wanted)) if rules.wanted else ()
+        found = dict(zip(rules.given, moved, strict=False))
+        return results, tuple(found.get(k, _no_tangent(value)) for k, value in enumerate(results))
+
+    return function
+
+
+def _no_tangent(value: Array) -> Array:
+    """The tangent of a result that nothing depends on, or that has none."""
+    return jnp.zeros_like(value) if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.float0)
+
+
+def _pulled(
+    rules: RuleGraph, op: Op, operands: Sequence[Array], results: Sequence[Array], gs: Sequence[Array]
+) -> tuple[Array, ...]:
+    """The gradients of the operands in question, by the rules, in the shapes and dtypes of the operands."""
+    known = dict(zip((*op.inputs, *op.outputs), (*operands, *results), strict=True))  # one tensor may be two operands
+    lowering = Lowering(rules.graph.ops, op.graph.ir.options)
+    channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
+    outputs = lowering.call(rules.graph, [*known.values(), *gs], channels).outputs
+    return tuple(_fitted(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))
+
+
+def _fitted(gradient: Array, operand: Array) -> Array:
+    """A gradient in the shape and dtype of its operand, summed over what broadcasting added or repeated."""
+    if gradient.shape != operand.shape:
+        added = gradient.ndim - operand.ndim
+        repeated = [added + d for d, size in enumerate(operand.shape) if gradient.shape[added + d] != size]
+        gradient = gradient.sum((*range(added), *repeated)).reshape(operand.shape)
+    return gradient if gradient.dtype == operand.dtype else gradient.astype(operand.dtype)

@@ -1,0 +1,466 @@
+"""From a graph to a function of arrays: one loop, one environment.
+
+Ops run in the order they were created. Each reads its operands from the environment, applies its lowering, and writes
+its results back. The environment keeps one value for each *storage*: a view is read from its base and written through
+to it, so in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
+
+A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
+What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see
+`runtime.lowering.effects`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import callees_first, reachable, written_inputs
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses
+from popxl.errors import PopxlError, PopxlInternalError
+from popxl.fp8_utils import to_device
+from popxl.graph import Graph
+from popxl.op import Op, OpKind
+from popxl.ops.call import call_kind
+from popxl.ops.conditional import conditional_kind
+from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.ops.kernels import in_forms
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
+from popxl.options import SessionOptions
+from runtime.calls import kept
+from runtime.interrupts import handle_waiting
+from runtime.lowering import effects
+from runtime.lowering.collectives import group_of
+from runtime.lowering.effects import Channels, channels_of
+from runtime.lowering.machine_parts import MachineParts, Order, parts_for
+from runtime.lowering.replicas import Replicas
+
+Array = Any
+Meaning = Callable[["Lowering", Op, "Environment", Channels], "Nested[None] | None"]
+
+meanings: dict[OpKind, Meaning] = {}
+"""What ops do whose meaning needs the machine: at once, or as nested work. Others say it: `op.kind.lowering`."""
+
+
+def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
+    """Register what an op of this kind does."""
+
+    def register(function: Meaning) -> Meaning:
+        meanings[kind] = function
+        return function
+
+    return register
+
+
+class Environment:
+    """The current value of every storage of one graph, while it runs."""
+
+    def __init__(self, values: Mapping[Tensor, Array], order: Order) -> None:
+        self.values = dict(values)
+        self._order = order
+
+    def note(self, op: Op) -> None:
+        """Note that an op has read its operands: what overwrites them comes after its result."""
+        result = next((t for t in op.outputs if t in self.values), None)
+        if result is not None:  # it is no view, say
+            for t in op.inputs:
+                self._order.note(_seen_through(t)[0], result, self.values[result])
+
+    def note_call(self, op: Op, results: Results) -> None:
+        """The same of the ops of a graph that an op has called."""
+        for i, computed in results.computed.items():
+            self._order.note_within(_seen_through(op.inputs[i])[0], computed)
+
+    def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
+        """What was computed last from inputs of the graph, by position."""
+        return self._order.computed_from(inputs)
+
+    def read(self, t: Tensor) -> Array:
+        """The current value of a tensor: of its storage, or seen through the views that lie between."""
+        storage, views = _seen_through(t)
+        value = self._storage(storage)
+        for view in views:
+            value = view.apply([value])
+        return value
+
+    def write(self, t: Tensor, value: Array) -> None:
+        """Change a tensor: its storage, or the part of it that the views between show."""
+        changes = [(t, value)]
+        while changes:
+            t, value = changes.pop()
+            storage, views = _seen_through(t)
+            bases = [self._storage(storage)] if views else []
+            for view in views[:-1]:
+                bases.append(view.apply([bases[-1]]))
+            for view, base in zip(reversed(views), reversed(bases), strict=True):
+                (value,) = view.put([base], value)
+            joined = view_of(storage)
+            if joined is None:
+                self.values[storage] = self._order.overwriting(storage, value)
+            else:
+                parts = joined.put([self.read(base) for base in joined.inputs], value)
+                changes += reversed(list(zip(joined.inputs, parts, strict=True)))
+
+    def _storage(self, t: Tensor) -> Array:
+        """The value of a tensor that is no view of a single other."""
+        joined = view_of(t)
+        if joined is not None:
+            return done(self._joined(joined))
+        if t not in self.values:
+            if not isinstance(t, Constant):
+                raise no_value(t)
+            self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
+        return self.values[t]
+
+    def _joined(self, op: Op) -> Nested[Array]:
+        """What a view of several tensors shows; they may be such views themselves."""
+        parts = []
+        for base in op.inputs:
+            storage, views = _seen_through(base)
+            joined = view_of(storage)
+            part = self._storage(storage) if joined is None else (yield self._joined(joined))
+            for view in views:
+                part = view.apply([part])
+            parts.append(part)
+        return op.apply(parts)
+
+
+def no_value(t: Tensor) -> PopxlError:
+    """The error for a storage that nothing gives a value."""
+    return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
+
+
+def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
+    """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end the chain."""
+    views = []
+    t = t.origin
+    while (view := view_of(t)) is not None and len(view.inputs) == 1:
+        views.append(view)
+        t = view.inputs[0].origin
+    return t, views[::-1]
+
+
+def view_of(t: Tensor) -> Op | None:
+    """The op that makes `t` a view of others, if it is one."""
+    op = t.producer
+    return op if op is not None and op.kind.view is not None else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What running a graph gives.
+
+    Attributes:
+        outputs: those of the graph.
+        written: the final values of the inputs that it overwrote, by position.
+        computed: what was computed last from inputs, by position; of a graph whose call is not kept.
+    """
+
+    outputs: tuple[Array, ...]
+    written: dict[int, Array]
+    computed: dict[int, Array] = field(default_factory=dict)
+
+
+class Lowering:
+    """The graphs of one program, as functions of arrays.
+
+    Args:
+        ops: what the program runs.
+        options: those of the Ir; they switch some of the checks that ops make of their operands.
+        keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
+        replicas: those that run the program; what is lowered is the program of one of them.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[Op],
+        options: SessionOptions,
+        keep_calls: bool = True,
+        replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
+    ) -> None:
+        self.replicas = replicas
+        self._options = options
+        self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
+        self._function = cache(self._function_of)
+
+    @cached_property
+    def _machine(self) -> MachineParts:
+        return parts_for(self.replicas.is_cpu)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is traced once for several replicas, which one device runs."""
+        return self.replicas.count > 1 and self.replicas.mesh is None
+
+    def run(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Environment:
+        """Run ops of one graph, in order. Returns what is in its storages afterwards."""
+        return done(self.running(ops, values, channels))
+
+    def running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
+        """The same, as work that is nested."""
+        environment = Environment(values, self._machine.order())
+        for op in (part for each in ops for part in each.parts):
+            handle_waiting()
+            inside = self.carry_out(op, environment, channels)
+            if inside is not None:
+                yield inside
+            if not op.called_graphs:
+                environment.note(op)
+        return environment
+
+    def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
+        """Do what an op does: at once, or as nested work."""
+        if op.kind in meanings:
+            return meanings[op.kind](self, op, environment, channels)
+        if op.kind.view is not None:  # a view is made when somebody looks through it
+            return None
+        operands = [environment.read(t) for t in op.inputs]
+        try:
+            self._check(op, operands, channels)
+            results = self.apply(op, operands)
+        except PopxlError:  # says what it has to say
+            raise
+        except Exception as problem:
+            text = f"`{op.source.text}` " if op.source.text else ""
+            raise PopxlError(
+                f"Session: {op!r} in {op.graph.title}, at {text}({op.source}), cannot be run: {problem}"
+            ) from problem
+        store_results(op, results, environment)
+        return None
+
+    def apply(self, op: Op, operands: Sequence[Array]) -> Any:
+        """The results of an op."""
+        with in_forms(self._machine.forms):
+            return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
+
+    def _between_replicas(self, op: Op, operands: Sequence[Array]) -> Any:
+        """The results of an op that talks to other replicas."""
+        attributes = dict(op.attributes)
+        try:
+            group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
+            return op.apply(operands, attributes | {"group": group})
+        except PopxlError as problem:
+            raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
+
+    def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
+        """Check what the op requires of its operands, as far as the options ask for it."""
+        for number, required in enumerate(op.kind.requirements):
+            if required.operand in op.operand_names() and (
+                not required.option or getattr(self._options, required.option)
+            ):
+                channels.check(op, number, required.holds(operands[op.operand_names().index(required.operand)]))
+
+    def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
+        """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
+        return done(self.calling(graph, inputs, channels))
+
+    def calling(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
+        """The same, as work that is nested."""
+        if graph not in self._kept or (channels.running is not None and effects.prints(graph)):
+            return (yield self._inline(graph, inputs, channels))
+        streams = channels_of(graph)
+        outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
+        channels.put_back(streams, used)
+        return Results(outputs, written)
+
+    def _inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
+        environment = yield self.running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
+        return Results(
+            tuple(environment.read(t) for t in graph.outputs),
+            {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
+            environment.computed_from(graph.inputs),
+        )
+
+    def _function_of(self, graph: Graph) -> Callable[..., Any]:
+        """The one function of a graph whose calls are kept."""
+        streams = channels_of(graph)
+
+        def function(inputs: tuple[Array, ...], taken: Any) -> Any:
+            channels = Channels(dict(zip(streams, taken, strict=True)))
+            results = done(self._inline(graph, inputs, channels))
+            return results.outputs, results.written, channels.take(streams)
+
+        function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", graph.id).strip("_") or "graph"
+        return kept(function)
+
+
+@contextmanager
+def room_to_recurse(main: Graph) -> Iterator[None]:
+    """Let JAX recurse as deep as a program has branches in branches, but no deeper than XLA can follow.
+
+    Calls need no recursion. Loops in loops get no more of it than there is, enough for some forty, because XLA does not
+    survive a hundred; branches may be a hundred and fifty deep.
+    """
+    depth: dict[Graph, int] = {}
+    for graph in callees_first(main):
+        inside = [depth[callee] + chooses(op) for op in graph.ops for callee in op.called_graphs]
+        depth[graph] = max(inside, default=0)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 1000 + 10 * min(depth[main], 150)))  # JAX takes some 12 frames a level
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
+    """How many ops of a program run each graph."""
+    sites = Counter(callee for op in ops for callee in op.called_graphs)
+    for graph in dict.fromkeys(graph for callee in sites for graph in reachable(callee)):
+        sites.update(callee for op in graph.ops for callee in op.called_graphs)
+    return sites
+
+
+def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:
+    """Put what an op's lowering returned where it belongs."""
+    values = list(results) if isinstance(results, tuple | list) else [results]
+    targets = [op.inputs[i] for i in sorted(op.modified)]
+    if not op.kind.aliased:
+        targets = [*op.outputs, *targets]
+    if len(values) != len(targets):
+        raise PopxlInternalError(
+            f"{op!r} ({op.source}): the lowering returned {len(values)} results for {len(targets)}."
+        )
+    for t, value in zip(targets, values, strict=True):
+        environment.write(t, as_declared(t, value, op))
+
+
+def as_declared(t: Tensor, value: Array, op: Op) -> Array:
+    """A value in the dtype that its tensor declares: ops may compute in a wider one, and round once, here."""
+    value = jnp.asarray(value)
+    if value.shape != t.shape and op.modified:
+        raise PopxlError(
+            f"{op!r} ({op.source}) would overwrite {t!r} with a result of shape {value.shape}; what is written in "
+            "place has to broadcast to the shape of the first operand."
+        )
+    if value.shape != t.shape:
+        raise PopxlInternalError(
+            f"{op!r} ({op.source}) declares {t!r}, and its lowering made an array of shape {value.shape}. If the op is "
+            "yours, its `shape` rule and its `lowering` disagree; otherwise this is a bug in popxl."
+        )
+    wanted = t.dtype.as_jax()
+    return value if value.dtype == wanted else value.astype(wanted)
+
+
+meaning(host_load_kind)(effects.host_load)
+meaning(host_store_kind)(effects.host_store)
+meaning(print_tensor_kind)(effects.print_tensor)
+
+
+@meaning(call_kind)
+def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+    """Copy in, run, copy out; inputs by reference are copied back."""
+    (graph,) = op.called_graphs
+    check_bound(op)
+    results = yield lowering.calling(graph, [environment.read(t) for t in op.inputs], channels)
+    for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
+        environment.write(t, value)
+    for i in sorted(op.modified & results.written.keys()):
+        environment.write(op.inputs[i], results.written[i])
+    environment.note_call(op, results)
+
+
+def check_bound(op: Op) -> None:
+    """`PopxlError` if a graph has gained inputs since an op that runs it was made."""
+    if not all(run.is_bound for run in op.runs):
+        titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
+        raise PopxlError(
+            f"Session: {titles} gained inputs after {op!r} ({op.source}) was made, and nothing is bound to them there. "
+            "Call a graph after it has all its inputs."
+        )
+
+
+@meaning(conditional_kind)
+def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Run one branch. It alone moves on the streams that it uses."""
+    check_bound(op)
+    cond, *inputs = (environment.read(t) for t in op.inputs)
+    then_branch, else_branch = op.called_graphs
+    count = len(then_branch.inputs)
+    streams = channels_of(then_branch, else_branch)
+    stepping = channels.stepping(streams)
+
+    def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
+        def run(positions: Any) -> Any:
+            inside = stepping.at(positions)
+            if lowering.is_shared:
+                taken = cond.reshape(()) == when
+                inside.running = taken if channels.running is None else channels.running & taken
+            results = lowering.call(graph, values, inside)
+            return results.outputs[: len(op.outputs)], inside.positions(streams)
+
+        return run
+
+    branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
+    outputs, positions = lax.cond(cond.reshape(()), *branches, stepping.start)
+    channels.put_back(streams, stepping.at(positions).take(streams))
+    for t, value in zip(op.outputs, outputs, strict=True):
+        environment.write(t, value)
+
+
+class Loop:
+    """What a loop does, turn by turn.
+
+    Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
+    but for those that each turn returns. Everything else is the same in every turn. Further results are those of all
+    turns, stacked.
+
+    Attributes:
+        start: what the first turn gets.
+    """
+
+    def __init__(self, op: Op, environment: Environment) -> None:
+        self._op = op
+        self._inputs = [environment.read(t) for t in op.inputs]
+        self._carried = op.attributes["carried"]
+        self._carried_too = returned_by_ref(op) if op.modified else frozenset()
+        by_ref = sorted(op.modified - self._carried_too)
+        self.start = (tuple(self._inputs[: self._carried]), {k: self._inputs[k] for k in by_ref})
+
+    def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
+        """One turn: what the next one gets, and the further results."""
+        results_before, contents = state
+        values = list(self._inputs)
+        for k, content in contents.items():
+            values[k] = content
+        values[: self._carried] = results_before
+        results = yield lowering.calling(self._op.attributes["graph"], [i, jnp.asarray(True), *values], channels)
+        after = {k: results.written.get(k + EXTRA_INPUTS, values[k]) for k in contents}
+        outputs = results.outputs[EXTRA_OUTPUTS:]
+        return (outputs[: self._carried], after), outputs[self._carried :]
+
+    def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
+        """Write the results, given what a further turn would get, and the further results of all turns."""
+        outputs, contents = state
+        for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
+            environment.write(t, value)
+        for k in sorted(self._op.modified):
+            environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
+
+
+@meaning(loop_kind)
+def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """One compiled body, however many turns. The streams are carried, too."""
+    loop, streams = Loop(op, environment), channels_of(op.attributes["graph"])
+    stepping = channels.stepping(streams)
+
+    def turn(state: Any, i: Array) -> Any:
+        before, positions = state
+        inside = stepping.at(positions)
+        after, further = done(loop.turning(lowering, before, i, inside))
+        return (after, inside.positions(streams)), further
+
+    count = op.attributes["repeat_count"]
+    (state, positions), stacked = lax.scan(turn, (loop.start, stepping.start), jnp.arange(count, dtype=jnp.int32))
+    channels.put_back(streams, stepping.at(positions).take(streams))
+    loop.finish(state, stacked, environment)

@@ -1,0 +1,73 @@
+"""What the lowering takes from the machine that it lowers for: other forms of kernels, and an order of updates.
+
+Nothing, but on CPUs: `runtime.cpu` is imported for these only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+from popxl.core.tensor import Tensor
+from popxl.ops.kernels import Form, Kernel
+
+Array = Any
+
+
+class Order(Protocol):
+    """What was computed last from each storage of a running graph: what overwrites the storage comes after."""
+
+    def note(self, storage: Tensor, result: Tensor, value: Array) -> None:
+        """Note that a result was computed from a storage."""
+
+    def note_within(self, storage: Tensor, value: Array) -> None:
+        """Note that a graph that was called has computed something from a storage."""
+
+    def computed_from(self, storages: Sequence[Tensor]) -> dict[int, Array]:
+        """What was computed last from storages, by position."""
+
+    def overwriting(self, storage: Tensor, value: Array) -> Array:
+        """A value that a storage is overwritten with, computed after what was computed from the storage."""
+
+
+class AnyOrder:
+    """The order of a compiler that orders by itself all that reads a storage and what overwrites it."""
+
+    def note(self, storage: Tensor, result: Tensor, value: Array) -> None:
+        """Nothing has to be noted."""
+
+    def note_within(self, storage: Tensor, value: Array) -> None:
+        """Nothing has to be noted."""
+
+    def computed_from(self, storages: Sequence[Tensor]) -> dict[int, Array]:
+        """Nothing was noted."""
+        return {}
+
+    def overwriting(self, storage: Tensor, value: Array) -> Array:
+        """The value as it is."""
+        return value
+
+
+@dataclass(frozen=True)
+class MachineParts:
+    """What a kind of machine adds to the lowering.
+
+    Attributes:
+        forms: the kernels that it computes in another form.
+        order: makes what keeps the order of updates of one graph.
+    """
+
+    forms: Mapping[Kernel, Form] = field(default_factory=dict)
+    order: Callable[[], Order] = AnyOrder
+
+
+@cache
+def parts_for(is_cpu: bool) -> MachineParts:
+    """What is added on CPUs, or elsewhere."""
+    if not is_cpu:
+        return MachineParts()
+    from runtime.cpu import forms, order  # of no use elsewhere
+
+    return MachineParts(forms.FORMS, order.Order)

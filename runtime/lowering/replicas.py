@@ -1,0 +1,254 @@
+"""The replicas of a program: one axis, over devices if there are enough of them, else over the arrays of one device.
+
+A program is written for one replica. `Replicas.spread` makes a function of all of them out of a function of one: every
+array gains a leading dimension, one element for each replica. With a device for each replica that is `jax.shard_map`
+over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
+
+The mesh may be of the devices of several processes, each of which drives its own share of the replicas; then no process
+has the arrays of all of them: `DividedReplicas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from runtime import processes
+from runtime.calls import kept
+
+Array = Any
+
+AXIS = "replicas"
+"""Name of the axis, for `jax.lax` collectives inside of a spread function."""
+
+
+_SAFE: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+@cache
+def _cpu_options() -> dict[str, str | bool] | None:
+    """Options for XLA on CPUs: YNNPACK is given single products only, as some of its fusions compute something else
+    with jaxlib 0.10.2 and 0.11.0, or crash (https://github.com/jax-ml/jax/issues/39103 and 39257).
+
+    A jaxlib that does not have the option does not have the fusions. (Tempting, and wrong too, on CPUs: to have
+    `xla_cpu_copy_insertion_use_region_analysis` leave out copies of what loops overwrite.)
+    """
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=_SAFE)
+    except jax.errors.JaxRuntimeError as problem:
+        if "No such compile option" not in str(problem):
+            raise
+        return None
+    return _SAFE
+
+
+class Replicas:
+    """How many replicas there are, and where they are.
+
+    Args:
+        count: how many. One replica has no axis: nothing is spread.
+        devices: where they run: one device for each, or one for all.
+
+    Attributes:
+        mesh: the devices along the axis; `None` if they all run on one device. Only on a mesh do JAX's collectives take
+            groups of the axis (`axis_index_groups`).
+        local_count: how many of them this process drives.
+        device: the first device of this process.
+    """
+
+    @staticmethod
+    def of(count: int, devices: Sequence[Any], ipus: int = 1, ipu: int = 0) -> Replicas:
+        """So many replicas of one process on its devices; or, if there are devices of several, so many of each.
+
+        Args:
+            count: how many a process drives.
+            devices: those of one process after the other.
+            ipus: how many devices each replica has: the first replica the first of its process, and so on.
+            ipu: which of them is meant.
+        """
+        of_processes = [list(found) for _, found in groupby(devices, lambda device: device.process_index)]
+        chosen = [found[ipu::ipus][:count] for found in of_processes]
+        if len(chosen) == 1:
+            return Replicas(count, chosen[0])
+        return DividedReplicas(count * len(chosen), [device for found in chosen for device in found])
+
+    def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
+        self.count = count
+        self.mesh = Mesh(np.asarray(devices[:count]), (AXIS,)) if 1 < count <= len(devices) else None
+        self.local_count = count
+        self.device = devices[0]
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return "one replica"
+        return f"{self.count} replicas on {'as many devices' if self.mesh is not None else 'one device'}"
+
+    @property
+    def per_device(self) -> int:
+        """How many replicas a device runs, and how many arrays it has for each of the program's."""
+        return self.count if self.mesh is None else 1
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether they run on CPUs: on JAX's default devices, if none are said."""
+        return (jax.default_backend() if self.device is None else self.device.platform) == "cpu"
+
+    def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
+        """A function of arrays, as one of the arrays of all replicas.
+
+        Args:
+            function: takes trees of arrays.
+            shared: the last argument is the same for all replicas, and has no dimension for them.
+        """
+        if self.count == 1:
+            return function
+        return self._by_vmap(function, shared) if self.mesh is None else self._by_shard_map(function, shared)
+
+    def _by_vmap(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
+        def of_all(*trees: Any) -> Any:
+            axes = (*[0] * (len(trees) - shared), *[None] * shared)
+            return jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)(*trees)
+
+        return of_all
+
+    def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
+        # On CPUs XLA would fuse the reshapes below with updates, and then not overwrite what is donated, but copy it.
+        whole = kept(function) if self.is_cpu else function
+
+        def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
+            own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
+            results = whole(*jax.tree.map(lambda block: block[0], own), *others)
+            return jax.tree.map(lambda result: result[None], results)
+
+        def of_all(*trees: Any) -> Any:
+            specs = (*[PartitionSpec(AXIS)] * (len(trees) - shared), *[PartitionSpec()] * shared)
+            mapped = jax.shard_map(
+                of_one, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False
+            )
+            return mapped(*trees)
+
+        return of_all
+
+    def compile(self, lowered: Any) -> Any:
+        """What XLA makes of a lowered function for the devices of the replicas."""
+        return lowered.compile(compiler_options=_cpu_options() if self.is_cpu else None)
+
+    def sharding(self, axis: int | None = 0) -> Any:
+        """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.device)
+        return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS))
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the array of all replicas."""
+        return shape if self.count == 1 else (self.count, *shape)
+
+    def spec(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The array of all replicas, for lowering, where each replica has an array of this shape."""
+        return jax.ShapeDtypeStruct(self.shape(shape), dtype, sharding=self.sharding())
+
+    # Arrays of the host ---------------------------------------------------------------------------------------------
+
+    def put(self, array: Array) -> Array:
+        """The array of all replicas, where each replica has this one."""
+        return self.place(np.broadcast_to(array, self.shape(array.shape)), self.sharding())
+
+    def place(self, array: np.ndarray, sharding: Any) -> Array:
+        """An array of all replicas, from the host."""
+        return jax.device_put(array, sharding)
+
+    def fetched(self, array: Array) -> np.ndarray:
+        """An array of all replicas, whose first dimension counts them, on the host."""
+        return np.asarray(array)
+
+    def fetched_once(self, array: Array) -> np.ndarray:
+        """The same, as rows of numbers, of an array that all replicas have alike: of one device of this process."""
+        if self.count == 1:
+            return np.asarray(array).reshape(1, -1)
+        first = np.asarray(array.addressable_shards[0].data)[:1]
+        return np.broadcast_to(first.reshape(1, -1), (self.count, first.size))
+
+    def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
+        """The array of all replicas, of which this process has those of its own.
+
+        Args:
+            array: what this process has, with or without a dimension for a single replica.
+            shape: the shape of the array of all replicas.
+            axis: the dimension that counts the replicas.
+        """
+        return array
+
+    def meet(self, place: str) -> None:
+        """Wait until all processes that drive replicas are at this place."""
+
+
+class DividedReplicas(Replicas):
+    """Replicas that several processes drive, on a device each.
+
+    Args:
+        count: how many there are.
+        devices: the devices of all processes, in the order of the replicas.
+
+    Attributes:
+        runs: how often this process has run the program.
+    """
+
+    def __init__(self, count: int, devices: Sequence[Any]) -> None:
+        super().__init__(count, devices)
+        self.runs = 0
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        self.local_count = len(own)
+        self.device = own[0]
+
+    def __str__(self) -> str:
+        return f"{self.count} replicas on as many devices, {self.local_count} of them of this process"
+
+    def place(self, array: np.ndarray, sharding: Any) -> Array:
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    def fetched(self, array: Array) -> np.ndarray:
+        """An array of all replicas, on the host of every process; all of them have to ask for it.
+
+        It goes piece by piece, as meanwhile each device has what those of all other replicas have.
+        """
+        size, everywhere = int(np.prod(array.shape[1:], dtype=np.int64)), self.sharding(None)
+        step = max(1, min(size, _PIECE // (self.count * array.dtype.itemsize)))
+        whole = np.empty((self.count, size), array.dtype)
+        for start in (min(first, size - step) for first in range(0, size, step)):
+            whole[:, start : start + step] = _piece(array, start, step, everywhere).addressable_data(0)
+        return whole.reshape(array.shape)
+
+    def meet(self, place: str) -> None:
+        # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
+        processes.meet(f"{place} after {self.runs} run{'s' * (self.runs != 1)}")
+
+    def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
+        own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])
+        return jax.make_array_from_process_local_data(self.sharding(axis), own, shape)
+
+    def own(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """What this process has of an array of all replicas, on whichever of their devices, in the shape that it has
+        there."""
+        shards = array.addressable_shards
+        if self.local_count == 1:
+            return shards[0].data.reshape(shape)
+        own = Mesh(np.asarray([shard.device for shard in shards]), (AXIS,))
+        sharding = NamedSharding(own, array.sharding.spec)
+        return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in shards])
+
+
+_PIECE = 1 << 26  # bytes
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _piece(array: Array, start: int, length: int, sharding: Any) -> Array:
+    """Some elements of what each replica has, placed as a sharding says."""
+    rows = array.reshape(len(array), -1)
+    return lax.with_sharding_constraint(lax.dynamic_slice_in_dim(rows, start, length, 1), sharding)

@@ -1,0 +1,389 @@
+"""What a plan is made of: pieces, which are compiled, and entries, which the host goes through; and how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from popxl.base.nesting import Nested
+from popxl.core.printing import summary
+from popxl.core.tensor import Constant, Tensor
+from popxl.fp8_utils import in_transit, to_device
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.options import SessionOptions
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import HostToDeviceStream, Stream
+from runtime.aside import lower
+from runtime.files.executables import copied, donating
+from runtime.lowering import remote_buffers as remote
+from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
+from runtime.lowering.lower import Lowering
+from runtime.lowering.replicas import Replicas
+from runtime.plan.structure import Structure, structure_of
+from runtime.timeline import Recorder
+
+Array = Any
+Key = Tensor | tuple[Tensor, int]
+"""A storage; or its copy in another place."""
+
+Values = dict[Any, Array]
+"""What is in storages and copies, by their keys."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What pieces are compiled for.
+
+    Attributes:
+        replicas: those that run the program.
+        slots: where the arrays of remote buffers are.
+        options: those of the Ir.
+        transfers: how many of each stream there are in a run.
+        wide: whether 64 bits are kept.
+    """
+
+    replicas: Replicas
+    slots: Any
+    options: SessionOptions
+    transfers: int
+    wide: bool
+
+    def key(self) -> tuple[Any, ...]:
+        """What makes a difference."""
+        replicas = (self.replicas.count, self.replicas.sharding())
+        options = (self.options.throwIfLog2ScaleTensorNotInRange, self.inlines)
+        return (*replicas, self.slots, *options, self.transfers, self.wide)
+
+    @property
+    def inlines(self) -> bool:
+        """Whether calls within a piece are as if they had been written out."""
+        return self.options.calledGraphs == "inlined"
+
+
+class Run:
+    """One run of a program: the state of its streams and buffers, and what carries out the steps.
+
+    Args:
+        targets: what pieces are compiled for, by their places.
+        where: the place of each stream and buffer.
+        channels: by their places.
+        recorder: calls executables, and copies, in place of the steps.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[int, Target],
+        where: Mapping[Channel, int],
+        channels: Mapping[int, Channels],
+        recorder: Recorder | None,
+    ) -> None:
+        self._targets = targets
+        self._where = dict(where)
+        self._channels = channels
+        self._recorder = recorder
+
+    def call(self, executable: Any, name: Callable[[], str], *arguments: Any) -> Any:
+        """Call an executable."""
+        if self._recorder is None:
+            return executable(*arguments)
+        return self._recorder(name(), executable, *arguments)
+
+    def put(self, array: Array, place: int) -> Array:
+        """An array, in another place."""
+        return self._put(array, self._targets[place].replicas.sharding())
+
+    def _put(self, array: Array, sharding: Any) -> Array:
+        return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
+
+    def number(self, value: Any, place: int) -> Array:
+        """A number of the host."""
+        return self._targets[place].replicas.put(np.asarray(value))
+
+    def channels(self, place: int, shared: Iterable[Channel] = ()) -> Channels:
+        """The streams and buffers of a place. Those that are used in others too are brought there first."""
+        here = self._channels[place]
+        for c in shared:
+            if self._where[c] != place:
+                (state,) = self._channels[self._where[c]].take((c,))
+                target = self._targets[place]
+                sharding = target.slots if isinstance(c, RemoteBuffer) else target.replicas.sharding()
+                array, position = state
+                there = position if isinstance(position, int) else self.put(position, place)
+                here.put_back((c,), [(self._put(array, sharding), there)])
+                self._where[c] = place
+        return here
+
+
+@dataclass
+class Step:
+    """Something that the host does.
+
+    Attributes:
+        reads: the storages that it reads, the ones that it overwrites among them.
+        makes: the storages that have a new value afterwards.
+        frees: the storages that nobody needs afterwards.
+        place: where it runs, or what it does not touch is; the number of an IPU.
+        fetches: what has to be copied first, and the places where it is to be.
+        ends: where what it makes is afterwards.
+        drops: the keys of what nobody needs afterwards, copies included.
+    """
+
+    reads: tuple[Tensor, ...]
+    makes: tuple[Tensor, ...]
+    frees: tuple[Tensor, ...] = ()
+    place: int = 0
+    fetches: tuple[tuple[Tensor, int], ...] = ()
+    ends: dict[Tensor, int] = field(default_factory=dict)
+    drops: tuple[Key, ...] = ()
+
+    def fetch(self, values: Values, run: Run) -> None:
+        """Copy what is needed in other places."""
+        for t, place in self.fetches:
+            values[t, place] = run.put(values[t], place)
+
+
+class Compiled(NamedTuple):
+    """What XLA made of a piece, what it was told, and how many seconds that took."""
+
+    executable: Any
+    text: Callable[[], str]
+    seconds: float
+
+
+@dataclass
+class Piece(Step):
+    """Ops that are compiled together, and run at once.
+
+    Attributes:
+        ops: what is run.
+        size: how many ops XLA sees.
+        encoding: the ops, written down.
+        donated: the storages that the ops overwrite, whose new value somebody needs, and that nobody else holds.
+        keys: under which the piece finds what it reads, where that is in another place.
+        shared: the streams and buffers that pieces in other places use too.
+        seconds: how long it took to compile it; 0, if something of the same structure had been compiled before.
+    """
+
+    ops: tuple[Op, ...] = ()
+    size: int = 0
+    encoding: Any = None
+    donated: tuple[Tensor, ...] = ()
+    keys: dict[Tensor, Key] = field(default_factory=dict)
+    shared: tuple[Channel, ...] = ()
+    seconds: float = 0.0
+
+    @cached_property
+    def form(self) -> Structure:
+        """The structure of the ops alone."""
+        return structure_of(tuple(self.encoding.code))
+
+    @property
+    def name(self) -> str:
+        """What is run, in a few words."""
+        return summary(self.ops)
+
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """The streams and buffers that the ops use."""
+        return channels_of_ops(self.ops)
+
+    def found(self, target: Target) -> Structure:
+        """What the piece is: its ops, what of them is donated and needed, and what they are compiled for."""
+        number = self.encoding.numbers
+        results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
+        return structure_of((*self.encoding.code, results, target.key()))
+
+    def prepare(self, targets: Mapping[int, Target]) -> None:
+        """Find out what there is to compile, and put the constants that are passed to where the piece reads them."""
+        target = targets[self.place]
+        self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
+        self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
+        self.new = tuple(t for t in self.makes if t not in self.donated)
+        self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
+        passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
+        self._constants = {t: target.replicas.put(to_device(t.data, t.dtype)) for t in passed}
+        self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
+        self.structure = self.found(target)
+
+    def lowered(self, target: Target) -> Callable[[], Compiled]:
+        """Trace the ops. What is returned has XLA compile them, in any thread."""
+        start = perf_counter()
+        lowering = Lowering(self.ops, target.options, not target.inlines, target.replicas)
+
+        def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
+            channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
+            channels.move(self.channels, positions)
+            values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
+            environment = lowering.run(self.ops, values, channels)
+            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
+            return overwritten, channels.positions(self.channels), new
+
+        spread = target.replicas.spread(piece)
+        lowered = lower(donating(spread, 0, 3), *self._arguments(target))
+        traced = perf_counter() - start
+
+        def compile() -> Compiled:
+            start = perf_counter()
+            executable = target.replicas.compile(lowered)
+            return Compiled(executable, lowered.as_text, traced + perf_counter() - start)
+
+        return compile
+
+    def take(self, compiled: Compiled) -> None:
+        """Have what was compiled, for everything of the same structure."""
+        self.structure.executable, self.structure.text = compiled.executable, compiled.text
+        self.seconds = compiled.seconds
+
+    def _arguments(self, target: Target) -> tuple[Any, ...]:
+        def spec(shape: tuple[int, ...], dtype: Any) -> Any:
+            return target.replicas.spec(shape, dtype)
+
+        def transfers(c: Stream | Failure) -> Any:
+            if isinstance(c, Failure):
+                return spec(c.shape, c.start.dtype)
+            return spec((target.transfers, *c.shape), in_transit(c.dtype))
+
+        def carried(c: Channel) -> Any:
+            if isinstance(c, RemoteBuffer):
+                return remote.spec(c, target.replicas, target.slots)
+            return position if isinstance(c, HostToDeviceStream) else (transfers(c), position)
+
+        position = spec((), np.dtype(np.int32))
+        return (
+            [spec(t.shape, t.dtype.as_jax()) for t in self.donated],
+            [spec(t.shape, t.dtype.as_jax()) for t in self.kept],
+            [transfers(c) for c in self.feeds],
+            {i: carried(c) for i, c in enumerate(self.channels)},
+        )
+
+    def __call__(self, values: Values, run: Run) -> None:
+        """Run the ops."""
+        self.fetch(values, run)
+        channels = run.channels(self.place, self.shared)
+        overwritten, positions, new = run.call(
+            self.structure.executable,
+            self._name,
+            [values[key] for key in self._given_up],
+            self._passed(values),
+            [channels.transfers(c) for c in self.feeds],
+            channels.positions(self.channels),
+        )
+        channels.move(self.channels, positions)
+        values.update(zip(self.donated, overwritten, strict=True))
+        values.update(zip(self.new, new, strict=True))
+        for t, place in self._sent:
+            values[t] = run.put(values[t], place)
+        for key in self.drops:
+            del values[key]
+
+    def _passed(self, values: Values) -> list[Array]:
+        """What is read and not given up: constants that are passed to calls are the same in all runs."""
+        if not self._constants:
+            return [values[key] for key in self._given]
+        return [self._constants[key] if key in self._constants else values[key] for key in self._given]
+
+    def _name(self) -> str:
+        return self.name
+
+
+@dataclass
+class Way:
+    """A graph that the host goes through, and how values get in and out.
+
+    Attributes:
+        graph: the graph.
+        given: storages outside, and the inputs of the graph for them.
+        fixed: the inputs that are given constants which nothing changes; they have no key of their own.
+        returned: storages outside that have a new value afterwards, and those inside that hold it.
+        again: what is passed to the next turn of a loop: storages inside, by those that get it.
+        inside: the steps.
+        keys: under which what is given is found.
+        returns: what has to be copied before the next turn, and where to.
+        sent: what has to be copied at the end, and where to: to where it is after other ways.
+    """
+
+    graph: Graph
+    given: tuple[tuple[Tensor, Tensor], ...]
+    fixed: dict[Tensor, Constant]
+    returned: tuple[tuple[Tensor, Tensor], ...]
+    again: dict[Tensor, Tensor]
+    inside: Any = None
+    keys: tuple[Key, ...] = ()
+    returns: tuple[tuple[Tensor, int], ...] = ()
+    sent: tuple[tuple[Tensor, int], ...] = ()
+
+    def prepare(self, targets: Mapping[int, Target], place: int) -> None:
+        """Put the constants that are given, and those of the graph, to where the steps read them."""
+        self._constants = {
+            t: targets[self.inside.starts.get(t, place)].replicas.put(to_device(constant.data, constant.dtype))
+            for t, constant in self.fixed.items()
+        }
+        self.inside.prepare(targets, place)
+
+    def begun(self, values: Values) -> Values:
+        """What the steps get."""
+        inner = dict(self._constants)
+        inner.update((t, values[key]) for (_, t), key in zip(self.given, self.keys, strict=True) if t not in inner)
+        return inner
+
+    def next(self, inner: Values, run: Run) -> Values:
+        """What they get in the turn after."""
+        inner = {t: inner[result] for t, result in self.again.items()}
+        for t, place in self.returns:
+            inner[t] = run.put(inner[t], place)
+        return inner
+
+    def finish(self, inner: Values, values: Values, run: Run) -> None:
+        """Hand out what they made."""
+        values.update((t, inner[result]) for t, result in self.returned)
+        for t, place in self.sent:
+            values[t] = run.put(values[t], place)
+
+
+@dataclass
+class Entry(Step):
+    """An op whose graph the host goes through step by step: a call; a loop, turn by turn; one branch of a conditional.
+
+    Attributes:
+        op: the op.
+        ways: the graphs: of a conditional, the two branches.
+        condition: what says which branch is taken. The host has to wait for it.
+        turns: how often the graph is gone through.
+        extra: the inputs that only the graph of a loop has: the number of the turn, and true.
+    """
+
+    op: Any = None
+    ways: tuple[Way, ...] = ()
+    condition: Tensor | None = None
+    turns: int = 1
+    extra: tuple[Tensor, ...] = ()
+
+    def prepare(self, targets: Mapping[int, Target]) -> None:
+        """Put the constants that are passed to where the steps read them."""
+        for way in self.ways:
+            way.prepare(targets, self.place)
+        starts = self.ways[0].inside.starts
+        self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
+
+    def running(self, values: Values, run: Run) -> Nested[None]:
+        """Do what the op does."""
+        self.fetch(values, run)
+        way = self.ways[0]
+        if self.condition is not None and not np.asarray(values[self.condition]).item():
+            way = self.ways[1]
+        inner = way.begun(values)
+        for turn in range(self.turns):
+            if turn:
+                inner = way.next(inner, run)
+            for t, place in self._numbered:
+                inner[t] = run.number(np.int32(turn) if t is self.extra[0] else np.True_, place)
+            yield way.inside.running(inner, run)
+        way.finish(inner, values, run)
+        for key in self.drops:
+            del values[key]

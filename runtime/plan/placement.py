@@ -1,0 +1,112 @@
+"""Where the ops of a program run, if they are on several IPUs, and each IPU is a device of its own.
+
+An op runs on its IPU (`popxl.ipu`). What it makes stays there, but for what is copied to another one: `ops.ipu_copy`
+runs at either end, so that a graph that begins or ends with copies can be on one IPU. A graph whose ops are all on one
+IPU runs where it is called, as a whole. One that is on several is gone through by the host, whose steps run on one IPU
+each; see `runtime.plan.plan`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from popxl.core.aliasing import callees_first
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses, is_call
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.ops.repeat import left_on
+from runtime.lowering.lower import view_of
+
+
+def can_enter(op: Op, replicas: int = 1) -> bool:
+    """Whether the host can go through the graphs of an op: of a call; of a loop, turn by turn; of a conditional, once
+    it knows the condition. Several replicas may take different branches at the same time: not through those, then.
+
+    What is passed and returned has to be whole: neither views, nor constants that are returned.
+    """
+    runs = op.runs
+    if not runs or any(run.turns == 0 for run in runs):
+        return False
+    if chooses(op) and (replicas > 1 or isinstance(op.inputs[0].origin, Constant)):
+        return False
+    returned = [t for run in runs for _, t in run.results]
+    whole = all(view_of(t.origin) is None for t in (*op.inputs, *returned))
+    made = not any(isinstance(t.origin, Constant) for t in returned)
+    return whole and made and all(run.is_bound for run in runs)
+
+
+class Places:
+    """The IPUs of the ops of a program.
+
+    Args:
+        main: the graph that the program runs.
+        replicas: how many replicas run it.
+
+    Attributes:
+        ipus: those that ops run on, in ascending order.
+    """
+
+    def __init__(self, main: Graph, replicas: int = 1) -> None:
+        self._replicas = replicas
+        self._of_graph: dict[Graph, frozenset[int]] = {}
+        self._landings: dict[Graph, tuple[int | None, ...]] = {}
+        self._of_copies: dict[Op, frozenset[int]] = {}
+        for graph in callees_first(main):
+            self._visit(graph)
+        self.ipus = tuple(sorted(self._of_graph[main]))
+
+    def _visit(self, graph: Graph) -> None:
+        """Find out where the ops of a graph are; those of the graphs that it calls are known."""
+        ops = [op for op in graph.ops if op.kind.view is None]  # a view is made where somebody looks through it
+        copies = [op for op in ops if op.outputs and op.location[0] != op.ipu]
+        others = frozenset[int]().union(*(self.of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
+        for op in copies:
+            ipu = op.location[0] if op.location[0] in others and op.ipu not in others else op.ipu
+            self._of_copies[op] = frozenset((ipu or 0,))
+        self._of_graph[graph] = others.union(*(self._of_copies[op] for op in copies))
+        self._landings[graph] = tuple(self._landing(t.origin) for t in graph.outputs)
+
+    def of(self, op: Op) -> frozenset[int]:
+        """The IPUs that an op runs on: several, if the host has to go through its graph."""
+        if op in self._of_copies:
+            return self._of_copies[op]
+        if can_enter(op, self._replicas):
+            inside = frozenset[int]().union(*(self._of_graph[graph] for graph in op.called_graphs))
+            if len(inside) > 1:
+                return inside
+        return frozenset((op.ipu or 0,))
+
+    def spans(self, op: Op) -> bool:
+        """Whether an op runs on several IPUs."""
+        return len(self.of(op)) > 1
+
+    @cached_property
+    def gone_through(self) -> tuple[Graph, ...]:
+        """The graphs that the host goes through, other than those of calls, because they are on several IPUs."""
+        ops = (op for graph, ipus in self._of_graph.items() if len(ipus) > 1 for op in graph.ops)
+        return tuple(graph for op in ops if not is_call(op) and self.spans(op) for graph in op.called_graphs)
+
+    def default(self, op: Op) -> int:
+        """Where an op is that runs on several, for what none of its steps touches."""
+        return op.ipu if op.ipu in self.ipus else self.ipus[0]
+
+    def home(self, t: Tensor) -> int:
+        """The IPU to keep a stack on of what a tensor is in each turn."""
+        ipu = left_on(t)
+        return ipu if ipu in self.ipus else self.ipus[0]
+
+    def landing(self, t: Tensor) -> int | None:
+        """The IPU that a result goes to, if that is not where it is made."""
+        ipu = self._landing(t)
+        return ipu if ipu in self.ipus else None
+
+    def _landing(self, t: Tensor) -> int | None:
+        op = t.producer
+        if op is None or op.kind.view is not None or t not in op.outputs:
+            return None
+        if op.runs and not chooses(op):
+            (run,) = op.runs
+            return self._landings[run.graph][len(run.graph.outputs) - len(run.outputs) + op.outputs.index(t)]
+        ipu, _ = op.location_of(t)
+        return None if ipu == op.ipu else ipu

@@ -1,0 +1,208 @@
+"""A program as a plan: pieces that are compiled once each, and run one after the other by the host, without waiting.
+
+A graph that is called often is a piece; so are the ops between such calls. Pieces of equal structure share one
+executable, so that compile time does not grow with the number of calls, and programs that call the same graph share
+it too. What a piece overwrites is donated to it. The other way, one program whose calls XLA keeps, is in
+`runtime.program.program`, which chooses.
+
+If each IPU of the program is a device of its own, a piece is on one of them, and what it reads of others is copied
+there (`runtime.plan.placement`). As the host waits for nothing, pieces on different devices run at the same time, as
+far as they do not need each other's results: so do the stages of a pipeline, whose loop the host goes through, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from popxl.base.nesting import done
+from popxl.core.tensor import Tensor
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import HostToDeviceStream, Stream
+from runtime.aside import Aside
+from runtime.lowering.effects import FAILURE, Channel, Channels, Failure
+from runtime.lowering.lower import no_value
+from runtime.plan.pieces import Array, Piece, Run, Target
+from runtime.plan.planning import Life, Steps
+from runtime.plan.structure import Structure
+from runtime.progress import Watch
+from runtime.timeline import Recorder
+
+
+def compile_all(pieces: Sequence[Piece], targets: Mapping[int, Target], watch: Watch) -> None:
+    """Compile pieces, as many at once as there are cores.
+
+    They are traced one after the other, in this thread, while XLA compiles those before in others: the largest first,
+    as it takes longest. If devices of several processes run them, these have to compile the same in the same order:
+    one at a time, then.
+    """
+    if not pieces:
+        return
+    pieces = sorted(pieces, key=lambda piece: piece.size, reverse=True)
+    is_divided = any(target.replicas.local_count < target.replicas.count for target in targets.values())
+    with Aside(1 if is_divided else os.cpu_count() or 1) as aside:
+        watch.begins(pieces[0].name, 0, len(pieces))
+        compilations = [aside.begin(piece.lowered(targets[piece.place])) for piece in pieces]
+        compiled = []
+        for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
+            if number:
+                watch.begins(piece.name, number, len(pieces))
+            compiled.append(compilation.result())
+    for piece, executable in zip(pieces, compiled, strict=True):
+        piece.take(executable)
+
+
+class Plan:
+    """A program that the host carries out: `(changing, constant, feeds) -> (changing, fetches)`.
+
+    Fetched are the transfers of the output streams; then, where anything is checked, which check failed: an array for
+    each place.
+
+    Args:
+        steps: what the host does.
+        changed, read: what holds the variables that the program changes, and those that it only reads.
+        buffers: the remote buffers that it uses, and where; their arrays go in and come out after those of `changed`.
+        inputs, outputs: the streams that are fed and fetched.
+        channels: by the places where they are: the streams, and what failed.
+        targets: what to compile for, by the places.
+        ends: for each place with streams two compiled JAX functions: what makes the first state of its channels of the
+            feeds, where `None` in place of the transfers of a feed means the feed itself; and what makes the fetches of
+            the last state.
+        watch: is told what is being compiled.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        changed: Sequence[Tensor],
+        read: Sequence[Tensor],
+        buffers: Mapping[RemoteBuffer, int],
+        inputs: Sequence[Stream],
+        outputs: Sequence[Stream],
+        channels: Mapping[int, Sequence[Stream | Failure]],
+        targets: Mapping[int, Target],
+        ends: Mapping[int, tuple[Any, Any]],
+        watch: Watch,
+    ) -> None:
+        self._steps = steps
+        self._variables = (*changed, *read)
+        self._changed = tuple((v, steps.starts[v], steps.at[v]) for v in changed)
+        self._buffers = buffers
+        self._inputs, self._outputs = inputs, outputs
+        self._channels = channels
+        self._where = {c: place for place, cs in channels.items() for c in cs} | dict(buffers)
+        self._targets = targets
+        self._ends = ends
+        known = {*self._variables, *steps.changed}
+        for step in steps.steps:
+            for t in step.reads:
+                if t not in known:
+                    raise no_value(t)
+            known.update(step.makes)
+        users: defaultdict[Channel, set[int]] = defaultdict(set)
+        for piece in self.pieces:
+            for c in piece.channels:
+                users[c].add(piece.place)
+        self._shared = {c for c, places in users.items() if len(places) > 1 and c is not FAILURE}
+        for piece in self.pieces:
+            piece.shared = tuple(c for c in piece.channels if c in self._shared)
+        steps.prepare(targets, next(iter(targets)))
+        for step, _ in steps.all():
+            step.prepare(targets)
+        fresh: dict[Structure, Piece] = {}
+        for piece in self.pieces:
+            if piece.structure.executable is None:
+                fresh.setdefault(piece.structure, piece)
+        compile_all(tuple(fresh.values()), targets, watch)
+
+    def __call__(
+        self,
+        changing: Sequence[Array],
+        constant: Sequence[Array],
+        feeds: Sequence[Array],
+        recorder: Recorder | None = None,
+    ) -> Any:
+        """Run the program. A recorder calls the executables in place of the plan."""
+        count = len(self._changed)
+        values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
+        channels: dict[int, Channels] = {}
+        run = Run(self._targets, self._where, channels, recorder)
+        given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
+        for place in self._targets:
+            channels[place] = Channels(self._begun(place, given, run))
+        for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
+            channels[place].set_slots(buffer, slots)
+        done(self._steps.running(values, run))
+        fetches, failures = self._fetched(run)
+        changed = [values[v] if start == end else run.put(values[v], start) for v, start, end in self._changed]
+        for buffer, place in self._buffers.items():
+            changed.append(run.channels(place, self._shared & {buffer}).slots(buffer))
+        return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
+
+    def _begun(self, place: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
+        """The channels of a place at the start."""
+        if place not in self._ends:
+            return {}
+        here = self._channels[place]
+        begin, _ = self._ends[place]
+        states = run.call(begin, lambda: "feeds", tuple(given[c] for c in here if c in given))
+        return {
+            c: (self._fed(given[c], place) if array is None else array, position)
+            for c, (array, position) in zip(here, states, strict=True)
+        }
+
+    def _fed(self, feed: Array, place: int) -> Array:
+        """A feed that is used as it is. Many pieces may read it, in turns of a loop, say."""
+        return feed if len(self._targets) == 1 else jax.device_put(feed, self._targets[place].replicas.sharding())
+
+    def _fetched(self, run: Run) -> tuple[dict[Channel, Array], list[Array]]:
+        """The output streams, and for each place which check failed."""
+        fetches: dict[Channel, Array] = {}
+        failures: list[Array] = []
+        for place, (_, end) in self._ends.items():
+            here = [c for c in self._channels[place] if not isinstance(c, HostToDeviceStream)]
+            channels = run.channels(place, self._shared.intersection(here))
+            found = run.call(end, lambda: "fetches", [channels.transfers(c) for c in here])
+            streams = [c for c in here if c is not FAILURE]
+            fetches |= zip(streams, found[: len(streams)], strict=True)
+            failures += found[len(streams) :]
+        return fetches, failures
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, in the order in which they first run."""
+        return self._steps.pieces()
+
+    @property
+    def runs(self) -> Counter[Structure]:
+        """How often a run of the program runs pieces of each structure."""
+        runs: Counter[Structure] = Counter()
+        for step, times in self._steps.all():
+            if isinstance(step, Piece):
+                runs[step.structure] += times
+        return runs
+
+    @property
+    def structures(self) -> tuple[Structure, ...]:
+        """What the pieces are, each once."""
+        return tuple(dict.fromkeys(piece.structure for piece in self.pieces))
+
+    def text(self) -> str:
+        """What was compiled, each piece once."""
+        return "\n".join(structure.text() for structure in self.structures)
+
+    def curve(self) -> tuple[list[tuple[Piece, int, int]], list[Life]]:
+        """The pieces in order, each with the bytes that are in use on its device while it runs, besides the variables
+        and the feeds: of values that were made before, and of what it makes and needs by itself. Then the values that
+        are held between pieces."""
+        copies = next(iter(self._targets.values())).replicas.per_device
+        return done(self._steps.curve(copies))
+
+    def temporaries(self) -> int:
+        """Bytes that one run needs at most on one device, besides the variables and the feeds."""
+        pieces, _ = self.curve()
+        return max((held + inside for _, held, inside in pieces), default=0)

@@ -1,0 +1,380 @@
+"""How a graph is cut into the steps of a plan: what is taken together, who owns what, and what is copied where."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from popxl.base.nesting import Nested
+from popxl.core.aliasing import storages
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import chooses
+from popxl.fp8_utils import to_device
+from popxl.op import Op
+from runtime.lowering.effects import Channel
+from runtime.plan.choice import Choice
+from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Target, Values, Way
+from runtime.plan.repeats import spans
+from runtime.plan.structure import Structure, structure_of
+
+WORTHWHILE = 100_000
+"""Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
+cores, and would be kept waiting by the host."""
+
+
+class Life(NamedTuple):
+    """A value between pieces: where it is, its bytes, and the numbers of the pieces that make it and use it last."""
+
+    tensor: Tensor
+    place: int
+    size: int
+    first: int
+    last: int
+
+
+class Steps:
+    """What the host does for one graph, in order.
+
+    Args:
+        ops: those of the graph, and what is to be done after them.
+        choice: which calls become pieces, and where ops run.
+        owned: the storages that nobody else holds at the start.
+        kept: the storages whose values are needed at the end.
+        place: where is what no step touches.
+        is_whole: all is in that place.
+
+    Attributes:
+        owned: the storages that nobody else holds at the end.
+        changed: the constants that the ops overwrite: storages like others, which begin with their numbers each time.
+        starts: where storages have to be at the start; whoever touches one first says so.
+        at: where storages are at the end.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[Op],
+        choice: Choice,
+        owned: Iterable[Tensor],
+        kept: Iterable[Tensor],
+        place: int = 0,
+        is_whole: bool = False,
+    ) -> None:
+        self._choice = choice
+        ops = tuple(ops)
+        self._stacks = {op: stacks for op in ops if (stacks := choice.stacks(op))}
+        spelled_out = tuple(self._spelled_out(ops))
+        self._made_of = storages(spelled_out)
+        written = (s for op in spelled_out for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
+        self.changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
+        self._kept = tuple(kept)
+        self._place = place
+        self._is_whole = is_whole
+        self.owned = set(owned)
+        self.starts: dict[Tensor, int] = {}
+        self.at: dict[Tensor, int] = {}
+        self._copies: defaultdict[Tensor, set[int]] = defaultdict(set)
+        self.steps: list[Piece | Entry] = list(self._cut(spelled_out))
+        self._find_last_uses(set(self._kept))
+        self.steps = list(self._grouped())
+
+    def planned(self) -> Nested[Steps]:
+        """These steps, with all that is inside of them."""
+        for step in self.steps:
+            if isinstance(step, Piece):
+                written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
+                step.donated = tuple(t for t in step.reads if t in written & self.owned & {*step.makes})
+                self.owned.update(step.makes)
+                self._bring(step, {t: step.place for t in step.reads})
+                step.keys = {t: (t, step.place) for t in step.reads if self.at[t] != step.place}
+                self._leave(step, {t: self._choice.landing(t, step.place) for t in step.makes})
+            else:
+                yield self._enter(step)
+        for t in self._kept:
+            self._touch(t, self._place)
+        return self
+
+    def _spelled_out(self, ops: Iterable[Op]) -> Iterator[Op]:
+        """The ops, and before each loop that is entered what makes room for its stacks."""
+        for op in ops:
+            yield from (stack.room for stack in self._stacks.get(op, ()))
+            yield op
+
+    def _cut(self, ops: Iterable[Op]) -> Iterator[Piece | Entry]:
+        """The pieces and entries: each call that is one, and the ops between, as far as they are in one place.
+
+        What follows a call joins its piece, as far as it follows such a call elsewhere too: the update of the weights
+        goes with the gradient, say.
+        """
+        runs: list[list[Op]] = [[]]  # an entry, or the ops between, or a call and what follows it
+        place = self._place_of
+        for op in ops:
+            if self._choice.is_entered(op):
+                runs += [[op], []]
+            elif self._choice.is_piece(op):
+                runs.append([op])
+            elif op.kind.view is None:  # a view is made when somebody looks through it
+                if runs[-1] and place(runs[-1][0]) != place(op):
+                    runs.append([])
+                runs[-1].append(op)
+        codes = [self._form(run) for run in runs]
+        count = Counter(codes)
+        lengths = sorted({len(run) for run, code in zip(runs, codes, strict=True) if count[code] > 1}, reverse=True)
+        for run, code in zip(runs, codes, strict=True):
+            if run and self._choice.is_entered(run[0]):
+                yield self._entry(run[0])
+            elif len(run) > 1 and count[code] == 1 and self._choice.is_piece(run[0]):
+                known = (n for n in lengths if 0 < n < len(run) and count[self._form(run[:n])] > 1)
+                end = next(known, 1)
+                yield self._piece(run[:end])
+                yield self._piece(run[end:])
+            elif run:
+                yield self._piece(run)
+
+    def _form(self, ops: Sequence[Op]) -> Structure:
+        """The structure of some ops."""
+        return structure_of(tuple(self._choice.encoded(ops, self.changed).code))
+
+    def _is_fixed(self, t: Tensor) -> bool:
+        """Whether a storage always holds the same numbers: those of a constant that nothing changes."""
+        return isinstance(t, Constant) and t not in self.changed
+
+    def _entry(self, op: Op) -> Entry:
+        stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
+        written = tuple(op.inputs[i].origin for i in sorted(op.modified))
+        return Entry(
+            tuple(dict.fromkeys((*(t.origin for t in op.inputs if not self._is_fixed(t.origin)), *stacks))),
+            (*op.outputs, *written),
+            place=self._place_of(op),
+            op=op,
+            ways=tuple(self._ways(op, stacks)),
+            condition=op.inputs[0].origin if chooses(op) else None,
+            turns=op.runs[0].turns,
+            extra=op.runs[0].own,
+        )
+
+    def _ways(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[Way]:
+        """The graphs of an op that is entered: of a call or a loop one, of a conditional two."""
+        kept = tuple((stack, stack) for stack in stacks)
+        for run in op.runs:
+            given = tuple((t.origin, inner) for t, inner in zip(run.given, run.inputs, strict=False))
+            fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_fixed(t)}
+            returned = tuple((result, t.origin) for result, t in run.results)
+            written = tuple(given[i] for i in sorted(op.modified))
+            again = {inner: inner for _, inner in (*given, *kept)}
+            again |= zip(run.inputs, (inner for _, inner in returned[: run.carried]), strict=False)
+            yield Way(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
+
+    def _piece(self, ops: Sequence[Op]) -> Piece:
+        encoding = self._choice.encoded(ops, self.changed)
+        made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
+        made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
+        place = self._place_of(ops[0])
+        reads = tuple(t for t in encoding.roots if not self._is_fixed(t))
+        size = self._choice.size(ops)
+        return Piece(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
+
+    def _find_last_uses(self, needed: set[Tensor]) -> None:
+        """What each step makes, and what nobody needs after it.
+
+        Pieces of one structure all make what any of them has to, so that they are compiled once.
+        """
+        asked: dict[Structure, set[int]] = defaultdict(set)
+        for step in reversed(self.steps):
+            if isinstance(step, Piece):
+                asked[step.form].update(step.encoding.numbers[t] for t in step.makes if t in needed)
+            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
+            needed -= set(step.makes) - set(step.reads)
+            needed |= set(step.reads)
+        for step in self.steps:
+            if isinstance(step, Piece):  # an entry makes all results
+                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.form])
+                step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
+
+    def _grouped(self) -> Iterator[Piece | Entry]:
+        """The steps, with those taken together that come again and again in the same order.
+
+        All that the pieces make is made by the group too, needed or not, so that programs share it: values between
+        them live until its end.
+        """
+        forms = [(step.form, step.place) if isinstance(step, Piece) else id(step) for step in self.steps]
+        sizes = [step.size if isinstance(step, Piece) else 0 for step in self.steps]
+        for first, count in spans(forms, sizes, [step.place for step in self.steps]):
+            yield self._group(self.steps[first : first + count]) if count > 1 else self.steps[first]
+
+    def _group(self, pieces: Sequence[Any]) -> Piece:
+        """Pieces that follow each other, as one."""
+        piece = self._piece([op for piece in pieces for op in piece.ops])
+        piece.makes = tuple(dict.fromkeys(t for each in pieces for t in each.makes))
+        piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
+        return piece
+
+    # Places
+
+    def _place_of(self, op: Op) -> int:
+        """Where an op runs."""
+        return self._place if self._is_whole else self._choice.place(op)
+
+    def _touch(self, t: Tensor, place: int) -> int:
+        """Where a storage is; in this place, if nothing has been said of it yet."""
+        if t not in self.at:
+            self.at[t] = self.starts[t] = place
+        return self.at[t]
+
+    def _bring(self, step: Step, wanted: Mapping[Tensor, int]) -> None:
+        """Have a step find storages where it wants them."""
+        missing = [(t, p) for t, p in wanted.items() if self._touch(t, p) != p and p not in self._copies[t]]
+        for t, p in missing:
+            self._copies[t].add(p)
+        step.fetches += tuple(missing)
+
+    def _leave(self, step: Step, ends: dict[Tensor, int]) -> None:
+        """Note where what a step makes is afterwards. Copies of what it overwrites are of no use any more."""
+        step.ends = ends
+        self.at.update(ends)
+        stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copies.pop(t, ()))]
+        step.drops = (*step.frees, *stale)
+
+    # Entries
+
+    def _enter(self, step: Entry) -> Nested[None]:
+        """Plan what an entry goes through, and have that find what is passed to it."""
+        owned = set(self.owned)
+        for way in step.ways:
+            yield self._go(step, way, owned)
+            self._bring_to(step, way)
+        ends: dict[Tensor, int] = {}
+        for way in step.ways:
+            left = {t: way.inside.at[inner] for t, inner in way.returned}
+            ends = left | ends
+            way.sent = tuple((t, ends[t]) for t in left if left[t] != ends[t])
+        self._leave(step, ends)
+
+    def _go(self, step: Entry, way: Way, owned_before: set[Tensor]) -> Nested[None]:
+        """Plan one graph that an entry goes through. Two storages may hold one array afterwards: neither is then owned.
+
+        What another way leaves with somebody else is not owned either.
+        """
+        origins = Counter(origin for origin, _ in way.given)
+        given_up = {*step.frees, *step.makes}
+        owned = {t for origin, t in way.given if origin in owned_before & given_up and origins[origin] == 1}
+        kept = {inner for _, inner in way.returned}
+        if step.turns > 1:
+            owned &= {t for origin, t in way.given if way.again[t] is not t or origin in step.makes}
+            owned -= self._choice.lost[step.op]
+            kept.update(way.again.values())
+        last = tuple(stack.turn for stack in self._stacks.get(step.op, ()))
+        while True:
+            is_whole = self._is_whole or not self._choice.is_on_several(step.op)
+            ops = (*way.graph.ops, *last)
+            way.inside = yield Steps(ops, self._choice, owned, kept, step.place, is_whole).planned()
+            passed = Counter(way.again.values())
+            lost = {t for t in owned if passed[way.again[t]] > 1 or way.again[t] not in way.inside.owned}
+            if step.turns == 1 or not lost:
+                break
+            self._choice.lost[step.op] |= lost
+            owned -= lost
+        returned = Counter(inner for _, inner in way.returned)
+        inputs = {t for _, t in way.given}
+        # What is not owned inside and no input is perhaps what some input holds, handed on by a call.
+        passed_on = {inner.spec for inner in returned.keys() - inputs - way.inside.owned}
+        for origin, t in way.given:
+            if t not in way.inside.owned and (returned[t] or t.spec in passed_on):
+                self.owned.discard(origin)
+        for t, inner in way.returned:
+            is_first, is_alone = way is step.ways[0], returned[inner] == 1 and inner in way.inside.owned
+            if is_alone and (is_first or t in self.owned):
+                self.owned.add(t)
+            else:
+                self.owned.discard(t)
+
+    def _bring_to(self, step: Entry, way: Way) -> None:
+        """Have the steps of an entry find what is passed to them where they need it, in each turn."""
+        if step.condition is not None:
+            self._touch(step.condition, step.place)
+        starts, at = way.inside.starts, way.inside.at
+        keys: list[Key] = []
+        for origin, t in way.given:
+            place = starts.get(t)
+            if t in way.fixed or place is None:
+                keys.append(origin)
+                continue
+            self._bring(step, {origin: place})
+            keys.append(origin if self.at[origin] == place else (origin, place))
+        way.keys = tuple(keys)
+        if step.turns > 1:
+            way.returns = tuple((t, starts[t]) for t in way.again if t in starts and at[way.again[t]] != starts[t])
+
+    def all(self) -> Iterator[tuple[Piece | Entry, int]]:
+        """All steps, those inside of entries too, each with how often it is done."""
+        waiting = [(step, 1) for step in reversed(self.steps)]
+        while waiting:
+            step, times = waiting.pop()
+            yield step, times
+            if isinstance(step, Entry):
+                inside = [inner for way in step.ways for inner in way.inside.steps]
+                waiting += [(inner, times * step.turns) for inner in reversed(inside)]
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, in the order in which they first run."""
+        return tuple(step for step, _ in self.all() if isinstance(step, Piece))
+
+    def homes(self) -> dict[Channel, int]:
+        """Where each stream and buffer is: with the piece that uses it first."""
+        homes: dict[Channel, int] = {}
+        for piece in self.pieces():
+            for c in piece.channels:
+                homes.setdefault(c, piece.place)
+        return homes
+
+    def is_worthwhile(self) -> bool:
+        """Whether the pieces are large enough to be in several places on CPUs."""
+        pieces = [(step, times) for step, times in self.all() if isinstance(step, Piece)]
+        copies = sum(len(step.fetches) * times for step, times in self.all())
+        copies += sum(sum(p != step.place for p in step.ends.values()) * times for step, times in pieces)
+        numbers = sum(self._choice.numbers(step.ops) * times for step, times in pieces)
+        return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
+
+    def prepare(self, targets: Mapping[int, Target], place: int) -> None:
+        """Put the numbers with which constants begin to where the steps find them. Nobody owns these arrays."""
+        self._begin = {
+            t: targets[self.starts.get(t, place)].replicas.put(to_device(t.data, t.dtype)) for t in self.changed
+        }
+
+    def running(self, values: Values, run: Run) -> Nested[None]:
+        """Do the steps."""
+        values.update(self._begin)
+        for step in self.steps:
+            if isinstance(step, Piece):
+                step(values, run)
+            else:
+                yield step.running(values, run)
+
+    def curve(self, copies: int) -> Nested[tuple[list[tuple[Piece, int, int]], list[Life]]]:
+        """The pieces in order, each with bytes that are in use in its place while it runs, besides what goes into the
+        steps: of values that were made before, and of what it makes and needs by itself. Then the values that are held
+        between pieces. `copies` are there of each value."""
+        alive: dict[Tensor, tuple[int, int, int]] = {}
+        curve: list[tuple[Piece, int, int]] = []
+        lives: list[Life] = []
+
+        def held(place: int) -> int:
+            return sum(size for p, size, _ in alive.values() if p == place)
+
+        for step in self.steps:
+            made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
+            if isinstance(step, Piece):
+                needed = step.structure.executable.memory_analysis().temp_size_in_bytes
+                curve.append((step, held(step.place), sum(made.values()) + needed))
+            else:  # what an entry makes, its steps make
+                for way in step.ways:
+                    inner, within = yield way.inside.curve(copies)
+                    lives += (Life(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within)
+                    curve += [(piece, held(piece.place) + before, inside) for piece, before, inside in inner]
+            now = len(curve) - 1
+            alive |= {t: (step.ends[t], size, now) for t, size in made.items()}
+            for t in step.frees:
+                if t in alive:
+                    lives.append(Life(t, *alive.pop(t), now))
+        lives += (Life(t, *known, len(curve) - 1) for t, known in alive.items())
+        return curve, lives

@@ -1,0 +1,71 @@
+"""What a loop stacks, where the host goes through its turns: values that are carried, and written a part at a time.
+
+A loop of XLA stacks by itself. Where the turns are steps of the host, two ops that no graph has do it: one makes room
+before the loop; the other, at the end of each turn, writes what that turn gives. They run where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from popxl.core.tensor import Tensor
+from popxl.op import Op, OpKind, Overwrites
+from popxl.ops.host import init_kind
+
+turn_kind = OpKind(
+    "StackTurn",
+    lambda stack, value, turn: lax.dynamic_update_index_in_dim(stack, value, turn, 0),
+    shape=lambda stack, value, turn: (),
+    traits=[Overwrites("stack", aliased=False)],
+    gradient=None,
+)
+
+
+class Stack(NamedTuple):
+    """A result of a loop in which those of all turns are stacked, and the ops for it."""
+
+    result: Tensor
+    room: Op
+    turn: Op
+
+
+def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
+    """What a loop stacks.
+
+    Args:
+        loop: the loop.
+        home: gives the IPU that a tensor is on.
+    """
+    (run,) = loop.runs
+    stacks = []
+    for result, value in zip(loop.outputs[run.carried :], run.outputs[run.carried :], strict=True):
+        at = home(value)
+        room = _beside(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
+        stacks.append(Stack(result, room, _beside(loop, at, turn_kind, (result, value, run.own[0]), ())))
+    return tuple(stacks)
+
+
+def _beside(
+    loop: Op, ipu: int, kind: OpKind, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], **attributes: Any
+) -> Op:
+    """An op that is in no graph, in the name of a loop."""
+    return Op.restore(
+        kind,
+        loop.graph,
+        loop.source,
+        id=loop.id,
+        name=loop.name,
+        inputs=inputs,
+        outputs=outputs,
+        operands=None,
+        attributes=attributes,
+        modified=kind.modified(attributes),
+        ipu=ipu,
+        io_tiles=loop.io_tiles,
+        location=(ipu, loop.io_tiles),
+        execution_context=loop.execution_context,
+        after=(),
+    )

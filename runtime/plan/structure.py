@@ -1,0 +1,197 @@
+"""What a piece of a program is, whatever its tensors are called: pieces of equal structure share one executable.
+
+A structure is found once and compared by identity: that of a graph stands for its whole content. Equal graphs have the
+same one, also if they belong to different programs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import callees_first
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import is_call
+from popxl.graph import Graph
+from popxl.op import Op
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import Stream
+
+
+class Structure:
+    """The content of a graph or of a run of ops. There is one object for each content.
+
+    Attributes:
+        executable: what the content was compiled to, once it has been.
+        text: gives the text that it was compiled from.
+    """
+
+    __slots__ = ("__weakref__", "code", "executable", "text")
+
+    def __init__(self, code: tuple[Any, ...]) -> None:
+        self.code = code
+        self.executable: Any = None
+        self.text: Callable[[], str] = str
+
+
+_known: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
+_lock = threading.RLock()  # threads share what is known
+
+
+def structure_of(code: tuple[Any, ...]) -> Structure:
+    """The one structure with this content. It lives as long as somebody holds it."""
+    with _lock:
+        found = _known.get(code)
+        if found is None:
+            found = _known[code] = Structure(code)
+    return found
+
+
+def forget() -> None:
+    """Let nobody find the structures that are known: what is compiled next is compiled anew."""
+    _known.clear()
+
+
+class _Same:
+    """Stands for an object that is equal to itself only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+class Structures:
+    """The structures of the graphs of one program, each found once."""
+
+    def __init__(self, main: Graph) -> None:
+        self.of = cache(self._graph)
+        self.size = cache(self._size)
+        self.calls = cache(self._calls)
+        for graph in callees_first(main)[:-1]:  # so that none of these has to look further than one call
+            self.of(graph), self.size(graph), self.calls(graph)
+
+    def _graph(self, graph: Graph) -> Structure:
+        """The structure of a graph."""
+        encoding = Encoding(self)
+        for t in graph.inputs:
+            encoding.add(t, ("input", t.spec, t.by_ref))
+        for op in graph.ops:
+            encoding.op(op)
+        encoding.code.append(tuple(map(encoding.operand, graph.outputs)))
+        return structure_of(tuple(encoding.code))
+
+    def _size(self, graph: Graph) -> int:
+        """How many ops XLA sees of a graph, where no call is kept."""
+        return sum(1 + sum(map(self.size, op.called_graphs)) for op in graph.ops)
+
+    def _calls(self, graph: Graph) -> Counter[Structure]:
+        """How often running a graph calls each structure. What loops and conditionals call is theirs."""
+        counts: Counter[Structure] = Counter()
+        for op in graph.ops:
+            if is_call(op):
+                (callee,) = op.called_graphs
+                counts[self.of(callee)] += 1
+                counts.update(self.calls(callee))
+        return counts
+
+
+class Encoding:
+    """Ops written down with numbers in place of tensors.
+
+    Attributes:
+        code: what is written down.
+        roots: the tensors that are read and that no op here makes, in the order in which they are first met.
+
+    Args:
+        structures: those of called graphs.
+        passed: constants that are roots, too: what is written down does not depend on their values.
+    """
+
+    def __init__(self, structures: Structures, passed: Container[Tensor] = ()) -> None:
+        self.code: list[Any] = []
+        self.roots: list[Tensor] = []
+        self.numbers: dict[Tensor, int] = {}
+        self._structures = structures
+        self._passed = passed
+
+    def add(self, t: Tensor, code: Any) -> int:
+        """Give a tensor the next number."""
+        self.code.append(code)
+        number = self.numbers[t] = len(self.numbers)
+        return number
+
+    def op(self, op: Op) -> None:
+        """Write down an op. Views are written down where they are looked through."""
+        if op.kind.view is None:
+            for part in op.parts:
+                inputs = tuple(map(self.operand, part.inputs))
+                self.code.append((part.kind, part.operands, self._attributes(part), inputs, part.modified))
+                for t in part.outputs:
+                    if t.origin is t:
+                        self.add(t, t.spec)
+
+    def operand(self, t: Tensor) -> int:
+        """The number of a tensor, or of the tensor that it is an alias of."""
+        t = t.origin
+        return self.numbers[t] if t in self.numbers else done(self._met(t))
+
+    def _met(self, t: Tensor) -> Nested[int]:
+        """The number of a tensor that is met for the first time. A view comes after what it is a view of."""
+        producer = t.producer
+        if producer is not None and producer.kind.view is not None:
+            bases = [base.origin for base in producer.inputs]
+            for base in bases:
+                if base not in self.numbers:
+                    yield self._met(base)
+            numbers = tuple(self.numbers[base] for base in bases)
+            return self.add(t, (producer.kind, producer.operands, self._attributes(producer), numbers))
+        if isinstance(t, Constant) and t not in self._passed:
+            return self.add(t, (t.spec, self._token(t.data)))
+        self.roots.append(t)
+        return self.add(t, ("root", t.spec))
+
+    def _attributes(self, op: Op) -> tuple[Any, ...]:
+        return tuple((name, self._token(value)) for name, value in op.attributes.items())
+
+    def _token(self, value: Any) -> Any:
+        """A value as something that is equal for equal values only: 1, 1.0 and True are three."""
+        if isinstance(value, Graph):
+            return self._structures.of(value)
+        if isinstance(value, tuple | list):
+            return (type(value), *map(self._token, value))
+        if isinstance(value, dict):
+            return (dict, *((self._token(k), self._token(v)) for k, v in value.items()))
+        if isinstance(value, float):
+            return repr(value)
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
+            return (value.dtype, value.shape, value.tobytes())
+        if isinstance(value, RemoteBuffer):  # what is compiled depends on the number of slots, which may be set
+            return (_Same(value), value.spec, value.entries)
+        if isinstance(value, np.ndarray | Stream) or type(value).__hash__ is None:
+            return _Same(value)
+        return (type(value), value)
+
+
+_LARGE = 4096  # bytes; larger arrays are equal to themselves only
+
+
+def encoded(ops: Iterable[Op], structures: Structures, passed: Container[Tensor] = ()) -> Encoding:
+    """A run of ops, written down; see `Encoding`."""
+    encoding = Encoding(structures, passed)
+    for op in ops:
+        encoding.op(op)
+    return encoding

@@ -1,0 +1,316 @@
+"""A program run op by op, to find the first op that makes a NaN or an infinity.
+
+Ops are carried out by the lowering that a compiled program is made of, at once and not traced: only what decides how
+often a graph is run, loops and conditionals, is Python's here. Each replica goes its own way until it has to talk to
+the others. Nothing is given up, so that a run which ends with an error has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from popxl.base.log import Logger
+from popxl.base.nesting import Nested, doing
+from popxl.base.pages import Table
+from popxl.core.printing import line
+from popxl.core.tensor import Tensor
+from popxl.core.traits import chooses, is_loop
+from popxl.errors import NonFiniteError, PopxlError
+from popxl.op import Op
+from popxl.options import SessionOptions
+from popxl.values.spec import brief
+from runtime.lowering.effects import Channel, Channels
+from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results
+from runtime.lowering.replicas import Replicas
+
+_log = Logger("session")
+
+Array = Any
+
+
+class _Unusual(NamedTuple):
+    """How many numbers are not finite."""
+
+    nans: int
+    infinities: int
+
+    def __str__(self) -> str:
+        counted = ((self.nans, "NaN", "NaNs"), (self.infinities, "infinity", "infinities"))
+        return " and ".join(f"{count} {one if count == 1 else several}" for count, one, several in counted if count)
+
+
+@dataclass
+class _Site:
+    """An op that runs a graph, while it does; of a loop, how many turns have begun."""
+
+    op: Op
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What a replica brings to an op that replicas carry out together, and what of it is not finite."""
+
+    op: Op
+    operands: Sequence[Array]
+    unusual: _Unusual
+
+
+class Debugged(Lowering):
+    """The lowering of one replica, which looks at what each op makes.
+
+    Args:
+        ops, options, replicas: as for any lowering.
+        replica: the number of this one.
+        infinities: whether to report these, too.
+    """
+
+    def __init__(
+        self, ops: Iterable[Op], options: SessionOptions, replicas: Replicas, replica: int, infinities: bool
+    ) -> None:
+        super().__init__(ops, options, keep_calls=False, replicas=replicas)
+        self.steps = 0  # how many ops it has carried out
+        self._replica = replica
+        self._infinities = infinities
+        self._sites: list[_Site] = []
+
+    @property
+    def is_shared(self) -> bool:
+        """No: each replica is run by itself."""
+        return False
+
+    def on(self, replicas: Replicas) -> Lowering:
+        """The lowering of all replicas at once."""
+        return Lowering((), self._options, replicas=replicas)
+
+    def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
+        """Do what an op does, and look at what it has made. A view is looked at where somebody looks through it."""
+        if op.kind.view is not None:
+            return None
+        return (self._entered if op.called_graphs else self._watched)(op, environment, channels)
+
+    def _entered(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+        """An op that runs graphs: their ops are looked at."""
+        enter = self._loop if is_loop(op) else self._conditional if chooses(op) else super().carry_out
+        self._sites.append(_Site(op))
+        try:
+            yield enter(op, environment, channels)
+        finally:
+            self._sites.pop()
+
+    def _loop(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+        loop, (run,) = Loop(op, environment), op.runs
+        state, rows = loop.start, []
+        for i in range(run.turns):
+            self._sites[-1].turn += 1
+            state, further = yield loop.turning(self, state, jnp.asarray(i, jnp.int32), channels)
+            rows.append(further)
+        if rows:
+            stacked = list(map(jnp.stack, zip(*rows, strict=True)))
+        else:
+            stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[run.carried :]]
+        loop.finish(state, stacked, environment)
+
+    def _conditional(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+        check_bound(op)
+        taken = environment.read(op.inputs[0]).item()
+        (run,) = (run for run in op.runs if run.when == taken)
+        results = yield self.calling(run.graph, [environment.read(t) for t in run.given], channels)
+        for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
+            environment.write(t, value)
+
+    def _watched(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+        """An op that runs no graph."""
+        self.steps += 1
+        operands = [environment.read(t) for t in op.inputs]
+        before = _unusual(operands)
+        if op.kind.between_replicas and self.replicas.count > 1:
+            self._check(op, operands, channels)
+            results, before = yield _Meeting(op, operands, before)
+            store_results(op, results, environment)
+        else:
+            super().carry_out(op, environment, channels)
+        targets = [op.inputs[i] for i in sorted(op.modified)]
+        if not op.kind.aliased:
+            targets = [*op.outputs, *targets]
+        made = [environment.read(t) for t in targets]
+        after = _unusual(made)
+        new_nan = after.nans and not before.nans
+        new_infinity = self._infinities and after.infinities and not any(before)
+        # What an exchange brings was put there by the user, or by ops that have been looked at.
+        if (new_nan or new_infinity) and not op.kind.exchange:
+            message = self._message(op, operands, targets, made, before, after)
+            raise NonFiniteError(message, op, self._replica)
+
+    # What is said ---------------------------------------------------------------------------------------------------
+
+    def _message(
+        self,
+        op: Op,
+        operands: Sequence[Array],
+        targets: Sequence[Tensor],
+        made: Sequence[Array],
+        before: _Unusual,
+        after: _Unusual,
+    ) -> str:
+        """Which op, where, on which numbers, and what to do."""
+        replica = f", on replica {self._replica}" if self.replicas.count > 1 else ""
+        rows = [_row(t, "", array) for t, array in zip(op.inputs, operands, strict=True)]
+        rows += [_row(t, ", made of them", array) for t, array in zip(targets, made, strict=True)]
+        columns = ["of what is finite:", "min", "max", "mean", "NaN", "infinite"]
+        source = "infinities, and no NaN" if any(before) else "finite numbers"
+        return "\n".join(
+            [
+                f"Session.run: an op has made {after} of {source}{replica}.",
+                "",
+                *_shown(op),
+                *(text for site in self._callers() for text in _shown(site.op, site.turn)),
+                "",
+                Table(columns, rows).text(),
+                "",
+                f"{_advice(targets, made)} The variables are as they were before this run.",
+            ]
+        )
+
+    def _callers(self) -> list[_Site]:
+        """The way from an op to the main graph. What a loop runs may be just a call, which says nothing more."""
+        shown = []
+        is_in_loop = False
+        for site in self._sites:
+            if not (is_in_loop and site.op.graph.ops == [site.op]):
+                shown.append(site)
+            is_in_loop = is_loop(site.op)
+        return shown[::-1]
+
+
+def _shown(op: Op, turn: int = 0) -> list[str]:
+    """An op as its graph prints it, and where that is."""
+    graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
+    of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
+    turns = f", in turn {turn} of {op.runs[0].turns}" if turn else ""
+    return [f"    {line(op)}{turns}", f"        in {graph.title}{of}, at {text}({op.source})"]
+
+
+def _advice(targets: Sequence[Tensor], made: Sequence[Array]) -> str:
+    for t, array in zip(targets, made, strict=True):
+        is_full = any(_unusual([array])) if t.dtype.is_float8 else _unusual([array]).infinities
+        if is_full and t.dtype.itemsize < 4:
+            largest = float(jnp.finfo(t.dtype.as_jax()).max)
+            return (
+                f"{t.dtype.name} ends at {largest:g}: compute this in float32, or make the numbers that go in smaller "
+                "(by a smaller loss scale, for example)."
+            )
+    return (
+        "Keep the numbers that go in where the op is defined (away from 0 by `ops.maximum`, or by adding a little), or "
+        "find out from the ops before how they became so large."
+    )
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(array: Array) -> np.ndarray:
+    """The floats of an array on the host; none, of one that has no floats."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return np.zeros(0)
+    numbers = np.asarray(array)
+    return numbers if numbers.dtype.itemsize > 1 else numbers.astype(np.float32)
+
+
+def _unusual(arrays: Sequence[Array]) -> _Unusual:
+    """How many numbers of arrays are not finite."""
+    found: Counter[str] = Counter()
+    for array in arrays:
+        numbers = _numbers(array)
+        if not np.isfinite(numbers).all():
+            found.update(nans=int(np.isnan(numbers).sum()), infinities=int(np.isinf(numbers).sum()))
+    return _Unusual(found["nans"], found["infinities"])
+
+
+def tell_given_nans(arrays: Mapping[Tensor | Channel, Array]) -> None:
+    """Say in the log which variables, buffers and streams hold NaN before a run: no op of it is to blame for them."""
+    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays.items() if (count := _unusual([array]).nans)]
+    if found:
+        _log.warn(
+            f"Session.debugging: before the run there is NaN in {', '.join(found)}. Ops that pass it on are not "
+            "reported; look for what made it in an earlier run, or in the data."
+        )
+
+
+def _title(thing: Tensor | Channel) -> str:
+    return f"`{thing.name}`" if isinstance(thing, Tensor) else str(thing)
+
+
+def _row(t: Tensor, what: str, array: Array) -> list[str]:
+    """A tensor and its numbers, as a row of a table."""
+    nans, infinities = _unusual([array])
+    numbers = np.asarray(array)
+    numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else numbers.dtype).ravel()
+    finite = numbers[np.isfinite(numbers)]
+    ranges = [f"{value:g}" for value in (finite.min(), finite.max(), finite.mean())] if finite.size else [""] * 3
+    return [f"{t.name}: {brief(t)}{what}", *ranges, str(nans), str(infinities)]
+
+
+# All replicas --------------------------------------------------------------------------------------------------------
+
+
+def together(works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]) -> list[Any]:
+    """Do the work of all replicas: of each as far as it needs nothing of the others, then what they do together.
+
+    Args:
+        works: for each replica, its run of the program.
+        lowerings: for each replica, what carries that out.
+        devices: for each replica, where.
+
+    Returns:
+        What the works return, in their order.
+
+    Raises:
+        NonFiniteError: of the replica that has got least far, if several have made a NaN or an infinity.
+        PopxlError: if replicas come to different ops, where they would wait for each other.
+    """
+    going = [doing(work) for work in works]
+    answers: list[Any] = [None] * len(going)
+    while True:
+        meetings: list[_Meeting] = []
+        returned: list[Any] = []
+        problems: list[tuple[int, NonFiniteError]] = []
+        for work, lowering, device, answer in zip(going, lowerings, devices, answers, strict=True):
+            try:
+                with jax.default_device(device):
+                    meetings.append(work.send(answer))
+            except StopIteration as end:
+                returned.append(end.value)
+            except NonFiniteError as problem:
+                problems.append((lowering.steps, problem))
+        if problems:
+            raise min(problems, key=lambda each: each[0])[1]
+        if not meetings:
+            return returned
+        if returned or len({meeting.op for meeting in meetings}) > 1:
+            shown = [f"{op!r} ({op.source})" for op in dict.fromkeys(meeting.op for meeting in meetings)]
+            raise PopxlError(
+                f"Session.run: replicas have come to different ops that talk to other replicas: {', '.join(shown)}"
+                f"{', or the end' if returned else ''}. Have all of them take the same branches of conditionals."
+            )
+        answers = _met(meetings, lowerings[0], devices)
+
+
+def _met(
+    meetings: Sequence[_Meeting], lowering: Debugged, devices: Sequence[jax.Device]
+) -> list[tuple[list[Array], _Unusual]]:
+    """What an op makes for each replica; and what was not finite in what any of them brought."""
+    op, on_one = meetings[0].op, Replicas(len(meetings), devices[:1])
+    brought = zip(*(meeting.operands for meeting in meetings), strict=True)
+    operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in brought]
+    made = on_one.spread(lambda operands: lowering.on(on_one).apply(op, operands))(operands)
+    results = made if isinstance(made, tuple | list) else [made]
+    unusual = _Unusual(*map(sum, zip(*(meeting.unusual for meeting in meetings), strict=True)))
+    return [([jax.device_put(t[i], device) for t in results], unusual) for i, device in enumerate(devices)]

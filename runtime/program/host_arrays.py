@@ -1,0 +1,201 @@
+"""What the host hands to a program and gets back: arrays for its streams, checked and in the form that it expects."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from popxl.errors import PopxlRuntimeError
+from popxl.fp8_utils import in_transit, to_host
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
+from runtime.lowering.effects import sent
+from runtime.program.program import Program
+
+
+class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
+    """What a run stored, by stream. An array is fetched from the device when it is first looked at.
+
+    It is a `dict` to whoever asks; but its contents are in `data`, as a `dict` would hand them out unfetched. (A C
+    function that reads a `dict` past its methods finds it empty.)
+    """
+
+    def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
+        self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+    def wait(self) -> None:
+        """Return once the run has ended. Nothing is fetched."""
+        jax.block_until_ready(list(self.data.values()))
+
+    def __reversed__(self) -> Iterator[DeviceToHostStream]:
+        return reversed(self.data)
+
+    def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
+        array = self.data[stream]
+        if not isinstance(array, np.ndarray):
+            host = to_host(np.asarray(array), stream.dtype)
+            array = self.data[stream] = host if host.flags.writeable else host.copy()
+        return array
+
+
+class HostArrays:
+    """The arrays of the streams of one program.
+
+    Args:
+        program: the program, which says what it expects.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._inputs = frozenset(program.inputs)
+        self._is_refused = any(count > program.transfers for count in program.counts.values())
+        self._expected = tuple((s, program.host_shape(s), in_transit(s.dtype)) for s in program.inputs)
+
+    # In -------------------------------------------------------------------------------------------------------------
+
+    def feeds(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
+        """The arrays to run with, in the order of the program. All are checked before any is used.
+
+        Raises:
+            ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
+            PopxlRuntimeError: for an array of the wrong dtype.
+        """
+        if self._is_refused:
+            self._program.check_transfers()
+        if type(inputs) is not dict and not isinstance(inputs, Mapping):  # the second takes longer
+            raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
+        if inputs.keys() != self._inputs:
+            _check_streams("input", self._program.inputs, inputs)
+        arrays = []
+        for stream, shape, dtype in self._expected:
+            array = inputs[stream]
+            if type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
+                # The program may read it after `run` has returned, when the caller fills it with the next batch.
+                arrays.append(array.copy())
+            else:
+                arrays.append(self._converted(stream, array, shape, dtype, downcast))
+        return tuple(arrays)
+
+    def _converted(
+        self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
+    ) -> Any:
+        """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
+        array = self._fitted(stream, _array(stream, value, downcast), shape)
+        if isinstance(array, jax.Array):
+            array = jax.device_put(array, self._program.feed_sharding(stream))
+        host_dtype = stream.dtype.as_numpy()
+        if array.dtype == dtype:
+            return array
+        if array.dtype == np.int64 and dtype == np.int32:
+            return _narrowed(stream, np.asarray(array), dtype)
+        if stream.dtype.is_float8 and array.dtype == stream.dtype.as_jax() and isinstance(array, jax.Array):
+            return sent(array, stream.dtype)
+        if array.dtype in (host_dtype, stream.dtype.as_jax()):
+            return np.ascontiguousarray(array).reshape(array.shape).view(dtype)  # float8, as its bytes
+        raise PopxlRuntimeError(
+            f"Session.run: the array for {stream} has the dtype {getattr(value, 'dtype', array.dtype)}; expected "
+            f"{host_dtype}. Pass `array.astype(np.{host_dtype})`."
+        )
+
+    def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
+        """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped."""
+        if array.shape == shape:
+            return array
+        transfers = self._program.transfers
+        if transfers > 1:
+            if not array.shape or array.shape[0] < transfers:
+                raise (ValueError if array.shape else IndexError)(
+                    f"Session.run: the array for {stream} has the shape {array.shape}; its first dimension has to hold "
+                    f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
+                )
+            array = array[:transfers]
+        one_number_each = len(array.squeeze().shape) <= len(self._program.leading_dimensions)
+        if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
+            raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
+        return array.reshape(shape)
+
+    # Out ------------------------------------------------------------------------------------------------------------
+
+    def new_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
+        """An array, with undefined contents, for each output stream."""
+        return {s: np.empty(self._program.host_shape(s), s.dtype.as_numpy()) for s in self._program.outputs}
+
+    def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
+        """Check arrays that a run is to fill; errors as for `feeds`, and a `TypeError` for other things than arrays."""
+        _check_streams("output", self._program.outputs, arrays)
+        for s in self._program.outputs:
+            if not isinstance(arrays[s], np.ndarray):
+                raise TypeError(
+                    f"Session.run_with_outputs: expected a NumPy array for {s} to be filled; got {arrays[s]!r} "
+                    f"({type(arrays[s]).__name__})."
+                )
+            if not (arrays[s].flags.c_contiguous and arrays[s].flags.writeable):
+                raise ValueError(
+                    f"Session.run_with_outputs: the array for {s} cannot be filled: expected one that is C-contiguous "
+                    "and can be written, such as `create_host_outputs` makes."
+                )
+            fitted = self._fitted(s, arrays[s], self._program.host_shape(s))
+            if fitted.dtype != s.dtype.as_numpy():
+                raise PopxlRuntimeError(
+                    f"Session.run_with_outputs: the array for {s} has the dtype {fitted.dtype}; expected "
+                    f"{s.dtype.as_numpy()}."
+                )
+
+    def fill(
+        self, arrays: Mapping[DeviceToHostStream, np.ndarray], results: Mapping[DeviceToHostStream, np.ndarray]
+    ) -> None:
+        """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
+        for s in self._program.outputs:
+            room = (self._program.transfers, self._program.replicas.local_count, *s.shape)
+            used = self._program.counts[s]
+            array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
+            np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
+
+
+def _array(stream: Stream, value: Any, downcast: bool) -> Any:
+    """A feed as an array of JAX, if it is one, or of NumPy; narrowed to 32 bits, if it may be. `ValueError` for what
+    cannot be an array, or cannot be narrowed."""
+    try:
+        if isinstance(value, jax.Array):
+            if value.is_deleted():
+                raise ValueError("it has been deleted, or given to something that overwrote it.")
+            return value
+        is_wide = type(value) is np.ndarray and value.dtype in downcast_np_dtypes
+        array = value if downcast and is_wide else to_numpy(value, downcast=False)
+    except (TypeError, ValueError, RuntimeError) as problem:  # ragged lists, say, or tensors that NumPy does not know
+        raise ValueError(
+            f"Session.run: what was given for {stream}, a {type(value).__name__}, is no array: {problem}"
+        ) from problem
+    target = downcast_np_dtypes.get(array.dtype) if downcast else None
+    if target is None:
+        return array
+    return _narrowed(stream, array, target) if target == stream.dtype.as_numpy() else to_numpy(array)
+
+
+def _narrowed(stream: Stream, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """A feed in the dtype of its stream. `ValueError` if it has a number that does not fit."""
+    return narrowed(array, dtype, f"Session.run: the array for {stream}")
+
+
+def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:
+    """`ValueError` that names every missing and unexpected stream at once."""
+    wanted = dict.fromkeys(expected)
+    missing = [str(s) for s in wanted if s not in given]
+    unexpected = [repr(s) for s in given if not isinstance(s, Stream) or s not in wanted]
+    problems = [
+        f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+    ]
+    if any(isinstance(s, Stream) and s not in wanted and str(s) in map(str, wanted) for s in given):
+        problems.append("streams of another Ir may have the same names as these")
+    if problems:
+        raise ValueError(
+            f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
+            f"Expected are {', '.join(map(str, wanted)) or 'none'}; the keys are the streams themselves."
+        )

@@ -1,0 +1,276 @@
+"""Which devices a program runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, Self
+from weakref import WeakSet
+
+import jax
+
+from popxl.core.aliasing import reachable
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from runtime import processes
+
+CPU_DEVICES = "POPXL_CPU_DEVICES"
+"""Environment variable: how many devices the CPU is divided into. By default as many as there are cores, and at most
+`MOST_CPU_DEVICES`. Replicas share them out."""
+
+MOST_CPU_DEVICES = 8
+
+OFFLINE_DEVICE = "POPXL_OFFLINE_DEVICE"
+"""Environment variable: the description of the device to use in place of the one that a program names."""
+
+PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
+"""Kinds of hardware that may be named, as JAX names them."""
+
+
+def ask_for_cpu_devices() -> None:
+    """Have JAX divide the CPU into several devices, unless it runs already, or has been told how many to make.
+
+    JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used.
+    With more, JAX starts a thread for each, and all that runs is divided among too many, even if it runs on one device.
+    """
+    by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if by_flag or jax.config.values["jax_num_cpu_devices"] != -1:
+        return
+    with contextlib.suppress(RuntimeError):  # JAX runs already
+        jax.config.update("jax_num_cpu_devices", int(os.environ.get(CPU_DEVICES, min(_cores(), MOST_CPU_DEVICES))))
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class DeviceType(Enum):
+    """What kind of device a description means."""
+
+    Cpu = "Cpu"
+    IpuModel = "IpuModel"
+    Ipu = "Ipu"
+
+
+class _Loaded(Protocol):
+    """What has arrays on a device, and can let them go."""
+
+    def release(self) -> None: ...
+
+
+class Device:
+    """The device that a session runs on, which may be several of JAX's: one for each IPU of each replica, if there are
+    enough, else one for each replica, else one for all.
+
+    A device is attached while a session is entered, or for as long as you like if you attach it yourself: a session
+    that is given an attached device can run at once.
+
+    Args:
+        name: what the user asked for.
+        jax_devices: the JAX devices. Of a program over several processes, those of all; they are in the order of the
+            replicas.
+        type: what kind of device it is.
+        numIpus: how many IPUs it stands for.
+        id: its number among its kind.
+
+    Attributes:
+        name, jax_devices, type, numIpus, id: as given.
+
+    Example:
+        >>> with popart.DeviceManager().acquireAvailableDevice(numIpus=2) as device:
+        ...     session = popxl.Session(ir, device)
+        ...     outputs = session.run(inputs)
+        >>> device.isAttached
+        False
+    """
+
+    def __init__(
+        self,
+        name: str,
+        jax_devices: Sequence[jax.Device],
+        type: DeviceType = DeviceType.Ipu,
+        numIpus: int = 1,
+        id: int = 0,
+    ) -> None:
+        self.name = name
+        self.jax_devices = tuple(jax_devices)
+        self.type = type
+        self.numIpus = numIpus
+        self.id = id
+        self._attached = False
+        self._loaded: WeakSet[Any] = WeakSet()
+
+    def __repr__(self) -> str:
+        return f"Device[{self}]"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(map(str, self.jax_devices))})"
+
+    @property
+    def isAttached(self) -> bool:
+        """Whether the device is attached: programs may run on it."""
+        return self._attached
+
+    def attach(self) -> bool:
+        """Attach the device. Always possible, and so always true: JAX's devices are shared."""
+        self._attached = True
+        return True
+
+    def tryAttachUntilTimeout(self) -> bool:
+        """The same as `attach`: there is nothing to wait for."""
+        return self.attach()
+
+    def detach(self) -> None:
+        """Let go of the device. What programs had there is lost, unless it was copied to the host."""
+        self._attached = False
+        for program in tuple(self._loaded):
+            program.release()
+        self._loaded.clear()
+
+    def loads(self, program: _Loaded) -> None:
+        """Note that a program has arrays here, which `detach` frees."""
+        self._loaded.add(program)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+
+def cpu_device(name: str = "cpu") -> Device:
+    """The CPU, as a single device."""
+    return Device(name, jax.local_devices(backend="cpu")[:1], DeviceType.Cpu)
+
+
+def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
+    """The CPU in the place of IPUs. The arguments are those of `hardware_device`."""
+    found = jax.local_devices(backend="cpu")
+    return Device("ipu_model", _some(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
+
+
+def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None, best: int = 0) -> Device:
+    """The best accelerator that JAX sees, else the CPU: `best` devices if there are enough, or `count`, else one.
+
+    Args:
+        count: how many devices.
+        ipus: how many IPUs they stand for, by default as many.
+        best: how many devices would be better than `count`.
+        kind: which hardware to take; see `PLATFORMS`.
+
+    Raises:
+        RuntimeError: if there is no hardware of this kind.
+    """
+    try:
+        found = jax.local_devices(backend=kind)
+    except RuntimeError as problem:
+        raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
+    return Device(kind or "ipu_hw", _some(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
+
+
+def all_devices() -> list[Device]:
+    """Each device of the best kind that JAX sees, by itself."""
+    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.local_devices())]
+
+
+def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
+    """As many devices as would be best, or as asked for, or one."""
+    return found[: next((wanted for wanted in (best, count) if 0 < wanted <= len(found)), 1)]
+
+
+def find_device(description: str | Device, ir: Ir) -> Device:
+    """The device for a description, checked against what the Ir needs.
+
+    For a program over several processes this joins them, and the device is made of those of all processes.
+
+    Args:
+        description: `"cpu"`; `"ipu_model"`, which is the CPU too; `"ipu_hw"`, the best accelerator that JAX sees, else
+            the CPU; `"gpu"`, `"cuda"`, `"rocm"` or `"tpu"`, that accelerator; or a device, which is taken as it is. The
+            environment variable `POPXL_OFFLINE_DEVICE` goes before a description.
+        ir: the program.
+
+    Raises:
+        ValueError: for another description, or if the program needs several devices and the CPU as one is described.
+        RuntimeError: if there is no such accelerator.
+        PopxlError: if other processes run some of the replicas, and a device object is given, or there are too few
+            devices here.
+    """
+    ipus = devices_needed(ir)
+    count = ir.instance_replication_factor
+    best = count * len(ipus_used(ir))
+    is_divided = processes.spans(count, ir.replication_factor)
+    if is_divided:
+        found = _over_processes(description, count, ipus, best)
+    else:
+        processes.warn_if_forgotten()
+        found = _found(description, count, ipus, best)
+    if found.type is DeviceType.Cpu and ipus > 1:
+        raise ValueError(
+            f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
+        )
+    return found
+
+
+def _found(description: str | Device, count: int, ipus: int, best: int = 0) -> Device:
+    if isinstance(description, Device):
+        return description
+    return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus, best)
+
+
+def _over_processes(description: str | Device, count: int, ipus: int, best: int) -> Device:
+    """The device of a program of which this process drives `count` replicas."""
+    processes.join()
+    own = _found(description, count, ipus, best)
+    if isinstance(description, Device):
+        raise PopxlError(
+            f"Session: {description} stands for devices of this process only, and others run the program, too. "
+            "Describe the device in words, such as 'ipu_hw'."
+        )
+    return Device(own.name, processes.devices_of_all(own.jax_devices, count, best), own.type, own.numIpus)
+
+
+def _described(description: str, count: int, ipus: int, best: int) -> Device:
+    if description == "cpu":
+        return cpu_device()
+    if description == "ipu_model":
+        return model_device(count, ipus, best)
+    if description == "ipu_hw":
+        return hardware_device(count, ipus, best=best)
+    if description in PLATFORMS:
+        return hardware_device(count, ipus, description, best)
+    raise ValueError(
+        f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw', a kind of hardware "
+        f"({', '.join(map(repr, PLATFORMS))}) or a device object."
+    )
+
+
+def processor(device: Device) -> str:
+    """What XLA may make use of on a CPU: its architecture, and a digest of its features, where they are known."""
+    if device.jax_devices[0].platform != "cpu":
+        return ""
+    features = Path("/proc/cpuinfo")
+    lines = features.read_text(encoding="utf-8", errors="replace").splitlines() if features.is_file() else []
+    known = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(known.split())).encode()).hexdigest()[:8]}"
+
+
+def devices_needed(ir: Ir) -> int:
+    """Number of devices that the program is placed on: a power of two."""
+    highest = max(ipus_used(ir), default=0)
+    return 1 << ((highest + 1) * ir.instance_replication_factor - 1).bit_length()
+
+
+def ipus_used(ir: Ir) -> set[int]:
+    """The IPUs that ops are placed on."""
+    return {op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops}
+
+
+ask_for_cpu_devices()

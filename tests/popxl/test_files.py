@@ -1,0 +1,159 @@
+"""Files and directories that are written whole or not at all: what is left behind, and by whom it is removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl.base.files import drafted, parsed, replace_file, replaced_file, sealed, unsealed
+from popxl.base.pages import Picture
+from popxl.program import saving
+from popxl_addons import checkpoint
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import popxl
+from popxl_addons import checkpoint
+
+folder, what, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def kill(event, args):
+    global step
+    if event == "os.rename":
+        step -= 1
+        if step < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+if what == "ir":
+    ir = popxl.Ir()
+    with ir.main_graph:
+        popxl.variable(2.0, name="v") + 1
+    ir.save(folder / "program")
+else:
+    with checkpoint.created(str(folder / "c")) as directory:
+        checkpoint.write_arrays(directory, {"v": np.full(2, 2.0)}, "safetensors")
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def program(value: float) -> popxl.Ir:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        popxl.variable(value, popxl.float32, name="v") + 1
+    return ir
+
+
+def loaded(path: Path) -> float:
+    return float(popxl.Ir.load(path).main_graph.variables[0].data)
+
+
+def killed(folder: Path, what: str, step: int) -> None:
+    """A process that writes something, and is killed at its rename of this number."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(folder), what, str(step)], check=False)
+    assert done.returncode == -9
+
+
+def test_a_save_of_a_program_that_is_killed(tmp_path: Path) -> None:
+    """The old one is there. The next save removes what was left, of whichever numbers."""
+    program(1.0).save(tmp_path / "program")
+    for step in (0, 1):  # at the numbers; at the program
+        killed(tmp_path, "ir", step)
+        assert len(names(tmp_path)) > 2 and loaded(tmp_path / "program") == 1
+    program(3.0).save(tmp_path / "program")
+    assert len(names(tmp_path)) == 2 and loaded(tmp_path / "program") == 3
+
+
+def test_a_checkpoint_that_is_killed(tmp_path: Path) -> None:
+    def write(value: float) -> None:
+        with checkpoint.created(str(tmp_path / "c")) as directory:
+            checkpoint.write_arrays(directory, {"v": np.full(2, value)}, "safetensors")
+
+    write(1.0)
+    killed(tmp_path, "checkpoint", 0)
+    assert len(names(tmp_path)) == 2
+    write(3.0)
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["checksums.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_somebody_still_writes_is_left_alone(tmp_path: Path, make) -> None:
+    beside = tmp_path / f"program-{'0' * 16}.safetensors"
+    with drafted(beside, make) as draft:
+        program(1.0).save(tmp_path / "program")
+        assert draft.exists()
+    assert not draft.exists()
+    make(draft)  # as if its process was gone
+    program(2.0).save(tmp_path / "program")
+    assert not draft.exists() and len(names(tmp_path)) == 2
+
+
+def test_two_that_save_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes between the numbers and the program of the other, and does not take the numbers for old ones."""
+    original = saving.replace_file
+
+    def late(path: Path, content: bytes) -> None:
+        monkeypatch.undo()
+        program(2.0).save(tmp_path / "program")
+        assert loaded(tmp_path / "program") == 2
+        original(path, content)
+
+    monkeypatch.setattr(saving, "replace_file", late)
+    program(1.0).save(tmp_path / "program")
+    assert loaded(tmp_path / "program") == 1
+    assert len(names(tmp_path)) == 2
+
+
+def test_names_that_are_patterns(tmp_path: Path) -> None:
+    """Only what is one's own is removed."""
+    others = [f".program-{'a' * 32}", f".{'x'}-{'a' * 31}", f"[px]-{'a' * 32}", f"p-{'a' * 16}.safetensors"]
+    for name in others:
+        (tmp_path / name).touch()
+    program(1.0).save(tmp_path / "[px]")
+    assert len(names(tmp_path)) == len(others) + 2
+    program(2.0).save(tmp_path / "[px]")
+    assert {*others} < {*names(tmp_path)} and len(names(tmp_path)) == len(others) + 2
+
+
+def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    replace_file(path, b"old")
+    with pytest.raises(ZeroDivisionError), replaced_file(path, lambda draft: 1 // 0):
+        raise AssertionError
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["file"]
+
+
+def test_links_and_pipes(tmp_path: Path) -> None:
+    """What a link leads to is replaced; a pipe gets what is written."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there/picture.svg")
+    Picture("<svg/>").save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there/picture.svg").read_text() == "<svg/>"
+    reading, writing = os.pipe()
+    Picture("<svg/>").save(f"/dev/fd/{writing}")
+    os.close(writing)
+    with open(reading, encoding="utf-8") as file:
+        assert file.read() == "<svg/>"
+
+
+def test_sealed_texts() -> None:
+    text = sealed(b'{"digest": "", "a": [1, "\\"digest\\": \\"\\""]}')
+    assert unsealed(text, parsed(text)["digest"]) and not unsealed(text + b" ", parsed(text)["digest"])
+    assert parsed(text)["a"] == [1, '"digest": ""']
+
+
+@pytest.mark.parametrize("text", [b'{"a": 1, "a": 2}', b"[NaN]", b"[" * 10**5, b"\xff", b"{", b""])
+def test_texts_that_are_no_json(text: bytes) -> None:
+    with pytest.raises(ValueError, match="twice among a, a|NaN is no number|too deeply|utf-8|is no JSON"):
+        parsed(text)

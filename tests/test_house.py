@@ -1,0 +1,94 @@
+"""The plan of the house: what the floors of `pyproject.toml` cannot say."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Paths that programs import by name. Ops may live in any file, but for those that have one of their own here.
+POPXL = """
+    context dtypes errors fp8_utils graph ir module ops ops.call ops.collectives ops.collectives.collectives
+    ops.conditional ops.conv ops.negative_log_likelihood ops.repeat ops.utils ops.var_updates random_seed remote_buffer
+    replica_grouping session streams tensor tensorlocation transforms transforms.autodiff transforms.decompose_sum
+    transforms.merge_exchange typing_ utils op options testing
+""".split()
+ADDONS = """
+    array_munging debugging dot_tree graph graph_cache graph_common layers layers.conv layers.embedding
+    layers.group_norm layers.layer_norm layers.layer_norm_distributed layers.linear layers.linear_fp8
+    layers.linear_gq module named_replica_grouping named_tensors ops ops.cross_entropy ops.cross_entropy_sharded_loss
+    ops.cross_entropy_sharded_wr_loss ops.fp8_amax_scale ops.fp8_mse_scale ops.fp8_utils ops.grad_reduce_square_add
+    ops.group_quantize_decompress ops.layer_norm_distributed ops.linear_layout ops.replicated_all_reduce_TP
+    ops.replicated_strided_collectives ops.rotary_pos_embed ops.static_sparse_ops ops.streams optimizers optimizers.adam
+    patterns performance_utils remote route_tensor rts seed_variable streams task_session testing_utils transforms
+    transforms.autodiff transforms.available_memory_proportion transforms.batch_serialisation transforms.pipelining
+    transforms.recomputation transforms.repeat_graph transforms.use_fc_pass utils variable_factory
+""".split()
+POPTORCH = ["poptorch", "poptorch.optim", "poptorch.profiling"]
+
+
+@pytest.mark.parametrize("path", [*(f"popxl.{p}" for p in POPXL), *(f"popxl_addons.{p}" for p in ADDONS), *POPTORCH])
+def test_paths_that_programs_import(path: str) -> None:
+    if path.startswith("poptorch"):
+        pytest.importorskip("torch")
+    assert importlib.import_module(path).__name__ == path
+
+
+def code(package: str) -> Iterator[tuple[str, str]]:
+    """The sources of a package, without docstrings and comments."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                node.value = ast.Constant(None)
+        yield str(path.relative_to(ROOT)), ast.unparse(tree)
+
+
+def found(package: str, pattern: str, *without: str) -> list[str]:
+    """Where a pattern occurs in a package, but for some of its files."""
+    return [
+        f"{path}: {match.group()}"
+        for path, text in code(package)
+        for match in re.finditer(pattern, text)
+        if not path.startswith(without)
+    ]
+
+
+def test_the_language_names_no_platform_and_compiles_nothing() -> None:
+    forbidden = (
+        r"\bjit\b|platform_dependent|xla_metadata|default_backend|\bjax\.devices|local_devices|['\"](cpu|gpu|tpu)['\"]"
+    )
+    assert not found("popxl", forbidden, "popxl/session.py", "popxl/__main__.py", "popxl/transforms/from_jax.py")
+
+
+def test_only_ops_and_the_lowering_ask_which_op_it_is() -> None:
+    asked = r"\bkind (is|in|==|!=|is not|not in) [(\w., ]*_kind\b"
+    assert not found("popxl", asked, "popxl/ops/")
+    assert not found("runtime", asked, "runtime/lowering/")
+    assert not found("popxl_addons", asked, "popxl_addons/ops/")
+    assert not found("poptorch", asked)
+
+
+def test_what_is_there_for_cpus_is_imported_for_cpus_only() -> None:
+    """By the lowering, inside of the function that asks for it; nobody else."""
+    assert found("runtime", r"(from|import) runtime\.cpu\b.*", "runtime/cpu/") == [
+        "runtime/lowering/machine_parts.py: from runtime.cpu import forms, order"
+    ]
+    (parts,) = [text for path, text in code("runtime") if path == "runtime/lowering/machine_parts.py"]
+    assert "\n    from runtime.cpu import" in parts
+    for package in ("popxl", "popxl_addons", "poptorch"):
+        assert not found(package, r"runtime\.cpu\b")
+
+
+def test_private_files_of_popxl_stand_on_a_floor() -> None:
+    """A file directly under `popxl/` is a path that users import."""
+    files = {path.stem for path in (ROOT / "popxl").glob("*.py")} - {"__init__", "__main__"}
+    assert files == {p for p in POPXL if "." not in p and not (ROOT / "popxl" / p).is_dir()} | {"compat", "operators"}

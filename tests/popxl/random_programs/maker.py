@@ -15,7 +15,7 @@ import numpy as np
 
 import popxl
 from popxl import TensorSpec, ops
-from popxl.tensor import Variable
+from popxl.tensor import Constant, Variable
 from tests.popxl.random_programs.meanings import BETWEEN
 
 LARGEST = 24
@@ -53,6 +53,14 @@ def fresh(t: popxl.Tensor) -> Value:
 
 def writable(v: Value) -> bool:
     return v.storage is not None
+
+
+def is_view(v: Value) -> bool:
+    return writable(v) and v.t not in v.storage
+
+
+def is_constant(v: Value) -> bool:
+    return isinstance(v.t, Constant)
 
 
 def like(spec: TensorSpec) -> Test:
@@ -100,9 +108,9 @@ class Maker:
         self.depth = 0
         self.is_in_branch = False
         self.actions = [self.elementwise, self.pair, self.reduce, self.index, self.arrange, self.join, self.view] * 2
-        self.actions += [self.run] * 12 + [self.constant]
+        self.actions += [self.run] * 12 + [self.constant] * 3
         if not pure:
-            self.actions += [self.write] * 8
+            self.actions += [self.write] * 8 + [self.view] * 4
             self.actions += [self.load, self.store] * 2 * streams
             self.actions += [self.exchange] * 6 * buffers
             self.actions += [self.talk] * 4 * (replicas > 1)
@@ -110,7 +118,7 @@ class Maker:
     # Programs -------------------------------------------------------------------------------------------------------
 
     def main(self, most: int | None = None) -> None:
-        """A program on variables in the current graph, which stores all other values at the end.
+        """A program on variables in the current graph, which stores half of all other values at the end.
 
         Args:
             most: how often to add something to the main graph at most. A smaller number gives the beginning of the same
@@ -123,8 +131,9 @@ class Maker:
         values += self.load(values) if self.load in self.actions else []
         count = self.between(4, 14)
         self.fill(values, count if most is None else min(count, most), depth=2)
-        for i, v in enumerate(v for v in values if not isinstance(v.t, Variable)):  # those are read back
-            ops.host_store(popxl.d2h_stream(v.t.shape, v.t.dtype, f"program{self.seed}_value{i}"), v.t)
+        shown = [v.t for v in values if not isinstance(v.t, Variable) and self.maybe()]
+        for i, t in enumerate(shown):
+            ops.host_store(popxl.d2h_stream(t.shape, t.dtype, f"program{self.seed}_value{i}"), t)
 
     def make_buffers(self) -> None:
         """Remote buffers, some of whose slots are variables. Some arrays of slots look like tensors."""
@@ -181,6 +190,15 @@ class Maker:
         if not fitting:
             raise NothingFits
         return fitting[int(len(fitting) * self.random.random() ** 0.5)]
+
+    def rather(self, probability: float, test: Test, values: Sequence[Value], *tests: Test) -> Value:
+        """One of the values that pass all tests; with this probability one that passes the first, too, if any does."""
+        if self.maybe(probability):
+            try:
+                return self.pick(values, test, *tests)
+            except NothingFits:
+                pass
+        return self.pick(values, *tests)
 
     def array(self, shape: tuple[int, ...], kind: str) -> np.ndarray:
         if kind == "f":
@@ -297,7 +315,7 @@ class Maker:
             whole = all(map(writable, parts)) and parts[0].storage.isdisjoint(parts[1].storage)
             storage = frozenset().union(*(v.storage for v in parts)) if whole else None
             return [Value(ops.concat_([v.t for v in parts], axis), storage)]
-        v = self.pick(values, writable) if self.maybe() else self.pick(values)
+        v = self.rather(0.4, is_view, values) if self.maybe() else self.rather(0.5, writable, values)
         return [Value(self.arranged(v.t, "_"), v.storage)]
 
     def arranged(self, t: popxl.Tensor, suffix: str) -> popxl.Tensor:
@@ -337,7 +355,7 @@ class Maker:
 
     def write(self, values: list[Value]) -> list[Value]:
         """Write a tensor in place. Everything that shares its storage changes with it."""
-        v = self.pick(values, writable, is_number)
+        v = self.rather(0.5, self.choice([is_view, is_constant]), values, writable, is_number)
         u = self.pick(values, like(v.t.spec)).t
         functions = [ops.relu_, lambda t: ops.var_updates.copy_var_update_(t, u)]
         if v.is_int:
@@ -388,7 +406,7 @@ class Maker:
         """Load a slot, over something that is there or as a new tensor, or store to one."""
         buffer = self.choice(self.buffers)
         slot: Any = self.between(0, buffer.entries - 1)
-        if self.maybe():
+        if self.maybe(0.3):
             slot = self.position(values, buffer.entries)
         if self.maybe(0.3):
             return [fresh(ops.remote_load(buffer, slot))]

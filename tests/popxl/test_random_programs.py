@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import popxl
-from tests.popxl.random_programs.agreement import TOGETHER, check, settings_of
+from tests.popxl.random_programs.agreement import TOGETHER, check, fewest, settings_of
 from tests.popxl.random_programs.maker import Maker
 
 NUMBERS = [*range(19), 25]
@@ -50,5 +50,9 @@ def test_a_failure_shows_the_program_and_how_to_run_it_again() -> None:
         show(popxl.Ir().main_graph)
         assert 3 not in seeds, "no threes"
 
-    with pytest.raises(AssertionError, match=r"-m tests.popxl.random_programs --count 1 --seed 3\n(.*\n)*.*no threes"):
+    with pytest.raises(AssertionError, match=r"-m tests.popxl.random_programs --together 3\n(.*\n)*.*no threes"):
         check(range(5), agree)
+
+
+def test_programs_that_fail_only_together_are_few() -> None:
+    assert fewest(range(10), lambda seeds: {2, 7} <= {*seeds}) == [2, 7]

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
-from tests.popxl.random_programs.agreement import TOGETHER, failure, order_of, settings_of
+from tests.popxl.random_programs.agreement import TOGETHER, failure, fewest, order_of, settings_of
 from tests.popxl.random_programs.worker import Worker
 
 LONGEST = 14
@@ -69,20 +69,20 @@ class Series:
 
     def _failures(self, worker: Worker, seeds: Sequence[int]) -> list[str]:
         """What to say of the programs that fail."""
-        together = worker.check(seeds).problem
-        if together is None:
-            return []
-        found = [said for seed in seeds if (said := self._failure(worker, seed)) is not None]
-        return found or [f"These programs fail together, and none by itself: {seeds}.\n{together}"]
 
-    def _failure(self, worker: Worker, seed: int) -> str | None:
-        """What to say of a program that fails by itself."""
-        whole = worker.check([seed])
-        if whole.problem is None:
-            return None
-        parts = (worker.check([seed], most) for most in range(LONGEST))
-        smallest = next((answer for answer in parts if answer.problem is not None), whole)
-        return failure(seed, smallest.text, str(smallest.problem))
+        def fail(seeds: Sequence[int]) -> bool:
+            return worker.check(seeds).problem is not None
+
+        if not fail(seeds):
+            return []
+        alone = [[seed] for seed in seeds if fail([seed])]
+        return [self._failure(worker, each) for each in alone or [fewest(seeds, fail)]]
+
+    def _failure(self, worker: Worker, seeds: Sequence[int]) -> str:
+        """What to say of programs that fail: of their first steps, if these do."""
+        parts = (worker.check(seeds, most) for most in range(LONGEST))
+        smallest = next((answer for answer in parts if answer.problem is not None), None) or worker.check(seeds)
+        return failure(seeds, smallest.text, smallest.problem or "They do not fail again.")
 
 
 def main() -> int:
@@ -91,11 +91,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20_000, help="of programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--together", type=int, nargs="+", metavar="SEED", help="run these programs only, as one")
     arguments = parser.parse_args()
     stop = arguments.seed + arguments.count
     firsts = range(arguments.seed - arguments.seed % TOGETHER, stop, TOGETHER)
     batches = [range(max(first, arguments.seed), min(first + TOGETHER, stop)) for first in firsts]
-    series = Series(arguments.count)
+    batches = [arguments.together] if arguments.together else batches
+    series = Series(sum(map(len, batches)))
     with ThreadPoolExecutor(arguments.processes) as threads:
         list(threads.map(series.check, batches))  # an error comes out here
     print("\nHow many had each setting:")

@@ -63,24 +63,39 @@ def agree(seeds: Sequence[int], most: int | None = None, show: Show = lambda gra
 
 
 def check(seeds: Sequence[int], agree: Callable[..., None] = agree) -> None:
-    """Check that programs agree with their meaning. If they do not, find the first that does not, and show it."""
-    try:
-        return agree(seeds)
-    except Exception as problem:
-        together = problem
-    for seed in seeds:
-        shown: list[popxl.Graph] = []
+    """Check that programs agree with their meaning. If they do not, show as few of them as possible."""
+
+    def problem(seeds: Sequence[int], show: Show = lambda graph: None) -> Exception | None:
         try:
-            agree([seed], show=shown.append)
-        except Exception as problem:
-            raise AssertionError(failure(seed, "\n".join(map(str, shown)), described(problem))) from problem
-    raise AssertionError(f"These programs fail together, and none by itself: {seeds}.") from together
+            agree(seeds, show=show)
+        except Exception as raised:
+            return raised
+        return None
+
+    if (together := problem(seeds)) is not None:
+        seeds = fewest(seeds, lambda seeds: problem(seeds) is not None)
+        shown: list[popxl.Graph] = []
+        found = problem(seeds, shown.append) or together
+        raise AssertionError(failure(seeds, "\n".join(map(str, shown)), described(found))) from found
 
 
-def failure(seed: int, text: str, problem: str) -> str:
-    """What to say of a program that fails: how to run it again, how it is run, what it is, and what went wrong."""
-    again = f"python -m tests.popxl.random_programs --count 1 --seed {seed}"
-    return f"{again}\n{settings_of(seed)}\n\n{text}\n\n{problem}"
+def fewest(seeds: Sequence[int], fail: Callable[[Sequence[int]], bool]) -> Sequence[int]:
+    """Of programs that fail together, one that fails by itself; or as few as fail without one of them."""
+    alone = next(([seed] for seed in seeds if fail([seed])), None)
+    if alone is not None:
+        return alone
+    left = list(seeds)
+    for seed in seeds:
+        others = [other for other in left if other != seed]
+        if others and fail(others):
+            left = others
+    return left
+
+
+def failure(seeds: Sequence[int], text: str, problem: str) -> str:
+    """What to say of programs that fail: how to run them again, how they are run, what they are, what went wrong."""
+    again = f"python -m tests.popxl.random_programs --together {' '.join(map(str, seeds))}"
+    return f"{again}\n{settings_of(seeds[0])}\n\n{text}\n\n{problem}"
 
 
 def described(problem: Exception) -> str:

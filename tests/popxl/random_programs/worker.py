@@ -43,7 +43,10 @@ def work(connection: Connection) -> None:
     """Check programs as asked."""
     is_last = False
     while not is_last:
-        seeds, most = connection.recv()
+        try:
+            seeds, most = connection.recv()
+        except EOFError:  # nobody asks any more
+            return
         try:
             agree(seeds, most, show=lambda graph: connection.send(str(graph)))
             problem = None

@@ -443,11 +443,11 @@ def report_of(ir: Ir, program: Program) -> Report:
         size=_size(main, program),
         work=_work(runs),
         pieces=_pieces(main, program, ops),
-        seconds=program.seconds,
+        seconds=program.compiled.seconds,
         memory=memory_of_program(ir, program),
-        runs=program.runs,
-        run_seconds=program.run_seconds,
-        timeline=program.timeline,
+        runs=program.runner.runs,
+        run_seconds=program.runner.run_seconds,
+        timeline=program.runner.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
     )
 
@@ -530,7 +530,7 @@ def _text_written_out(text: str) -> int | None:
 
 
 def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
-    held, buffers = program.held(), program.buffers()
+    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
     found = []
     for v in ir.main_graph.variables:
         bytes, changes = held.get(v, (0, False))
@@ -539,8 +539,8 @@ def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
         if place.buffer is not None and v not in held:
             where = f"buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
             slots, _ = buffers.get(place.buffer, (0, False))
-            bytes, changes = slots // place.buffer.entries, place.buffer in program.stored_to
-        ipu = program.ipu_of(v) if v in held else None
+            bytes, changes = slots // place.buffer.entries, place.buffer in program.layout.stored_to
+        ipu = program.layout.ipu_of(v) if v in held else None
         found.append(VariableReport(name=v.name, spec=brief(v), bytes=bytes, place=where, changes=changes, ipu=ipu))
     return tuple(found)
 
@@ -560,22 +560,22 @@ def _buffers(program: Program, runs: Counter[Graph]) -> tuple[BufferReport, ...]
             memory="host" if is_on_host else "device",
             loaded=traffic[buffer]["loaded"],
             stored=traffic[buffer]["stored"],
-            ipu=program.ipu_of(buffer),
+            ipu=program.layout.ipu_of(buffer),
         )
-        for buffer, (bytes, is_on_host) in program.buffers().items()
+        for buffer, (bytes, is_on_host) in program.layout.bytes_of_buffers().items()
     )
 
 
 def _streams(program: Program) -> tuple[StreamReport, ...]:
-    copies = program.transfers * program.replicas.per_device
+    copies = program.layout.transfers * program.replicas.per_device
     return tuple(
         StreamReport(
             name=s.tensor.name,
             direction="in" if s in program.inputs else "out",
             spec=brief(s.tensor),
-            transfers=program.counts.get(s, 0),
+            transfers=program.layout.counts.get(s, 0),
             bytes=copies * size(s.tensor),
-            ipu=program.ipu_of(s),
+            ipu=program.layout.ipu_of(s),
         )
         for s in (*program.inputs, *program.outputs)
     )
@@ -586,7 +586,11 @@ def _pieces(main: Graph, program: Program, ops: dict[Graph, int]) -> tuple[Piece
         (executable,) = program.executables()
         text = len(program.text())
         sizes = _sizes(executable)
-        return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
+        return (
+            PieceReport(
+                name="the program", runs=1, ops=ops[main], text=text, seconds=program.compiled.seconds, **sizes
+            ),
+        )
     pieces = program.executable.pieces
     runs = program.executable.runs
     compiling: dict[Structure, float] = defaultdict(float)
@@ -632,7 +636,7 @@ def memory_of_program(ir: Ir, program: Program) -> Memory:
     )
     fullest = max(parts, key=lambda ipu: parts[ipu].device)
     moments, tensors = _steps(ir, program, fullest)
-    buffers = sum(bytes for bytes, is_on_host in program.buffers().values() if is_on_host)
+    buffers = sum(bytes for bytes, is_on_host in program.layout.bytes_of_buffers().values() if is_on_host)
     analyses = [executable.memory_analysis() for executable in program.executables()]
     return Memory(
         **parts[fullest].model_dump(exclude={"name", "device"}),
@@ -651,10 +655,10 @@ def _of_ipu(ir: Ir, program: Program, ipu: int) -> DeviceMemory:
     """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
 
     def here(thing: Any) -> bool:
-        return program.ipu_of(thing) in (None, ipu)
+        return program.layout.ipu_of(thing) in (None, ipu)
 
-    held, buffers = program.held(), program.buffers()
-    copies = program.transfers * program.replicas.per_device
+    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
+    copies = program.layout.transfers * program.replicas.per_device
     moments, _ = _steps(ir, program, ipu)
     temporaries = max((m.held + m.inside for m in moments), default=0)
     executables = program.executables()

@@ -589,7 +589,8 @@ class _Reader:
             of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
             base = self.kind(saved["vjp"], len(of["inputs"]))
             made_of = Derivation(base, **of)
-            _check(base.runs is None and base.stands_for is None, f"a gradient by JAX of {base.name}, which runs others")
+            runs_others = base.runs is not None or base.stands_for is not None
+            _check(not runs_others, f"a gradient by JAX of {base.name}, which runs others")
             gradient, read = vjp_kind(made_of)
             if len(read) + len(of["given"]) != inputs:
                 raise _Unknown(

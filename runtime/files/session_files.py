@@ -25,7 +25,9 @@ from popxl.program import saving
 from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
 from runtime.interrupts import scratch_folder
-from runtime.program.program import Program, Ready
+from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
+from runtime.program.layout import Layout
+from runtime.program.program import Program
 from runtime.targets.devices import Device, find_device, processor
 
 _log = Logger("session")
@@ -36,7 +38,7 @@ _ARRAYS = "arrays/"
 _EXECUTABLE = "executable/"
 
 
-class Target(BaseModel):
+class MadeFor(BaseModel):
     """What a program was compiled with and for."""
 
     model_config = ConfigDict(extra="forbid")
@@ -49,7 +51,7 @@ class Target(BaseModel):
     processor: str
     kinds: list[str]
 
-    def differences(self, other: Target) -> str:
+    def differences(self, other: MadeFor) -> str:
         """What differs, in words."""
         return "; ".join(
             f"{name.replace('_', ' ')}: {ours!r} in the file, {theirs!r} here"
@@ -65,12 +67,12 @@ class About(BaseModel):
         target: what the program was compiled for.
         device: how the device was described.
         calls: how called graphs were compiled.
-        executables: the executables, in the order of `Program.executables`.
+        executables: the executables, in the order of `Compiled.executables`.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    target: Target
+    target: MadeFor
     device: str
     calls: str
     executables: list[Executable]
@@ -80,10 +82,10 @@ def _versions() -> dict[str, str]:
     return {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
 
 
-def target_of(device: Device) -> Target:
+def target_of(device: Device) -> MadeFor:
     """What is compiled for this device is compiled for."""
     client = device.jax_devices[0].client
-    return Target(
+    return MadeFor(
         **_versions(),
         platform=client.platform,
         platform_version=client.platform_version,
@@ -99,20 +101,24 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
             "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
             "kept. Save its Ir, with `ir.save`."
         )
-    if program.can_be_kept and not program.is_fresh:
-        program = Program(ir, program.device, afresh=True)
+    compiled, keeps = program.compiled, can_be_kept(program.layout)
+    if keeps and not compiled.is_fresh:
+        compiled = compiled_afresh(Layout(ir, program.layout.target))
     parts: dict[str, bytes] = {}
     with scratch_folder() as folder:
         saving.save(ir, folder / _IR)
         for file in sorted(folder.iterdir()):
             parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
     executables = []
-    for number, executable in enumerate(program.executables() if program.can_be_kept else ()):
+    for number, executable in enumerate(compiled.executables() if keeps else ()):
         about, content = described(executable, program.device.jax_devices)
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
-        target=target_of(program.device), device=program.device.name, calls=program.calls, executables=executables
+        target=target_of(program.device),
+        device=program.device.name,
+        calls=compiled.layout.calls,
+        executables=executables,
     )
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 

@@ -16,7 +16,7 @@ from jax import lax
 from popxl.errors import PopxlError
 from popxl.ops.collectives.collectives import OP_MAP, share, wide
 from popxl.ops.collectives.group import Group, chunk_size
-from runtime.lowering.replicas import AXIS, Replicas
+from runtime.targets.replicas import AXIS, Replicas
 
 Array = Any
 

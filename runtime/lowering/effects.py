@@ -24,7 +24,7 @@ from popxl.op import Op
 from popxl.ops.host import print_tensor_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.lowering.replicas import AXIS
+from runtime.targets.replicas import AXIS
 
 Array = Any
 Position = int | Array

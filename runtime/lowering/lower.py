@@ -43,7 +43,7 @@ from runtime.lowering import effects
 from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import MachineParts, Order, parts_for
-from runtime.lowering.replicas import Replicas
+from runtime.targets.replicas import Replicas
 
 Array = Any
 Meaning = Callable[["Lowering", Op, "Environment", Channels], "Nested[None] | None"]

@@ -3,7 +3,7 @@
 A buffer is an array with one row for each slot, a value that a program takes and returns like the variables that it
 changes. Loads and stores are slices of it.
 
-On an accelerator the array is in the host's memory, and only slots cross; see `sharding`.
+On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Constant, Variable
@@ -23,17 +22,13 @@ from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.op import Op
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
-from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
-from runtime.lowering.replicas import AXIS, Replicas
+from runtime.targets.replicas import Replicas
 
 Array = Any
-
-HOST = "pinned_host"
-"""What JAX calls the host's memory, where a device can reach it."""
 
 
 # What the ops do -----------------------------------------------------------------------------------------------------
@@ -88,28 +83,11 @@ def _offset(op: Op, environment: Environment) -> Array:
     return environment.read(offset).reshape(())
 
 
-# Where the arrays are ------------------------------------------------------------------------------------------------
-
-
-def sharding(replicas: Replicas, options: SessionOptions) -> Any:
-    """Where the arrays of buffers are: beside other arrays, but in the host's memory if the device has one of its own.
-
-    Where one device runs several replicas their slots are gathered and scattered, not cut out, which XLA does in the
-    device's memory only.
-    """
-    beside = replicas.sharding()
-    if replicas.count > 1 and replicas.mesh is None:
-        return beside
-    if options.remoteBuffers == "device":
-        return beside
-    if replicas.mesh is not None:
-        return beside.with_memory_kind(HOST)
-    (device,) = beside.device_set  # without a mesh, JAX forgets the memory while it traces
-    return NamedSharding(Mesh(np.asarray([device]), (AXIS,)), PartitionSpec(), memory_kind=HOST)
+# Their arrays --------------------------------------------------------------------------------------------------------
 
 
 def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
-    """The array of a buffer, for lowering: the slots of all replicas. `where` is what `sharding` says."""
+    """The array of a buffer, for lowering: the slots of all replicas. `where` is where it lies."""
     shape, dtype = (buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
     return jax.ShapeDtypeStruct(replicas.shape(shape), dtype, sharding=where)
 
@@ -138,7 +116,7 @@ def filled(
         buffer: the buffer.
         variables: those that fill slots of it.
         replicas: those that run the program.
-        where: what `sharding` says.
+        where: where the array is to be.
         before: the array as it is; the slots that no variable fills keep what they have. `None` for zeros.
     """
     variables = tuple(variables)

@@ -16,7 +16,6 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.op import Op
-from popxl.options import SessionOptions
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import lower
@@ -24,8 +23,8 @@ from runtime.files.executables import copied, donating
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
-from runtime.lowering.replicas import Replicas
 from runtime.plan.structure import Structure, structure_of
+from runtime.plan.terms import Terms
 from runtime.timeline import Recorder
 
 Array = Any
@@ -36,41 +35,11 @@ Values = dict[Any, Array]
 """What is in storages and copies, by their keys."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """What pieces are compiled for.
-
-    Attributes:
-        replicas: those that run the program.
-        slots: where the arrays of remote buffers are.
-        options: those of the Ir.
-        transfers: how many of each stream there are in a run.
-        wide: whether 64 bits are kept.
-    """
-
-    replicas: Replicas
-    slots: Any
-    options: SessionOptions
-    transfers: int
-    wide: bool
-
-    def key(self) -> tuple[Any, ...]:
-        """What makes a difference."""
-        replicas = (self.replicas.count, self.replicas.sharding())
-        options = (self.options.throwIfLog2ScaleTensorNotInRange, self.inlines)
-        return (*replicas, self.slots, *options, self.transfers, self.wide)
-
-    @property
-    def inlines(self) -> bool:
-        """Whether calls within a piece are as if they had been written out."""
-        return self.options.calledGraphs == "inlined"
-
-
 class Run:
     """One run of a program: the state of its streams and buffers, and what carries out the steps.
 
     Args:
-        targets: what pieces are compiled for, by their places.
+        terms_at: what pieces are compiled for, by their places.
         where: the place of each stream and buffer.
         channels: by their places.
         recorder: calls executables, and copies, in place of the steps.
@@ -78,12 +47,12 @@ class Run:
 
     def __init__(
         self,
-        targets: Mapping[int, Target],
+        terms_at: Mapping[int, Terms],
         where: Mapping[Channel, int],
         channels: Mapping[int, Channels],
         recorder: Recorder | None,
     ) -> None:
-        self._targets = targets
+        self._terms_at = terms_at
         self._where = dict(where)
         self._channels = channels
         self._recorder = recorder
@@ -96,14 +65,14 @@ class Run:
 
     def put(self, array: Array, place: int) -> Array:
         """An array, in another place."""
-        return self._put(array, self._targets[place].replicas.sharding())
+        return self._put(array, self._terms_at[place].replicas.sharding())
 
     def _put(self, array: Array, sharding: Any) -> Array:
         return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
 
     def number(self, value: Any, place: int) -> Array:
         """A number of the host."""
-        return self._targets[place].replicas.put(np.asarray(value))
+        return self._terms_at[place].replicas.put(np.asarray(value))
 
     def channels(self, place: int, shared: Iterable[Channel] = ()) -> Channels:
         """The streams and buffers of a place. Those that are used in others too are brought there first."""
@@ -111,8 +80,8 @@ class Run:
         for c in shared:
             if self._where[c] != place:
                 (state,) = self._channels[self._where[c]].take((c,))
-                target = self._targets[place]
-                sharding = target.slots if isinstance(c, RemoteBuffer) else target.replicas.sharding()
+                terms = self._terms_at[place]
+                sharding = terms.slots if isinstance(c, RemoteBuffer) else terms.replicas.sharding()
                 array, position = state
                 there = position if isinstance(position, int) else self.put(position, place)
                 here.put_back((c,), [(self._put(array, sharding), there)])
@@ -193,28 +162,28 @@ class Piece(Step):
         """The streams and buffers that the ops use."""
         return channels_of_ops(self.ops)
 
-    def found(self, target: Target) -> Structure:
+    def found(self, terms: Terms) -> Structure:
         """What the piece is: its ops, what of them is donated and needed, and what they are compiled for."""
         number = self.encoding.numbers
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
-        return structure_of((*self.encoding.code, results, target.key()))
+        return structure_of((*self.encoding.code, results, terms.key()))
 
-    def prepare(self, targets: Mapping[int, Target]) -> None:
+    def prepare(self, terms_at: Mapping[int, Terms]) -> None:
         """Find out what there is to compile, and put the constants that are passed to where the piece reads them."""
-        target = targets[self.place]
+        terms = terms_at[self.place]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
         self.new = tuple(t for t in self.makes if t not in self.donated)
         self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
         passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
-        self._constants = {t: target.replicas.put(to_device(t.data, t.dtype)) for t in passed}
+        self._constants = {t: terms.replicas.put(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
-        self.structure = self.found(target)
+        self.structure = self.found(terms)
 
-    def lowered(self, target: Target) -> Callable[[], Compiled]:
+    def lowered(self, terms: Terms) -> Callable[[], Compiled]:
         """Trace the ops. What is returned has XLA compile them, in any thread."""
         start = perf_counter()
-        lowering = Lowering(self.ops, target.options, not target.inlines, target.replicas)
+        lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas)
 
         def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
             channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
@@ -224,13 +193,13 @@ class Piece(Step):
             overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
             return overwritten, channels.positions(self.channels), new
 
-        spread = target.replicas.spread(piece)
-        lowered = lower(donating(spread, 0, 3), *self._arguments(target))
+        spread = terms.replicas.spread(piece)
+        lowered = lower(donating(spread, 0, 3), *self._arguments(terms))
         traced = perf_counter() - start
 
         def compile() -> Compiled:
             start = perf_counter()
-            executable = target.replicas.compile(lowered)
+            executable = terms.target.compile(lowered)
             return Compiled(executable, lowered.as_text, traced + perf_counter() - start)
 
         return compile
@@ -240,18 +209,18 @@ class Piece(Step):
         self.structure.executable, self.structure.text = compiled.executable, compiled.text
         self.seconds = compiled.seconds
 
-    def _arguments(self, target: Target) -> tuple[Any, ...]:
+    def _arguments(self, terms: Terms) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:
-            return target.replicas.spec(shape, dtype)
+            return terms.replicas.spec(shape, dtype)
 
         def transfers(c: Stream | Failure) -> Any:
             if isinstance(c, Failure):
                 return spec(c.shape, c.start.dtype)
-            return spec((target.transfers, *c.shape), in_transit(c.dtype))
+            return spec((terms.transfers, *c.shape), in_transit(c.dtype))
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):
-                return remote.spec(c, target.replicas, target.slots)
+                return remote.spec(c, terms.replicas, terms.slots)
             return position if isinstance(c, HostToDeviceStream) else (transfers(c), position)
 
         position = spec((), np.dtype(np.int32))
@@ -318,13 +287,13 @@ class Way:
     returns: tuple[tuple[Tensor, int], ...] = ()
     sent: tuple[tuple[Tensor, int], ...] = ()
 
-    def prepare(self, targets: Mapping[int, Target], place: int) -> None:
+    def prepare(self, terms_at: Mapping[int, Terms], place: int) -> None:
         """Put the constants that are given, and those of the graph, to where the steps read them."""
         self._constants = {
-            t: targets[self.inside.starts.get(t, place)].replicas.put(to_device(constant.data, constant.dtype))
+            t: terms_at[self.inside.starts.get(t, place)].replicas.put(to_device(constant.data, constant.dtype))
             for t, constant in self.fixed.items()
         }
-        self.inside.prepare(targets, place)
+        self.inside.prepare(terms_at, place)
 
     def begun(self, values: Values) -> Values:
         """What the steps get."""
@@ -364,10 +333,10 @@ class Entry(Step):
     turns: int = 1
     extra: tuple[Tensor, ...] = ()
 
-    def prepare(self, targets: Mapping[int, Target]) -> None:
+    def prepare(self, terms_at: Mapping[int, Terms]) -> None:
         """Put the constants that are passed to where the steps read them."""
         for way in self.ways:
-            way.prepare(targets, self.place)
+            way.prepare(terms_at, self.place)
         starts = self.ways[0].inside.starts
         self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
 

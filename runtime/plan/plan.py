@@ -26,14 +26,15 @@ from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import Aside
 from runtime.lowering.effects import FAILURE, Channel, Channels, Failure
 from runtime.lowering.lower import no_value
-from runtime.plan.pieces import Array, Piece, Run, Target
+from runtime.plan.pieces import Array, Piece, Run
 from runtime.plan.planning import Life, Steps
 from runtime.plan.structure import Structure
+from runtime.plan.terms import Terms
 from runtime.progress import Watch
 from runtime.timeline import Recorder
 
 
-def compile_all(pieces: Sequence[Piece], targets: Mapping[int, Target], watch: Watch) -> None:
+def compile_all(pieces: Sequence[Piece], terms_at: Mapping[int, Terms], watch: Watch) -> None:
     """Compile pieces, as many at once as there are cores.
 
     They are traced one after the other, in this thread, while XLA compiles those before in others: the largest first,
@@ -43,10 +44,10 @@ def compile_all(pieces: Sequence[Piece], targets: Mapping[int, Target], watch: W
     if not pieces:
         return
     pieces = sorted(pieces, key=lambda piece: piece.size, reverse=True)
-    is_divided = any(target.replicas.local_count < target.replicas.count for target in targets.values())
+    is_divided = any(terms.replicas.local_count < terms.replicas.count for terms in terms_at.values())
     with Aside(1 if is_divided else os.cpu_count() or 1) as aside:
         watch.begins(pieces[0].name, 0, len(pieces))
-        compilations = [aside.begin(piece.lowered(targets[piece.place])) for piece in pieces]
+        compilations = [aside.begin(piece.lowered(terms_at[piece.place])) for piece in pieces]
         compiled = []
         for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
             if number:
@@ -68,7 +69,7 @@ class Plan:
         buffers: the remote buffers that it uses, and where; their arrays go in and come out after those of `changed`.
         inputs, outputs: the streams that are fed and fetched.
         channels: by the places where they are: the streams, and what failed.
-        targets: what to compile for, by the places.
+        terms_at: what to compile for, by the places.
         ends: for each place with streams two compiled JAX functions: what makes the first state of its channels of the
             feeds, where `None` in place of the transfers of a feed means the feed itself; and what makes the fetches of
             the last state.
@@ -84,7 +85,7 @@ class Plan:
         inputs: Sequence[Stream],
         outputs: Sequence[Stream],
         channels: Mapping[int, Sequence[Stream | Failure]],
-        targets: Mapping[int, Target],
+        terms_at: Mapping[int, Terms],
         ends: Mapping[int, tuple[Any, Any]],
         watch: Watch,
     ) -> None:
@@ -95,7 +96,7 @@ class Plan:
         self._inputs, self._outputs = inputs, outputs
         self._channels = channels
         self._where = {c: place for place, cs in channels.items() for c in cs} | dict(buffers)
-        self._targets = targets
+        self._terms_at = terms_at
         self._ends = ends
         known = {*self._variables, *steps.changed}
         for step in steps.steps:
@@ -110,14 +111,14 @@ class Plan:
         self._shared = {c for c, places in users.items() if len(places) > 1 and c is not FAILURE}
         for piece in self.pieces:
             piece.shared = tuple(c for c in piece.channels if c in self._shared)
-        steps.prepare(targets, next(iter(targets)))
+        steps.prepare(terms_at, next(iter(terms_at)))
         for step, _ in steps.all():
-            step.prepare(targets)
+            step.prepare(terms_at)
         fresh: dict[Structure, Piece] = {}
         for piece in self.pieces:
             if piece.structure.executable is None:
                 fresh.setdefault(piece.structure, piece)
-        compile_all(tuple(fresh.values()), targets, watch)
+        compile_all(tuple(fresh.values()), terms_at, watch)
 
     def __call__(
         self,
@@ -130,9 +131,9 @@ class Plan:
         count = len(self._changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
-        run = Run(self._targets, self._where, channels, recorder)
+        run = Run(self._terms_at, self._where, channels, recorder)
         given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
-        for place in self._targets:
+        for place in self._terms_at:
             channels[place] = Channels(self._begun(place, given, run))
         for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[place].set_slots(buffer, slots)
@@ -157,7 +158,7 @@ class Plan:
 
     def _fed(self, feed: Array, place: int) -> Array:
         """A feed that is used as it is. Many pieces may read it, in turns of a loop, say."""
-        return feed if len(self._targets) == 1 else jax.device_put(feed, self._targets[place].replicas.sharding())
+        return feed if len(self._terms_at) == 1 else jax.device_put(feed, self._terms_at[place].replicas.sharding())
 
     def _fetched(self, run: Run) -> tuple[dict[Channel, Array], list[Array]]:
         """The output streams, and for each place which check failed."""
@@ -199,7 +200,7 @@ class Plan:
         """The pieces in order, each with the bytes that are in use on its device while it runs, besides the variables
         and the feeds: of values that were made before, and of what it makes and needs by itself. Then the values that
         are held between pieces."""
-        copies = next(iter(self._targets.values())).replicas.per_device
+        copies = next(iter(self._terms_at.values())).replicas.per_device
         return done(self._steps.curve(copies))
 
     def temporaries(self) -> int:

@@ -14,9 +14,10 @@ from popxl.fp8_utils import to_device
 from popxl.op import Op
 from runtime.lowering.effects import Channel
 from runtime.plan.choice import Choice
-from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Target, Values, Way
+from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Values, Way
 from runtime.plan.repeats import spans
 from runtime.plan.structure import Structure, structure_of
+from runtime.plan.terms import Terms
 
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
@@ -335,10 +336,10 @@ class Steps:
         numbers = sum(self._choice.numbers(step.ops) * times for step, times in pieces)
         return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
 
-    def prepare(self, targets: Mapping[int, Target], place: int) -> None:
+    def prepare(self, terms_at: Mapping[int, Terms], place: int) -> None:
         """Put the numbers with which constants begin to where the steps find them. Nobody owns these arrays."""
         self._begin = {
-            t: targets[self.starts.get(t, place)].replicas.put(to_device(t.data, t.dtype)) for t in self.changed
+            t: terms_at[self.starts.get(t, place)].replicas.put(to_device(t.data, t.dtype)) for t in self.changed
         }
 
     def running(self, values: Values, run: Run) -> Nested[None]:

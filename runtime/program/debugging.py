@@ -28,7 +28,7 @@ from popxl.options import SessionOptions
 from popxl.values.spec import brief
 from runtime.lowering.effects import Channel, Channels
 from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results
-from runtime.lowering.replicas import Replicas
+from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
 

@@ -14,7 +14,7 @@ from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.lowering.effects import sent
-from runtime.program.program import Program
+from runtime.program.program import Described
 
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
@@ -52,11 +52,11 @@ class HostArrays:
         program: the program, which says what it expects.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._inputs = frozenset(program.inputs)
-        self._is_refused = any(count > program.transfers for count in program.counts.values())
-        self._expected = tuple((s, program.host_shape(s), in_transit(s.dtype)) for s in program.inputs)
+    def __init__(self, program: Described) -> None:
+        layout = self._layout = program.layout
+        self._inputs = frozenset(layout.inputs)
+        self._is_refused = any(count > layout.transfers for count in layout.counts.values())
+        self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
 
     # In -------------------------------------------------------------------------------------------------------------
 
@@ -68,11 +68,11 @@ class HostArrays:
             PopxlRuntimeError: for an array of the wrong dtype.
         """
         if self._is_refused:
-            self._program.check_transfers()
+            self._layout.check_transfers()
         if type(inputs) is not dict and not isinstance(inputs, Mapping):  # the second takes longer
             raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
         if inputs.keys() != self._inputs:
-            _check_streams("input", self._program.inputs, inputs)
+            _check_streams("input", self._layout.inputs, inputs)
         arrays = []
         for stream, shape, dtype in self._expected:
             array = inputs[stream]
@@ -89,7 +89,7 @@ class HostArrays:
         """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
         array = self._fitted(stream, _array(stream, value, downcast), shape)
         if isinstance(array, jax.Array):
-            array = jax.device_put(array, self._program.feed_sharding(stream))
+            array = jax.device_put(array, self._layout.feed_sharding(stream))
         host_dtype = stream.dtype.as_numpy()
         if array.dtype == dtype:
             return array
@@ -108,7 +108,7 @@ class HostArrays:
         """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped."""
         if array.shape == shape:
             return array
-        transfers = self._program.transfers
+        transfers = self._layout.transfers
         if transfers > 1:
             if not array.shape or array.shape[0] < transfers:
                 raise (ValueError if array.shape else IndexError)(
@@ -116,7 +116,7 @@ class HostArrays:
                     f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
                 )
             array = array[:transfers]
-        one_number_each = len(array.squeeze().shape) <= len(self._program.leading_dimensions)
+        one_number_each = len(array.squeeze().shape) <= len(self._layout.leading_dimensions)
         if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
             raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
         return array.reshape(shape)
@@ -125,12 +125,12 @@ class HostArrays:
 
     def new_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
         """An array, with undefined contents, for each output stream."""
-        return {s: np.empty(self._program.host_shape(s), s.dtype.as_numpy()) for s in self._program.outputs}
+        return {s: np.empty(self._layout.host_shape(s), s.dtype.as_numpy()) for s in self._layout.outputs}
 
     def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
         """Check arrays that a run is to fill; errors as for `feeds`, and a `TypeError` for other things than arrays."""
-        _check_streams("output", self._program.outputs, arrays)
-        for s in self._program.outputs:
+        _check_streams("output", self._layout.outputs, arrays)
+        for s in self._layout.outputs:
             if not isinstance(arrays[s], np.ndarray):
                 raise TypeError(
                     f"Session.run_with_outputs: expected a NumPy array for {s} to be filled; got {arrays[s]!r} "
@@ -141,7 +141,7 @@ class HostArrays:
                     f"Session.run_with_outputs: the array for {s} cannot be filled: expected one that is C-contiguous "
                     "and can be written, such as `create_host_outputs` makes."
                 )
-            fitted = self._fitted(s, arrays[s], self._program.host_shape(s))
+            fitted = self._fitted(s, arrays[s], self._layout.host_shape(s))
             if fitted.dtype != s.dtype.as_numpy():
                 raise PopxlRuntimeError(
                     f"Session.run_with_outputs: the array for {s} has the dtype {fitted.dtype}; expected "
@@ -152,9 +152,9 @@ class HostArrays:
         self, arrays: Mapping[DeviceToHostStream, np.ndarray], results: Mapping[DeviceToHostStream, np.ndarray]
     ) -> None:
         """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
-        for s in self._program.outputs:
-            room = (self._program.transfers, self._program.replicas.local_count, *s.shape)
-            used = self._program.counts[s]
+        for s in self._layout.outputs:
+            room = (self._layout.transfers, self._layout.replicas.local_count, *s.shape)
+            used = self._layout.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
 

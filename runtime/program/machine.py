@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
+import numpy as np
+
+from popxl.core.tensor import Variable
 from popxl.ir import Ir
-from runtime.program.program import Program, Ready
-from runtime.progress import Watch
+from runtime.program.program import Described, Program, Ready
 from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
 
 
@@ -31,36 +32,18 @@ class NothingRuns(BaseException):
     """
 
 
-class Planned(Program):
-    """A program that is neither compiled nor run: what can be said of it without."""
+class Planned(Described):
+    """A program that is neither compiled nor run: it has no state, and whatever else is asked of it ends the user's.
 
-    def _compiling(self, ir: Ir, ready: Ready | None, afresh: bool) -> contextlib.AbstractContextManager[bool]:
-        return contextlib.nullcontext(True)
+    Attributes:
+        is_loaded: whether the device is attached, as far as the session is concerned.
+        values_of_all: none; nothing is copied from a device.
+    """
 
-    def _one_program(self, known: Sequence[Any] | None, watch: Watch) -> None:
-        return None
-
-    def _plan(self, choice: Any, known: Sequence[Any] | None, watch: Watch) -> Any:
-        return None
-
-    @property
-    def is_fresh(self) -> NoReturn:
-        raise NothingRuns
-
-    def executables(self) -> NoReturn:
-        raise NothingRuns
-
-    def text(self) -> NoReturn:
-        raise NothingRuns
-
-    def temporaries(self) -> NoReturn:
-        raise NothingRuns
-
-    def recording(self) -> NoReturn:
-        raise NothingRuns
-
-    def debugging(self, infinities: bool) -> NoReturn:
-        raise NothingRuns
+    def __init__(self, ir: Ir, device: Device, calls: str | None = None) -> None:
+        super().__init__(ir, device, calls)
+        self.is_loaded = False
+        self.values_of_all: dict[Variable, np.ndarray] = {}
 
     def upload(self) -> None:
         """The variables stay on the host."""
@@ -70,7 +53,14 @@ class Planned(Program):
     def download(self) -> None:
         """They are there."""
 
-    def run(self, feeds: tuple[Any, ...]) -> NoReturn:
+    def read_here(self, variables: Sequence[Variable]) -> None:
+        """They are to be read on the host."""
+
+    def release(self) -> None:
+        """There is nothing to free."""
+        self.is_loaded = False
+
+    def __getattr__(self, name: str) -> NoReturn:
         raise NothingRuns
 
 
@@ -84,4 +74,5 @@ class PlanningMachine(Machine):
         return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
-        return Planned(ir, device, ready)
+        planned = Planned(ir, device, None if ready is None else ready.calls)
+        return cast(Program, planned)  # what it does not have ends the user's program

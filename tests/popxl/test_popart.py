@@ -252,7 +252,7 @@ def test_a_chosen_device(counter):
     device = popart.DeviceManager().enumerateDevices()[3]
     with popxl.Session(counter, device) as session:
         session.run()
-        assert session.program._state()[0].devices() == {*device.jax_devices}
+        assert session.program.state.present()[0].devices() == {*device.jax_devices}
     assert counter.v.data == 2
 
 

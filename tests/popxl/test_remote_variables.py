@@ -475,7 +475,7 @@ def test_host_memory(device):
         for i in range(2):
             ops.call(step, popxl.constant(i, popxl.uint32))
     with popxl.Session(ir, where) as session:
-        kinds = [a.sharding.memory_kind for a in session.program._changing]
+        kinds = [a.sharding.memory_kind for a in session.program.state.changing]
         session.run()
         session.run()
     assert kinds == ["pinned_host" if len(where.jax_devices) > 1 else "device"]

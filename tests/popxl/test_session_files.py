@@ -137,7 +137,7 @@ def test_remote_buffers(calls, replicas, path):
     def after_two_runs(session):
         with session:
             session.run()
-            kinds = [array.sharding.memory_kind for array in session.program._state()]
+            kinds = [array.sharding.memory_kind for array in session.program.state.present()]
             session.run()
         return kinds, [session.get_tensor_data(v).tolist() for v in session.ir.main_graph.variables]
 

@@ -11,8 +11,7 @@ has the arrays of all of them: `DividedReplicas`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from itertools import groupby
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,26 +28,6 @@ AXIS = "replicas"
 """Name of the axis, for `jax.lax` collectives inside of a spread function."""
 
 
-_SAFE: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-
-
-@cache
-def _cpu_options() -> dict[str, str | bool] | None:
-    """Options for XLA on CPUs: YNNPACK is given single products only, as some of its fusions compute something else
-    with jaxlib 0.10.2 and 0.11.0, or crash (https://github.com/jax-ml/jax/issues/39103 and 39257).
-
-    A jaxlib that does not have the option does not have the fusions. (Tempting, and wrong too, on CPUs: to have
-    `xla_cpu_copy_insertion_use_region_analysis` leave out copies of what loops overwrite.)
-    """
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=_SAFE)
-    except jax.errors.JaxRuntimeError as problem:
-        if "No such compile option" not in str(problem):
-            raise
-        return None
-    return _SAFE
-
-
 class Replicas:
     """How many replicas there are, and where they are.
 
@@ -62,22 +41,6 @@ class Replicas:
         local_count: how many of them this process drives.
         device: the first device of this process.
     """
-
-    @staticmethod
-    def of(count: int, devices: Sequence[Any], ipus: int = 1, ipu: int = 0) -> Replicas:
-        """So many replicas of one process on its devices; or, if there are devices of several, so many of each.
-
-        Args:
-            count: how many a process drives.
-            devices: those of one process after the other.
-            ipus: how many devices each replica has: the first replica the first of its process, and so on.
-            ipu: which of them is meant.
-        """
-        of_processes = [list(found) for _, found in groupby(devices, lambda device: device.process_index)]
-        chosen = [found[ipu::ipus][:count] for found in of_processes]
-        if len(chosen) == 1:
-            return Replicas(count, chosen[0])
-        return DividedReplicas(count * len(chosen), [device for found in chosen for device in found])
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
@@ -136,10 +99,6 @@ class Replicas:
 
         return of_all
 
-    def compile(self, lowered: Any) -> Any:
-        """What XLA makes of a lowered function for the devices of the replicas."""
-        return lowered.compile(compiler_options=_cpu_options() if self.is_cpu else None)
-
     def sharding(self, axis: int | None = 0) -> Any:
         """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""
         if self.mesh is None:
@@ -185,8 +144,8 @@ class Replicas:
         """
         return array
 
-    def meet(self, place: str) -> None:
-        """Wait until all processes that drive replicas are at this place."""
+    def meet(self, place: str, runs: int) -> None:
+        """Wait until all processes that drive replicas are at this place, after so many runs."""
 
 
 class DividedReplicas(Replicas):
@@ -195,14 +154,10 @@ class DividedReplicas(Replicas):
     Args:
         count: how many there are.
         devices: the devices of all processes, in the order of the replicas.
-
-    Attributes:
-        runs: how often this process has run the program.
     """
 
     def __init__(self, count: int, devices: Sequence[Any]) -> None:
         super().__init__(count, devices)
-        self.runs = 0
         own = [device for device in devices if device.process_index == jax.process_index()]
         self.local_count = len(own)
         self.device = own[0]
@@ -225,9 +180,9 @@ class DividedReplicas(Replicas):
             whole[:, start : start + step] = _piece(array, start, step, everywhere).addressable_data(0)
         return whole.reshape(array.shape)
 
-    def meet(self, place: str) -> None:
+    def meet(self, place: str, runs: int) -> None:
         # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
-        processes.meet(f"{place} after {self.runs} run{'s' * (self.runs != 1)}")
+        processes.meet(f"{place} after {runs} run{'s' * (runs != 1)}")
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])

@@ -1,0 +1,92 @@
+"""Whether a program is compiled as one, or as a plan; and whether its IPUs are devices of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from popxl.base.nesting import done
+from popxl.core.tensor import Tensor
+from popxl.graph import Graph
+from popxl.options import SessionOptions
+from runtime.plan.choice import REPEATED, SMALLEST, Choice
+from runtime.plan.placement import Places
+from runtime.plan.planning import Steps
+from runtime.targets.target import Target
+
+
+class Decision(NamedTuple):
+    """How a program is compiled.
+
+    Attributes:
+        calls: how called graphs are: see the option `calledGraphs`. "dispatched" is a plan.
+        reason: why so, in a sentence or two.
+        choice: which calls are pieces, in a plan.
+        places: where ops run, if IPUs are devices of their own.
+    """
+
+    calls: str
+    reason: str
+    choice: Choice
+    places: Places | None
+
+
+def decide(
+    main: Graph, options: SessionOptions, target: Target, changed: Sequence[Tensor], calls: str | None
+) -> Decision:
+    """How a program is compiled for a target.
+
+    Args:
+        main: the graph that it runs.
+        options: those of its Ir.
+        target: what it is compiled for.
+        changed: what holds the variables that it changes.
+        calls: how called graphs were compiled, if that is in a file.
+    """
+    smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
+    places, of_places = _placement(main, options, target, changed, smallest)
+    choice = Choice(main, smallest, places)
+    if places is not None:
+        return Decision("dispatched", of_places, choice, places)
+    if calls is not None:
+        return Decision(calls, "It was so in the file.", choice, None)
+    if options.calledGraphs != "auto":
+        reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
+        return Decision(options.calledGraphs, reason, choice, None)
+    repeated = (
+        f"In one program XLA would compile {choice.repeated} ops again that it has compiled already; a plan pays from "
+        f"{REPEATED} on."
+    )
+    nothing = (
+        f"No graph of {SMALLEST} ops or more is called twice; a plan, in which such graphs are compiled by themselves, "
+        "would save nothing."
+    )
+    reason = (repeated if choice.repeated else nothing) + of_places
+    return Decision("dispatched" if choice.is_worth_it() else "kept", reason, choice, None)
+
+
+def _placement(
+    main: Graph, options: SessionOptions, target: Target, changed: Sequence[Tensor], smallest: int | None
+) -> tuple[Places | None, str]:
+    """The IPUs of the program, if each is a device of its own; and why, or why not, in a sentence."""
+    count, found = target.replicas.count, len(target.devices)
+    places = Places(main, count)
+    needed = len(places.ipus) * count
+    if len(places.ipus) <= 1:
+        return None, ""
+    if options.placement == "one":
+        why = "`ir.options.placement` says so"
+    elif found < needed:
+        why = f"with {count} replica(s) they would need {needed}, and {found} can be used"
+    elif options.placement == "auto" and target.platform == "cpu" and not _pays(main, changed, smallest, places):
+        why = "there is so little work that a CPU would take longer to share it out than to do it"
+    else:
+        shown = ", ".join(map(str, places.ipus))
+        return places, f"Ops are on the IPUs {shown}, and each of these is a device of its own."
+    return None, f" The {len(places.ipus)} IPUs of a replica are all on one device: {why}."
+
+
+def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: Places) -> bool:
+    """Whether a CPU is quicker if its cores share out the work."""
+    steps: Steps = done(Steps(main.ops, Choice(main, smallest, places), (), changed).planned())
+    return steps.is_worthwhile()

@@ -1,0 +1,249 @@
+"""What is compiled of a program: one executable, or a plan of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import reachable
+from popxl.core.tensor import Tensor
+from popxl.streams import Stream
+from runtime.aside import Aside, lower
+from runtime.files.cache import compiling_afresh
+from runtime.files.executables import donating
+from runtime.lowering.effects import FAILURE, Channels, Failure
+from runtime.lowering.lower import Lowering, room_to_recurse
+from runtime.plan.plan import Plan
+from runtime.plan.planning import Steps
+from runtime.plan.structure import Structure, forget
+from runtime.plan.terms import Terms
+from runtime.program.layout import Layout
+from runtime.progress import Watch
+
+Array = Any
+Ends = Mapping[int, tuple[Any, Any]]
+"""For the places with streams, what begins and ends a run of a plan there; see `runtime.plan.plan.Plan`."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that is compiled already.
+
+    Attributes:
+        calls: as `Layout.calls`.
+        executables: as `Compiled.executables` gives them.
+    """
+
+    calls: str
+    executables: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a program was compiled to. It can be run as often as one likes, and keeps nothing.
+
+    Attributes:
+        layout: where what it takes and gives lies.
+        executable: what runs the program: a JAX executable, or a plan.
+        ends: of a plan, what begins and ends a run.
+        text: what XLA was given.
+        seconds: how long it took.
+        is_taken: whether some of it may come from a file or a cache.
+    """
+
+    layout: Layout
+    executable: Any
+    ends: Ends
+    text: Callable[[], str]
+    seconds: float
+    is_taken: bool
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether XLA compiled all executables in this process. Those from files and caches cannot be written again:
+        where XLA has loaded an executable for the CPU, it no longer has its code in a form that it could write."""
+        pieces = self.executable.structures if isinstance(self.executable, Plan) else ()
+        return not self.is_taken and _taken.isdisjoint(pieces)
+
+    def executables(self) -> tuple[Any, ...]:
+        """All JAX executables of the program, each once, in an order that depends on the program only."""
+        if isinstance(self.executable, Plan):
+            ends = (executable for pair in self.ends.values() for executable in pair)
+            return (*ends, *(structure.executable for structure in self.executable.structures))
+        return (self.executable,)
+
+    def temporaries(self) -> int:
+        """Bytes of device memory that one run needs, besides the variables and the streams."""
+        if isinstance(self.executable, Plan):
+            return self.executable.temporaries()
+        return self.executable.memory_analysis().temp_size_in_bytes
+
+
+_taken: WeakSet[Structure] = WeakSet()  # pieces that may have come from a file or cache, whichever program has them
+
+
+def compiled(
+    layout: Layout, keeping: AbstractContextManager[bool], executables: Sequence[Any] | None = None
+) -> Compiled:
+    """Compile a program for the target that it is laid out for.
+
+    Args:
+        layout: the program.
+        keeping: entered meanwhile, and says whether executables may come from elsewhere than XLA: a file or cache.
+        executables: what `Compiled.executables` gave before; nothing is compiled then.
+    """
+    start = perf_counter()
+    with layout.precision(), room_to_recurse(layout.main), keeping as is_taken, Watch() as watch:
+        build = _one_program if layout.steps is None else _plan
+        executable, ends, text = build(layout, executables, watch)
+    if is_taken and isinstance(executable, Plan):
+        _taken.update(executable.structures)
+    return Compiled(layout, executable, ends, text, perf_counter() - start, is_taken)
+
+
+def compiled_afresh(layout: Layout) -> Compiled:
+    """Compile a program, and take no executable from anywhere else."""
+    forget()
+    return compiled(layout, compiling_afresh())
+
+
+def can_be_kept(layout: Layout) -> bool:
+    """Whether other processes could run what is compiled.
+
+    Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
+    several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
+    """
+    is_spread = any(terms.replicas.mesh is not None for terms in layout.terms.values())
+    if layout.target.platform != "cpu" or not is_spread:
+        return True
+    parts = (part for graph in reachable(layout.main) for op in graph.ops for part in op.parts)
+    return not any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)
+
+
+# As one program ------------------------------------------------------------------------------------------------------
+
+_Built = tuple[Any, Ends, Callable[[], str]]
+
+
+def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _Built:
+    """The whole program as one executable."""
+    if known is not None:
+        (executable,) = known
+        return executable, {}, executable.as_text
+    watch.begins("the program", 0, 1)
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas)
+    own = tuple(v for v in layout.read if v not in layout.shared)
+    shared = tuple(v for v in layout.read if v in layout.shared)
+
+    def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
+        read = dict(zip((*own, *shared), (*constant, *others), strict=True))
+        return done(one_run(layout, lowering, changing, read, feeds))
+
+    spread = layout.replicas.spread(of_one, shared=True)
+
+    def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
+        """One run of the main graph by all replicas."""
+        known = dict(zip(layout.read, constant, strict=True))
+        read, others = (tuple(known[v] for v in variables) for variables in (own, shared))
+        changed, fetches = spread(changing, read, layout.replicas_first(feeds), others)
+        return changed, layout.transfers_first(fetches, layout.channels)
+
+    feeds = layout.feed_specs(layout.replicas, layout.channels)
+    lowered = lower(donating(step, 0), layout.changing_specs(), layout.constant_specs(), feeds)
+    with Aside(1) as aside:
+        return aside.begin(lambda: layout.target.compile(lowered)).result(), {}, lowered.as_text
+
+
+def one_run(
+    layout: Layout, lowering: Lowering, changing: Sequence[Array], read: Mapping[Tensor, Array], feeds: Sequence[Array]
+) -> Nested[tuple[tuple[Array, ...], tuple[Array, ...]]]:
+    """One run of the main graph by one replica."""
+    count = len(layout.changed)
+    values = {**dict(zip(layout.changed, changing[:count], strict=True)), **read}
+    channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
+    for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
+        channels.set_slots(buffer, slots)
+    environment = yield lowering.running(layout.main.ops, values, channels)
+    changed = (*(environment.values[t] for t in layout.changed), *map(channels.slots, layout.buffers))
+    return changed, layout.end(channels.results(), layout.channels)
+
+
+# As a plan -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _Built:
+    """The program as pieces that the host runs one after the other."""
+    steps = layout.steps
+    assert steps is not None
+    buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
+    channels = {place: _channels_in(place, layout, steps) for place in layout.terms}
+    # Of several places, some may have no streams; the only one always has its ends.
+    with_ends = [place for place, here in channels.items() if here or len(channels) == 1]
+    if known is None:
+        ends = {place: _begin_and_end(layout, layout.terms[place], channels[place]) for place in with_ends}
+        held = []
+    else:
+        pairs = zip(known[::2], known[1::2], strict=False)
+        ends = dict(zip(with_ends, pairs, strict=False))
+        held = _adopt(layout, steps, known[2 * len(with_ends) :])
+    streams = (layout.inputs, layout.outputs)
+    plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.terms, ends, watch)
+    del held  # by now the pieces have them
+    return plan, ends, plan.text
+
+
+def _channels_in(place: int, layout: Layout, steps: Steps) -> tuple[Stream | Failure, ...]:
+    """The streams that are in a place. What failed is noted where it is checked."""
+    checks = any(FAILURE in piece.channels for piece in steps.pieces() if piece.place == place)
+    return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == place))
+
+
+def _adopt(layout: Layout, steps: Steps, executables: Sequence[Any]) -> list[Structure]:
+    """Have the pieces of the plan found compiled. They are, as long as somebody holds what this returns."""
+    structures = dict.fromkeys(piece.found(layout.terms[piece.place]) for piece in steps.pieces())
+    for structure, executable in zip(structures, executables, strict=True):
+        if structure.executable is None:
+            structure.executable, structure.text = executable, executable.as_text
+    return [*structures]
+
+
+def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+    """What makes the first state of channels of the feeds, and what makes the fetches of the last state.
+
+    Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
+    state, for the plan to fill in, and the others are donated.
+    """
+    replicas = terms.replicas
+    alike = layout.transfers > 1 and replicas.count == 1
+
+    def of_one(feeds: Sequence[Array]) -> Any:
+        states = zip(channels, layout.begin(feeds, channels), strict=True)
+        return tuple(
+            (None if alike and c in layout.inputs else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
+            for c, (transfers, position) in states
+        )
+
+    def begin(feeds: Sequence[Array]) -> Any:
+        return replicas.spread(of_one)(layout.replicas_first(feeds))
+
+    def end(results: Sequence[Array]) -> Any:
+        fetched = replicas.spread(lambda results: layout.end(results, channels))(results)
+        return layout.transfers_first(fetched, channels)
+
+    started = lower(jax.jit(begin, out_shardings=replicas.sharding()), layout.feed_specs(replicas, channels))
+    results = [
+        jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
+        for c, (transfers, _) in zip(channels, started.out_info, strict=True)
+        if c not in layout.inputs
+    ]
+    ended = lower(jax.jit(end, donate_argnums=0 if alike else ()), results)
+    with Aside(1) as aside:
+        return aside.begin(lambda: (terms.target.compile(started), terms.target.compile(ended))).result()

@@ -1,0 +1,278 @@
+"""Where everything of a program lies: its variables, remote buffers and streams, on which devices and in which arrays.
+
+All of it is known before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from popxl.base.nesting import done
+from popxl.core.aliasing import reachable, storages, written_tensors
+from popxl.core.tensor import Tensor, Variable
+from popxl.dtypes import dtype
+from popxl.errors import PopxlError, PopxlRuntimeError
+from popxl.fp8_utils import in_transit
+from popxl.ir import Ir
+from popxl.looking.transfers import transfers_of
+from popxl.remote_buffer import RemoteBuffer
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from runtime.lowering import remote_buffers as remote
+from runtime.lowering.effects import FAILURE, Channel, Failure, channels_of, prints
+from runtime.plan.decision import decide
+from runtime.plan.planning import Steps
+from runtime.plan.terms import Terms
+from runtime.targets.replicas import DividedReplicas, Replicas
+from runtime.targets.target import HOST, Target
+
+Array = Any
+
+
+class Layout:
+    """What a compiled program takes and gives, and where that lies.
+
+    A program is a function ``(changing, constant, feeds) -> (changing, fetches)``: of the variables that it changes,
+    and then of its remote buffers; of the variables that it only reads; and of the arrays of its input streams. Arrays
+    have a leading dimension for the replicas, if there are several.
+
+    Args:
+        ir: the program.
+        target: what it is compiled for.
+        calls: how called graphs are compiled, if that has been decided before.
+
+    Attributes:
+        target: as given.
+        replicas: those that run the program.
+        divided: the same, if several processes drive them.
+        main: the graph that is run.
+        options: those of the Ir.
+        transfers: how many transfers of each stream there is room for.
+        buffers: the remote buffers that it uses, in the order of their numbers.
+        inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
+        channels: all of these streams and, if anything is checked, what failed.
+        checks: whether anything is.
+        held: what holds variables on the device, and the variables: a variable itself, or the piece that the program
+            uses in its place. Those that it does not use are not held.
+        variables: those that it uses.
+        changed, read: what holds variables that it changes, and those that it only reads.
+        shared: what holds variables that no replica changes and all have alike: there is one array for all of them.
+        in_buffers: for each remote buffer, the variables that fill slots of it.
+        stored_to: the remote buffers that it changes.
+        counts: how many transfers of each stream one run makes.
+        prints: whether it prints from the device.
+        wide: whether it has numbers of 64 bits.
+        calls: how called graphs are compiled: see the option `calledGraphs`.
+        reason: why so, in a sentence or two.
+        terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
+            none is.
+    """
+
+    def __init__(self, ir: Ir, target: Target, calls: str | None = None) -> None:
+        main = self.main = ir.main_graph
+        self.target = target
+        self.replicas = target.replicas
+        self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
+        self.options = ir.options
+        self.transfers = ir.num_host_transfers
+        channels = channels_of(main)
+        self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
+        self.channels = tuple(c for c in channels if not isinstance(c, RemoteBuffer))
+        self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
+        self.outputs = tuple(s for s in self.channels if isinstance(s, DeviceToHostStream))
+        self.checks = FAILURE in self.channels
+        used = {s for made_of in storages(main.ops).values() for s in made_of}
+        written = written_tensors(main)
+        holders = {v if v.piece is None else v.piece: v for v in main.variables}
+        self.held = {t: v for t, v in holders.items() if t in used}
+        self.variables = tuple(self.held.values())
+        self.changed = tuple(t for t in self.held if t in written)
+        self.read = tuple(t for t in self.held if t not in written)
+        self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
+        self.stored_to = remote.stored_to(main)
+        for v in main.variables:
+            if v in used and v.location_info.isRemote():
+                raise PopxlError(
+                    f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
+                    "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
+                )
+        self.prints = prints(main)
+        self.counts = transfers_of(main)
+        self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
+        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
+        self.wide = any(t.dtype in _WIDE for t in tensors)
+        for t in tensors:
+            if t.dtype.is_complex:
+                raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
+        self.calls, self.reason, choice, places = decide(main, ir.options, target, self.changed, calls)
+        self._choice = choice if self.calls == "dispatched" else None
+        ipus = (0,) if places is None else places.ipus
+        targets = [target] if places is None else [target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
+        self.terms: Mapping[int, Terms] = {
+            ipu: Terms(each, self.options, self.transfers, self.wide) for ipu, each in zip(ipus, targets, strict=True)
+        }
+        # A plan knows only one kind of arrays.
+        alone = [
+            t
+            for t in self.read
+            if t is self.held[t] and t.replica_grouping.num_groups == 1 and self.calls != "dispatched"
+        ]
+        self.shared = frozenset(alone if self.replicas.count > 1 else ())
+
+    # Where it is ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> Steps | None:
+        """What the host does, if the program is a plan. What is compiled of it, the steps take: it is compiled once."""
+        if self._choice is None:
+            return None
+        steps: Steps = done(Steps(self.main.ops, self._choice, self.changed, self.changed).planned())
+        return steps
+
+    @cached_property
+    def homes(self) -> Mapping[Any, int]:
+        """Where the steps of a plan find variables, streams and buffers."""
+        return {} if self.steps is None else self.steps.starts | self.steps.homes()
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The JAX devices that it runs on."""
+        used = {device for terms in self.terms.values() for device in terms.replicas.sharding().device_set}
+        return tuple(device for device in self.target.devices if device in used)
+
+    @property
+    def ipus(self) -> tuple[int, ...]:
+        """The IPUs that are devices of their own; 0, which stands for all, if none is."""
+        return tuple(self.terms)
+
+    def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
+        """The IPU that a variable, stream or buffer is on, if IPUs are devices of their own."""
+        if len(self.terms) == 1:
+            return None
+        return self.homes.get(thing if not isinstance(thing, Variable) or thing.piece is None else thing.piece)
+
+    def terms_for(self, thing: Tensor | Channel | None) -> Terms:
+        """The terms of where a variable, stream or buffer is."""
+        first = next(iter(self.terms))
+        return self.terms[self.homes.get(thing, first)]
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """JAX drops 64-bit numbers unless it is told to keep them; only programs that have some pay for that."""
+        return jax.enable_x64(True) if self.wide else nullcontext()
+
+    # Sizes ----------------------------------------------------------------------------------------------------------
+
+    def bytes_of_variables(self) -> dict[Variable, tuple[int, bool]]:
+        """The variables that the program keeps on its device: the bytes of each on one device, and whether the program
+        changes it."""
+        copies = {t: 1 if t in self.shared else self.replicas.per_device for t in self.held}
+        return {v: (copies[t] * t.nelms * t.dtype.itemsize, t in self.changed) for t, v in self.held.items()}
+
+    def bytes_of_buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
+        """The remote buffers that the program uses: the bytes of each for one device, and whether they are on the
+        host."""
+        on_host = self.terms_for(None).slots.memory_kind == HOST
+        copies = self.replicas.per_device
+        return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self.buffers}
+
+    # Arrays of the host ---------------------------------------------------------------------------------------------
+
+    @property
+    def leading_dimensions(self) -> tuple[int, ...]:
+        """The dimensions that host arrays have before those of the stream."""
+        return tuple(count for count in (self.transfers, self.replicas.local_count) if count > 1)
+
+    def host_shape(self, stream: Stream) -> tuple[int, ...]:
+        """Shape of the host array of a stream: all transfers of all replicas of this process; dimensions for what
+        there are several."""
+        return self.leading_dimensions + stream.shape
+
+    def shape_of_all(self, stream: Stream) -> tuple[int, ...]:
+        """The same, for the replicas of all processes."""
+        return tuple(count for count in (self.transfers, self.replicas.count) if count > 1) + stream.shape
+
+    @property
+    def axis(self) -> int:
+        """The dimension of host arrays that counts the replicas."""
+        return 1 if self.transfers > 1 else 0
+
+    def feed_sharding(self, stream: Stream) -> Any:
+        """Where JAX arrays for a stream have to be: with the replicas of this process."""
+        replicas = self.terms_for(stream).replicas
+        return replicas.sharding(self.axis) if self.divided is None else SingleDeviceSharding(replicas.device)
+
+    def check_transfers(self) -> None:
+        """`PopxlRuntimeError` if one run makes more transfers of a stream than there is room for."""
+        if self._excess:
+            stream, count = max(self._excess.items(), key=lambda item: item[1])
+            raise PopxlRuntimeError(
+                f"Session.run: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
+                f"was {self.transfers} when the session was made. Set it to at least {count} before that."
+            )
+
+    # Arrays of the program ------------------------------------------------------------------------------------------
+
+    def changing_specs(self) -> tuple[Any, ...]:
+        """For lowering: the variables that the program changes, and the remote buffers."""
+        slots = self.terms_for(None).slots
+        buffers = (remote.spec(buffer, self.replicas, slots) for buffer in self.buffers)
+        return (*map(self._variable_spec, self.changed), *buffers)
+
+    def constant_specs(self) -> tuple[Any, ...]:
+        """For lowering: the variables that it only reads."""
+        return tuple(map(self._variable_spec, self.read))
+
+    def _variable_spec(self, t: Tensor) -> Any:
+        if t in self.shared:
+            return jax.ShapeDtypeStruct(t.shape, t.dtype.as_jax(), sharding=self.replicas.sharding(None))
+        return self.replicas.spec(t.shape, t.dtype.as_jax())
+
+    def feed_specs(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
+        """For lowering: the feeds, where these replicas are, of the streams among some channels."""
+        sharding = replicas.sharding(self.axis)
+        return tuple(
+            jax.ShapeDtypeStruct(self.shape_of_all(s), in_transit(s.dtype), sharding=sharding)
+            for s in self.inputs
+            if s in channels
+        )
+
+    def begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
+        """The first state of channels: the array of the transfers of each, and the number of the next one."""
+        given = dict(zip((c for c in channels if c in self.inputs), feeds, strict=True))
+
+        def transfers(channel: Stream | Failure) -> Array:
+            if isinstance(channel, Failure):
+                return jnp.asarray(channel.start)
+            shape = (self.transfers, *channel.shape)
+            return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, in_transit(channel.dtype))
+
+        return tuple((transfers(channel), 0) for channel in channels)
+
+    def end(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
+        """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
+        known = dict(zip((c for c in channels if c not in self.inputs), results, strict=True))
+        fetches = tuple(known[s] for s in self.outputs if s in known)
+        return (*fetches, known[FAILURE]) if FAILURE in known else fetches
+
+    def replicas_first(self, feeds: Sequence[Array]) -> tuple[Array, ...]:
+        """Host arrays, whose first dimension is that of the transfers, for the replicas."""
+        if self.replicas.count == 1 or self.transfers == 1:
+            return tuple(feeds)
+        return tuple(jnp.moveaxis(feed, 1, 0) for feed in feeds)
+
+    def transfers_first(self, fetches: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
+        """What the replicas fetched, as host arrays."""
+        outputs = [s for s in self.outputs if s in channels]
+        stored, checks = fetches[: len(outputs)], fetches[len(outputs) :]
+        if self.replicas.count > 1:
+            stored = [jnp.moveaxis(fetch, 0, 1) for fetch in stored]
+        return (*(fetch.reshape(self.shape_of_all(s)) for s, fetch in zip(outputs, stored, strict=True)), *checks)
+
+
+_WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})

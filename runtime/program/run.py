@@ -1,0 +1,213 @@
+"""How a program runs: feeds go in, fetches come out, and what is held is replaced by what it becomes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import starmap
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from popxl.core.aliasing import reachable
+from popxl.core.tensor import Tensor
+from popxl.errors import ApplicationRuntimeError
+from runtime.files.executables import prepared
+from runtime.interrupts import uninterrupted
+from runtime.lowering.effects import FAILURE, Channel
+from runtime.plan.plan import Plan
+from runtime.program.compiled import Compiled, one_run
+from runtime.program.debugging import Debugged, tell_given_nans, together
+from runtime.program.state import State
+from runtime.timeline import Recorder, Timeline
+
+Array = Any
+
+
+class Runner:
+    """Runs a compiled program on a state, as often as you like.
+
+    Args:
+        compiled: the program.
+        state: what it reads and changes.
+
+    Attributes:
+        runs: how often it has been run.
+        run_seconds: how long the host was busy with these runs.
+        timeline: the last recording.
+    """
+
+    def __init__(self, compiled: Compiled, state: State) -> None:
+        self._layout = compiled.layout
+        self._executable = compiled.executable
+        self._state = state
+        self.runs, self.run_seconds = 0, 0.0
+        self.timeline: Timeline | None = None
+        self._outputs, self._divided = self._layout.outputs, self._layout.divided
+        self._prints, self._checks = self._layout.prints, self._layout.checks
+        self._call: Callable[..., Any] = self._executable
+        self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
+        self._quick: Any = None  # calls the executable by C alone, where the feeds are of these types
+        self._quick_for: tuple[type, ...] | None = None
+
+    def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Run the program once. Returns the arrays of the output streams, still on the device.
+
+        Raises:
+            ApplicationRuntimeError: if an op was given numbers that it cannot take. The variables hold what the run
+                made of them.
+        """
+        start = perf_counter()
+        state = self._state
+        changing = state.changing if state.changing is not None else state.present()
+        if self._divided is not None:
+            feeds = self._joined(feeds)
+            state.begun += 1
+        results: list[Any] = []
+        try:
+            if self._quick_for == (*map(type, feeds),):
+                # Signals are handled, and may raise, after calls that Python makes, and what changes is given up. So C
+                # calls the executable, and no other call comes before what it gives is kept.
+                results += starmap(self._quick, ((changing, state.constant, feeds),))
+                ((state.changing, fetches),) = results
+            else:
+                fetches = self._call_whole(changing, feeds)
+        except BaseException:
+            if state.changing is changing and any(value.is_deleted() for value in changing):
+                state.changing = None
+            raise
+        if self._divided is not None:
+            fetches = self._own(fetches)
+        if self._prints:
+            jax.effects_barrier()
+        if self._checks:
+            fetches = self._checked(fetches)
+        self.runs += 1
+        self.run_seconds += perf_counter() - start
+        return fetches
+
+    def _call_whole(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Call the executable where that takes steps of Python: JAX has to prepare something, or the host carries out a
+        plan. Meanwhile signals wait. Returns what is fetched."""
+        state = self._state
+        if self._by_ops is not None:
+            with self._layout.precision():
+                state.changing, fetches = self._op_by_op(changing, feeds, self._by_ops)
+            return fetches
+        before = prepared(self._call)
+        fetched: list[tuple[Array, ...]] = []
+
+        def call() -> None:
+            state.changing, fetches = self._call(changing, state.constant, feeds)
+            fetched.append(fetches)
+
+        with self._layout.precision():
+            uninterrupted(call)
+        if before is not None and before == prepared(self._call) and not self._layout.wide:
+            (self._quick, _), self._quick_for = before, (*map(type, feeds),)
+        return fetched[0]
+
+    # Several processes ----------------------------------------------------------------------------------------------
+
+    def _joined(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The feeds of all replicas, of which this process has those of its own."""
+        layout = self._layout
+        return tuple(
+            layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis)
+            for s, feed in zip(layout.inputs, feeds, strict=True)
+        )
+
+    def _own(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
+        """What this process has of what all replicas have fetched."""
+        assert self._divided is not None
+        checks = [(self._divided.local_count, *FAILURE.shape)] * (len(fetches) - len(self._outputs))
+        return tuple(map(self._divided.own, fetches, (*map(self._layout.host_shape, self._outputs), *checks)))
+
+    # Checks ---------------------------------------------------------------------------------------------------------
+
+    def _checked(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
+        """What is fetched, without what tells which check failed, in each place, and by each replica."""
+        count = len(self._outputs)
+        rows = [row for failure in fetches[count:] for row in np.asarray(failure).reshape(-1, 2).tolist()]
+        self._raise_failure(*min((row for row in rows if row[0]), default=(0, 0)))
+        return fetches[:count]
+
+    def _raise_failure(self, id: int, number: int) -> None:
+        """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
+        main = self._layout.main
+        for op in (op for graph in reachable(main) for each in graph.ops for op in each.parts if op.id == id):
+            required = op.kind.requirements[number]
+            text = f"`{op.source.text}` " if op.source.text else ""
+            raise ApplicationRuntimeError(
+                f"Session.run: in {op!r} of {op.graph.title}, at {text}({op.source}), `{required.operand}` "
+                f"{required.message}, and it is not."
+            )
+
+    # In other ways --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Timeline]:
+        """Note, while the block lasts, when what runs on which device. It is all there at the end of the block."""
+        timeline = self.timeline = Timeline()
+        recorder, before = Recorder(timeline), self._call
+        self._quick_for = None
+        if isinstance(self._executable, Plan):
+            self._call = partial(self._executable, recorder=recorder)
+        else:
+            self._call = partial(recorder, "the program", self._executable)
+        try:
+            yield timeline
+        finally:
+            self._call = before
+            recorder.finish()
+
+    @contextlib.contextmanager
+    def debugging(self, infinities: bool) -> Iterator[None]:
+        """While the block lasts, run op by op; see `Session.debugging`."""
+        if self._divided is not None:
+            raise NotImplementedError(
+                f"Session.debugging: the program runs on {self._divided}, and what other processes compute cannot be "
+                "looked at here. Run it in one process: with `popxl.Ir(replication=...)`, without `poprun`."
+            )
+        before, self._by_ops, self._quick_for = self._by_ops, infinities, None
+        try:
+            yield
+        finally:
+            self._by_ops = before
+
+    def _op_by_op(self, changing: Sequence[Array], feeds: Sequence[Array], infinities: bool) -> Any:
+        """What the executable does, without giving anything up."""
+        layout, held = self._layout, self._state.constant
+        replicas, count = layout.replicas, layout.replicas.count
+        devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)
+
+        def shares(array: Array, is_shared: bool = False) -> list[Array]:
+            """What each replica has of an array, on its device, from wherever it is."""
+            whole = replicas.fetched(array)
+            alike = is_shared or count == 1
+            return [jax.device_put(whole if alike else whole[i], device) for i, device in enumerate(devices)]
+
+        def joined(parts: Sequence[Array], like: Array) -> Array:
+            """The array of all replicas. It is a copy: arrays that are given up later must not be somebody else's."""
+            whole = np.stack(parts) if count > 1 else np.array(parts[0])
+            return replicas.place(whole, like.sharding)
+
+        own = layout.replicas_first([np.array(feed) for feed in feeds])
+        things: list[Tensor | Channel] = [*layout.changed, *layout.buffers, *layout.read, *layout.inputs]
+        tell_given_nans(dict(zip(things, [*changing, *held, *own], strict=True)))
+        changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
+        constant = [shares(array, t in layout.shared) for t, array in zip(layout.read, held, strict=True)]
+        lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
+        works = []
+        for i, lowering in enumerate(lowerings):
+            of_one = [[shares[i] for shares in each] for each in (changed_shares, constant, fed)]
+            read = dict(zip(layout.read, of_one[1], strict=True))
+            works.append(one_run(layout, lowering, of_one[0], read, of_one[2]))
+        runs = together(works, lowerings, devices)
+        changed = tuple(map(joined, zip(*(changed for changed, _ in runs), strict=True), changing))
+        fetched = zip(*(fetches for _, fetches in runs), strict=True)
+        fetches = [np.stack(parts) if count > 1 else parts[0] for parts in fetched]
+        return changed, layout.transfers_first(fetches, layout.channels)

@@ -1,0 +1,87 @@
+"""`Target`: what a program is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from runtime.targets.replicas import AXIS, DividedReplicas, Replicas
+
+HOST = "pinned_host"
+"""What JAX calls the host's memory, where a device can reach it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
+
+    It is a value: nothing is on its devices because of it, and two that are equal are as good as each other.
+
+    Attributes:
+        devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
+            a process has the first of its devices; if there are too few for that, all are on the first.
+        count: how many replicas each process drives.
+
+    Example:
+        >>> target = Target(tuple(jax.devices()), 2)
+        >>> executable = target.compile(jax.jit(target.replicas.spread(step)).lower(target.replicas.spec((3,), "f4")))
+    """
+
+    devices: tuple[jax.Device, ...]
+    count: int = 1
+
+    def of_ipu(self, number: int, ipus: int) -> Target:
+        """The target of one IPU, where each replica has so many, one after the other, and each is a device."""
+        chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
+        return Target(tuple(chosen), self.count)
+
+    def _by_process(self) -> list[list[jax.Device]]:
+        return [list(found) for _, found in groupby(self.devices, lambda device: device.process_index)]
+
+    @property
+    def platform(self) -> str:
+        """What kind of devices they are, as JAX names it: "cpu", say."""
+        return self.devices[0].platform
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """The replicas, of all processes, with their mesh."""
+        chosen = [found[: self.count] for found in self._by_process()]
+        if len(chosen) == 1:
+            return Replicas(self.count, chosen[0])
+        return DividedReplicas(self.count * len(chosen), [device for found in chosen for device in found])
+
+    @cached_property
+    def on_host(self) -> Any:
+        """Where arrays of all replicas are that are in the host's memory, from where their devices reach them.
+
+        Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
+        cut out, which XLA does in the device's memory only.
+        """
+        beside = self.replicas.sharding()
+        if self.replicas.mesh is not None:
+            return beside.with_memory_kind(HOST)
+        if self.replicas.count > 1:
+            return beside
+        (device,) = beside.device_set  # without a mesh, JAX forgets the memory while it traces
+        return NamedSharding(Mesh(np.asarray([device]), (AXIS,)), PartitionSpec(), memory_kind=HOST)
+
+    @property
+    def compile_options(self) -> Mapping[str, str | bool] | None:
+        """What XLA is told when it compiles for these devices."""
+        if self.platform != "cpu":
+            return None
+        from runtime.cpu.flags import compile_options  # of no use elsewhere
+
+        return compile_options()
+
+    def compile(self, lowered: Any) -> Any:
+        """What XLA makes of a lowered function."""
+        return lowered.compile(compiler_options=self.compile_options)

@@ -1,7 +1,7 @@
 """The machine: from a finished Ir to a JAX program, and what happens while it runs.
 
 Reading order: `lower`, one loop that turns a graph into a function of arrays; `effects`, what crosses to the host;
-`program`, an Ir compiled for a device; `devices`, which device that is; `host_arrays`, what goes in and comes out;
+`program`, an Ir compiled for a device; `targets`, which device that is; `host_arrays`, what goes in and comes out;
 `processes`, how several processes run one program, and `poprun`, which starts them.
 """
 

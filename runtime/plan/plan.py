@@ -3,7 +3,7 @@
 A graph that is called often is a piece; so are the ops between such calls. Pieces of equal structure share one
 executable, so that compile time does not grow with the number of calls, and programs that call the same graph share
 it too. What a piece overwrites is donated to it. The other way, one program whose calls XLA keeps, is in
-`runtime.program.program`, which chooses.
+`runtime.program.compiled`; `runtime.plan.decision` chooses.
 
 If each IPU of the program is a device of its own, a piece is on one of them, and what it reads of others is copied
 there (`runtime.plan.placement`). As the host waits for nothing, pieces on different devices run at the same time, as

@@ -29,15 +29,15 @@ def session_of(ir: popxl.Ir, placement: str, device: Any = "ipu_model") -> popxl
 
 
 def is_placed(session: popxl.Session) -> bool:
-    return len(session.program._targets) > 1
+    return len(session.program.ipus) > 1
 
 
 def places(session: popxl.Session) -> dict[str, list[int]]:
     """The numbers of the CPU devices that variables and remote buffers are on, by name."""
-    program = session.program
-    names = [program._held[t].name for t in program._changed] + ["buffer" for _ in program._buffers]
-    names += [program._held[t].name for t in program._read]
-    arrays = (*program._state(), *program._constant)
+    layout, state = session.program.layout, session.program.state
+    names = [layout.held[t].name for t in layout.changed] + ["buffer" for _ in layout.buffers]
+    names += [layout.held[t].name for t in layout.read]
+    arrays = (*state.present(), *state.constant)
     return {name: sorted(d.id for d in array.devices()) for name, array in zip(names, arrays, strict=True)}
 
 

@@ -370,10 +370,10 @@ def test_one_program_is_one_span_on_each_device() -> None:
 def test_a_failure_ends_the_recording() -> None:
     ir, _ = network(2)
     with popxl.Session(ir) as session:
-        before = session.program.__dict__["_call"]
+        before = session.program.runner.__dict__["_call"]
         with pytest.raises(ValueError, match="stream"), session.recording() as timeline:
             session.run({})
-        assert session.program.__dict__["_call"] is before
+        assert session.program.runner.__dict__["_call"] is before
     assert timeline.spans == []
     assert "Nothing has run." in str(timeline)
     parsed(timeline.picture())

@@ -1,0 +1,59 @@
+"""Targets, and what is compiled for them: values, without a session and without a state."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import jax
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from runtime.program.compiled import compiled
+from runtime.program.layout import Layout
+from runtime.targets.target import Target
+
+
+@pytest.fixture
+def devices() -> tuple[jax.Device, ...]:
+    """Some of the devices that the CPU is divided into."""
+    return tuple(jax.local_devices(backend="cpu")[:6])
+
+
+def test_targets_are_values(devices: tuple[jax.Device, ...]) -> None:
+    assert Target(devices, 2) == Target(devices, 2)
+    assert len({Target(devices, 2), Target(devices, 2), Target(devices, 3), Target(devices[:1], 2)}) == 3
+    with pytest.raises(AttributeError):
+        Target(devices).count = 2  # type: ignore[misc]
+
+
+def test_each_ipu_of_a_replica_has_its_device(devices: tuple[jax.Device, ...]) -> None:
+    """Replica `r` has the devices that begin with number ``r * ipus``."""
+    target = Target(devices, 2)
+    assert [target.of_ipu(i, 3).devices for i in range(3)] == [devices[::3], devices[1::3], devices[2::3]]
+    assert [target.of_ipu(i, 3).replicas.device for i in range(3)] == [*devices[:3]]
+    assert target.of_ipu(1, 3).replicas.count == 2
+
+
+@pytest.mark.parametrize("calls", ["kept", "dispatched"])
+def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.Device, ...]) -> None:
+    """A function of arrays. It keeps none, and the variables stay as they are."""
+    ir = popxl.Ir()
+    ir.options.calledGraphs = calls
+    with ir.main_graph:
+        x_in = popxl.h2d_stream((3,), popxl.float32, "x")
+        w, b = (popxl.variable(np.full(3, value, np.float32)) for value in (2, 5))
+        y = ops.host_load(x_in) * w + b
+        ops.var_updates.copy_var_update_(w, y)
+        ops.host_store(popxl.d2h_stream((3,), popxl.float32, "y"), y)
+    layout = Layout(ir, Target(devices[:1]))
+    assert (layout.changed, layout.read, layout.calls) == ((w,), (b,), calls)
+    made = compiled(layout, nullcontext(False))
+    x, held = np.arange(3, dtype=np.float32), (jax.device_put(w.data, devices[0]),)
+    for _ in range(2):
+        held, (fetched,) = made.executable(held, (jax.device_put(b.data, devices[0]),), (x,))
+    np.testing.assert_array_equal(fetched, x * (x * 2 + 5) + 5)
+    np.testing.assert_array_equal(held[0], fetched)
+    np.testing.assert_array_equal([w.data, b.data], [[2] * 3, [5] * 3])
+    assert made.is_fresh and made.executables()

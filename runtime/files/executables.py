@@ -76,6 +76,20 @@ class Executable(_Part):
 # Calls --------------------------------------------------------------------------------------------------------------
 
 
+def donating(function: Callable[..., Any], *positions: int) -> Any:
+    """A function for JAX to compile whose results take the memory of the arguments that they replace.
+
+    Args:
+        function: takes trees of arrays. Its results begin with the new values of those at `positions`, in their order.
+        positions: the arguments that are donated.
+
+    JAX gives a result the first donated array that has its shape and dtype, whichever memory that is in. An array in
+    the host's memory, returned where one in the device's is expected, ends the process. So the order of the results is
+    that of the arguments, and JAX may leave out none of these, not even one that nothing reads.
+    """
+    return jax.jit(function, donate_argnums=positions, keep_unused=True)
+
+
 def prepared(function: Any) -> tuple[Any, int] | None:
     """What a compiled function is called by, and for how many kinds of arguments JAX has prepared it: for these, it is
     C alone that calls it. `None`, if it is always Python that does."""

@@ -8,7 +8,6 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from popxl.base.nesting import Nested
@@ -20,7 +19,7 @@ from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import lower
-from runtime.files.executables import copied
+from runtime.files.executables import copied, donating
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
@@ -174,6 +173,7 @@ class Piece(Step):
         terms = terms_at[self.place]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
+        self.new = tuple(t for t in self.makes if t not in self.donated)
         self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
         passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: terms.replicas.put(to_device(t.data, t.dtype)) for t in passed}
@@ -190,10 +190,11 @@ class Piece(Step):
             channels.move(self.channels, positions)
             values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
             environment = lowering.run(self.ops, values, channels)
-            return [environment.values[t] for t in self.makes], channels.positions(self.channels)
+            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
+            return overwritten, channels.positions(self.channels), new
 
         spread = terms.replicas.spread(piece)
-        lowered = lower(jax.jit(spread, donate_argnums=(0, 3)), *self._arguments(terms))
+        lowered = lower(donating(spread, 0, 3), *self._arguments(terms))
         traced = perf_counter() - start
 
         def compile() -> Compiled:
@@ -234,7 +235,7 @@ class Piece(Step):
         """Run the ops."""
         self.fetch(values, run)
         channels = run.channels(self.place, self.shared)
-        made, positions = run.call(
+        overwritten, positions, new = run.call(
             self.structure.executable,
             self._name,
             [values[key] for key in self._given_up],
@@ -243,7 +244,8 @@ class Piece(Step):
             channels.positions(self.channels),
         )
         channels.move(self.channels, positions)
-        values.update(zip(self.makes, made, strict=True))
+        values.update(zip(self.donated, overwritten, strict=True))
+        values.update(zip(self.new, new, strict=True))
         for t, place in self._sent:
             values[t] = run.put(values[t], place)
         for key in self.drops:

@@ -18,6 +18,7 @@ from popxl.core.tensor import Tensor
 from popxl.streams import Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
+from runtime.files.executables import donating
 from runtime.lowering.effects import FAILURE, Channels, Failure
 from runtime.lowering.lower import Lowering, room_to_recurse
 from runtime.plan.plan import Plan
@@ -156,7 +157,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         return changed, layout.transfers_first(fetches, layout.channels)
 
     feeds = layout.feed_specs(layout.replicas, layout.channels)
-    lowered = lower(jax.jit(step, donate_argnums=0), layout.changing_specs(), layout.constant_specs(), feeds)
+    lowered = lower(donating(step, 0), layout.changing_specs(), layout.constant_specs(), feeds)
     with Aside(1) as aside:
         return aside.begin(lambda: layout.target.compile(lowered)).result(), {}, lowered.as_text
 

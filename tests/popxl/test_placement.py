@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +16,6 @@ from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
 from runtime.plan import structure
 from runtime.targets.devices import Device
-from tests.popxl import test_random_programs as random_programs
-from tests.popxl.random_programs.maker import Maker
-from tests.popxl.random_programs.meanings import transfers
-from tests.popxl.test_random_programs import RUNS, Show, assert_same, check, feed, programs
 from tests.popxl_addons import test_addons_pipelining as pipelines
 
 F32 = popxl.float32
@@ -670,60 +666,3 @@ def test_as_a_function_of_jax() -> None:
     data = np.arange(12, dtype=np.float32).reshape(4, 3)
     fetched, _ = jax.jit(function)(**function.variables(), **{numbers.tensor.name: data})
     np.testing.assert_array_equal(fetched[results.tensor.name], data + 2)
-
-
-# Random programs ------------------------------------------------------------------------------------------------------
-
-
-def scatter(ir: popxl.Ir, seed: int, count: int = 3) -> None:
-    """Put each op, and what it makes, on one of some IPUs."""
-    random = np.random.default_rng(seed)
-    for graph in ir.graphs:
-        for op in graph.ops:
-            ipu, destination = random.integers(0, count, 2).tolist()
-            op.edit(ipu=ipu, location=(destination, False))
-
-
-def same_in_all_places(seeds: Sequence[int], show: Show) -> None:
-    ir = popxl.Ir()
-    with ir.main_graph, popxl.in_sequence():
-        for seed in seeds:
-            Maker(seed, streams=seed % 3 > 0).main()
-    scatter(ir, seeds[0])
-    show(ir.main_graph)
-    ir.num_host_transfers = max(transfers(ir.main_graph).values())
-    ir.options.calledGraphs = ("kept", "dispatched", "inlined")[seeds[0] % 3]  # type: ignore[assignment]
-    start = {v: v.data.copy() for v in ir.main_graph.variables}
-    values = []
-    for way in WAYS:
-        with session_of(ir, way) as session:
-            session.write_variables_data(start)
-            found: dict[str, np.ndarray] = {}
-            for i in range(RUNS):
-                feeds = {s: feed(s, ir.num_host_transfers, i) for s in session.expected_inputs()}
-                feeds = {s: array.reshape(session.host_shape(s.shape)) for s, array in feeds.items()}
-                found |= {f"{s} in run {i}": np.array(array) for s, array in session.run(feeds).items()}
-            state = session.get_tensors_data(start)
-            values.append(found | {v.id: np.array(array) for v, array in state.items()})
-    for name, array in values[0].items():
-        assert_same(name, array, values[1][name], 1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
-@programs("0:4")
-def test_random_programs(seeds: range) -> None:
-    check(same_in_all_places, seeds, "test_random_programs")
-
-
-@pytest.mark.filterwarnings("ignore::popxl.errors.PopxlWarning")  # they change what they take by value
-@programs("0:4")
-def test_random_gradients(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of JAX, wherever the ops are."""
-
-    def apart(ir: popxl.Ir, seed: int) -> Iterator[tuple[str, popxl.Ir, str]]:
-        scatter(ir, seed)
-        ir.options.placement = "several"
-        yield "on several IPUs", ir, ("kept", "dispatched", "inlined")[seed % 3]
-
-    monkeypatch.setattr(random_programs, "ways", apart)
-    check(lambda *what: random_programs.same_gradients(*what, order=1), seeds, "test_random_gradients")

@@ -284,6 +284,28 @@ def test_slots_keep_what_is_stored(ir, options):
         assert int(session.run()[out]) == 0
 
 
+@pytest.mark.parametrize("way", ["kept", "dispatched"])
+def test_what_has_the_shape_of_a_buffer(ir, way):
+    """Neither a result nor a variable that is overwritten unread takes the memory of the buffer: it is the host's."""
+    ir.options.remoteBuffers, ir.options.calledGraphs = "host", way
+    with ir.main_graph, popxl.in_sequence():
+        b = popxl.remote_buffer((3,), F32, 2)
+        v, w = popxl.variable(np.zeros((2, 3)), F32), popxl.variable(np.arange(6.0).reshape(2, 3), F32)
+
+        def doubled(t):
+            ops.remote_store(b, 1, ops.remote_load(b, 1) + 1)
+            return t * 2
+
+        graph = ir.create_graph(doubled, w)
+        (four_times,) = ops.call(graph, *ops.call(graph, w))
+        ops.var_updates.copy_var_update_(v, four_times)
+        outs = store([v, ops.remote_load(b, 1)])
+    with popxl.Session(ir) as session:
+        outputs = [[session.run()[out].tolist() for out in outs] for _ in range(2)]
+    assert [v for v, _ in outputs] == [[[0, 4, 8], [12, 16, 20]]] * 2
+    assert [slot for _, slot in outputs] == [[4] * 3, [8] * 3]
+
+
 def test_what_is_loaded_is_a_copy(ir):
     with ir.main_graph, popxl.in_sequence():
         b = popxl.remote_buffer((2,), I32)

@@ -1,8 +1,8 @@
 """From a seed to a random program: ops of all sorts, on tensors that fit, written straight into graphs.
 
-Programs never leave defined ground: what is written in place belongs to no constant and has one cell for each element,
-what is passed by reference does not overlap, and whatever decides about control flow is an integer or a bool, which is
-the same on every machine. Floats stay small, so that rounding does too.
+Programs never leave defined ground: what is written in place has one cell for each element, what is passed by reference
+does not overlap, replicas talk to each other where all of them come by, and whatever decides about control flow is an
+integer or a bool, which is the same on every machine. Floats stay small, so that rounding does too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 import popxl
-from popxl import ops
-from popxl.tensor import Constant
-from popxl.values.spec import TensorSpec
+from popxl import TensorSpec, ops
+from popxl.tensor import Constant, Variable
+from tests.popxl.random_programs.meanings import BETWEEN
 
 LARGEST = 24
 """Elements of a tensor."""
@@ -55,6 +55,14 @@ def writable(v: Value) -> bool:
     return v.storage is not None
 
 
+def is_view(v: Value) -> bool:
+    return writable(v) and v.t not in v.storage
+
+
+def is_constant(v: Value) -> bool:
+    return isinstance(v.t, Constant)
+
+
 def like(spec: TensorSpec) -> Test:
     return lambda v: v.t.spec == spec
 
@@ -71,42 +79,80 @@ class Maker:
         pure: no in-place ops, references and streams, so that the program has a gradient.
         smooth: no kinks either, so that it has a second one.
         streams: whether the program talks to the host on its way.
+        buffers: whether it has remote buffers.
+        replicas: how many run it.
 
     Attributes:
         marks: op id and input position of each call that was marked as modifying an input.
     """
 
-    def __init__(self, seed: int, pure: bool = False, smooth: bool = False, streams: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        pure: bool = False,
+        smooth: bool = False,
+        streams: bool = True,
+        buffers: bool = False,
+        replicas: int = 1,
+    ) -> None:
         self.seed = seed
+        self.replicas = replicas
         self.random = np.random.default_rng(seed)
         self.pure, self.smooth = pure, smooth
         self.graphs: list[popxl.Graph] = []
         self.marks: set[tuple[int, int]] = set()
         self.loads: list[popxl.HostToDeviceStream] = []
         self.stores: list[popxl.DeviceToHostStream] = []
+        self.buffers: list[popxl.RemoteBuffer] = []
+        self.has_buffers = buffers
+        self.depth = 0
+        self.is_in_branch = False
         self.actions = [self.elementwise, self.pair, self.reduce, self.index, self.arrange, self.join, self.view] * 2
-        self.actions += [self.run] * 12 + [self.constant]
+        self.actions += [self.run] * 12 + [self.constant] * 3
         if not pure:
-            self.actions += [self.write] * 8
+            self.actions += [self.write] * 8 + [self.view] * 4
             self.actions += [self.load, self.store] * 2 * streams
+            self.actions += [self.exchange] * 6 * buffers
+            self.actions += [self.talk] * 4 * (replicas > 1)
 
     # Programs -------------------------------------------------------------------------------------------------------
 
-    def main(self) -> None:
-        """A program on variables in the current graph, which stores all its values at the end."""
+    def main(self, most: int | None = None) -> None:
+        """A program on variables in the current graph, which stores half of all other values at the end.
+
+        Args:
+            most: how often to add something to the main graph at most. A smaller number gives the beginning of the same
+                program.
+        """
         specs = [((2, 3), "f"), ((3,), "f"), ((), "f"), ((2, 3), "i"), ((2, 2, 3), "i"), ((4,), "i"), ((), "i")]
         values = [fresh(self.variable(shape, kind)) for shape, kind in specs]
+        if self.has_buffers:
+            self.make_buffers()
         values += self.load(values) if self.load in self.actions else []
-        self.fill(values, self.between(4, 14), depth=2)
-        for i, v in enumerate(v for v in values if not isinstance(v.t, Constant)):
-            ops.host_store(popxl.d2h_stream(v.t.shape, v.t.dtype, f"program{self.seed}_value{i}"), v.t)
+        count = self.between(4, 14)
+        self.fill(values, count if most is None else min(count, most), depth=2)
+        shown = [v.t for v in values if not isinstance(v.t, Variable) and self.maybe()]
+        for i, t in enumerate(shown):
+            ops.host_store(popxl.d2h_stream(t.shape, t.dtype, f"program{self.seed}_value{i}"), t)
 
-    def graph(self, inputs: Sequence[popxl.Tensor]) -> popxl.Graph:
-        """A program as a graph of some inputs, which returns three floats."""
+    def make_buffers(self) -> None:
+        """Remote buffers, some of whose slots are variables. Some arrays of slots look like tensors."""
+        shapes = [((2, 3), "f", 2), ((3,), "f", 2), ((3,), "f", 1), ((), "f", 3), ((2, 3), "i", 2), ((), "i", 4)]
+        for _ in range(self.between(1, 3)):
+            shape, kind, entries = self.choice(shapes)
+            buffer = popxl.remote_buffer(shape, popxl.float32 if kind == "f" else popxl.int32, entries)
+            self.buffers.append(buffer)
+            for i in range(entries):
+                if self.maybe(0.6):
+                    popxl.remote_variable(remote_buffer=buffer, offset=i, **self.of_groups(shape, kind))
+
+    def graph(self, inputs: Sequence[popxl.Tensor], most: int | None = None) -> popxl.Graph:
+        """A program as a graph of some inputs, which returns three floats. `most` as for `main`."""
 
         def program(*inputs: Any) -> list[popxl.Tensor]:
             values = list(map(fresh, inputs))
-            self.fill(values, self.between(4, 14), depth=2)
+            count = self.between(4, 14)
+            self.fill(values, count if most is None else min(count, most), depth=2)
             floats = [v.t for v in values if v.is_float]
             return [floats[-1], self.choice(floats), self.choice(floats)]
 
@@ -114,7 +160,7 @@ class Maker:
 
     def fill(self, values: list[Value], count: int, depth: int) -> None:
         """Add about so many ops to the current graph, and their results to the values."""
-        self.depth, outer = depth, getattr(self, "depth", 0)
+        self.depth, outer = depth, self.depth
         for _ in range(count):
             try:
                 values += self.choice(self.actions)(values)
@@ -145,13 +191,37 @@ class Maker:
             raise NothingFits
         return fitting[int(len(fitting) * self.random.random() ** 0.5)]
 
+    def rather(self, probability: float, test: Test, values: Sequence[Value], *tests: Test) -> Value:
+        """One of the values that pass all tests; with this probability one that passes the first, too, if any does."""
+        if self.maybe(probability):
+            try:
+                return self.pick(values, test, *tests)
+            except NothingFits:
+                pass
+        return self.pick(values, *tests)
+
     def array(self, shape: tuple[int, ...], kind: str) -> np.ndarray:
         if kind == "f":
             return self.random.uniform(-1, 1, shape).astype(np.float32)
         return self.random.integers(-9, 10, shape).astype(np.int32)
 
     def variable(self, shape: tuple[int, ...], kind: str) -> popxl.Tensor:
-        return popxl.variable(self.array(shape, kind), name=kind)
+        return popxl.variable(name=kind, **self.of_groups(shape, kind))
+
+    def grouping(self) -> Any:
+        """Some, or all, or each of the replicas by itself."""
+        size = self.choice([n for n in (1, 2, 4) if n <= self.replicas])
+        stride = self.choice([n for n in (1, 2) if size * n <= self.replicas])
+        return popxl.gcg().ir.replica_grouping(stride, size)
+
+    def of_groups(self, shape: tuple[int, ...], kind: str) -> dict[str, Any]:
+        """Data for a variable, which replicas share it, and which of them are asked for it."""
+        if self.replicas == 1:
+            return {"data": self.array(shape, kind)}
+        grouping = self.grouping()
+        several = (grouping.num_groups,) if grouping.num_groups > 1 else ()
+        mode = self.choice(["one_per_group", "all_replicas"])
+        return {"data": self.array((*several, *shape), kind), "replica_grouping": grouping, "retrieval_mode": mode}
 
     def axis(self, t: popxl.Tensor) -> int:
         if not t.rank:
@@ -167,7 +237,7 @@ class Maker:
 
     def constant(self, values: list[Value]) -> list[Value]:
         v = self.pick(values, is_number)
-        return [Value(popxl.constant(self.array(v.t.shape, "f" if v.is_float else "i")), None)]
+        return [fresh(popxl.constant(self.array(v.t.shape, "f" if v.is_float else "i")))]
 
     def elementwise(self, values: list[Value]) -> list[Value]:
         t = self.pick(values, is_number).t
@@ -245,7 +315,7 @@ class Maker:
             whole = all(map(writable, parts)) and parts[0].storage.isdisjoint(parts[1].storage)
             storage = frozenset().union(*(v.storage for v in parts)) if whole else None
             return [Value(ops.concat_([v.t for v in parts], axis), storage)]
-        v = self.pick(values, writable) if self.maybe() else self.pick(values)
+        v = self.rather(0.4, is_view, values) if self.maybe() else self.rather(0.5, writable, values)
         return [Value(self.arranged(v.t, "_"), v.storage)]
 
     def arranged(self, t: popxl.Tensor, suffix: str) -> popxl.Tensor:
@@ -285,7 +355,7 @@ class Maker:
 
     def write(self, values: list[Value]) -> list[Value]:
         """Write a tensor in place. Everything that shares its storage changes with it."""
-        v = self.pick(values, writable, is_number)
+        v = self.rather(0.5, self.choice([is_view, is_constant]), values, writable, is_number)
         u = self.pick(values, like(v.t.spec)).t
         functions = [ops.relu_, lambda t: ops.var_updates.copy_var_update_(t, u)]
         if v.is_int:
@@ -330,6 +400,39 @@ class Maker:
         ops.host_store(self.choice(fitting), t)
         return []
 
+    # Remote buffers, and other replicas -----------------------------------------------------------------------------
+
+    def exchange(self, values: list[Value]) -> list[Value]:
+        """Load a slot, over something that is there or as a new tensor, or store to one."""
+        buffer = self.choice(self.buffers)
+        slot: Any = self.between(0, buffer.entries - 1)
+        if self.maybe(0.3):
+            slot = self.position(values, buffer.entries)
+        if self.maybe(0.3):
+            return [fresh(ops.remote_load(buffer, slot))]
+        if self.maybe(0.3):
+            v = self.pick(values, writable, like(buffer.spec))
+            return [Value(ops.remote_load_(buffer, slot, v.t), v.storage)]
+        ops.remote_store(buffer, slot, self.pick(values, like(buffer.spec)).t)
+        return []
+
+    def talk(self, values: list[Value]) -> list[Value]:
+        """Combine or gather what the replicas of a group have."""
+        if self.is_in_branch:
+            raise NothingFits
+        group, collectives = self.grouping(), ops.collectives
+        if self.maybe(0.2):
+            t = self.pick(values, lambda v: v.t.nelms * self.replicas <= LARGEST).t
+            axis = self.axis(t) if t.rank else 0
+            return [fresh(collectives.replicated_all_gather(t, axis, group, self.choice(["concat", "new_axis"])))]
+        v = self.pick(values, is_number)
+        how = self.choice(["mean" if v.is_float else "add", "max", "min"])
+        if self.maybe(0.2):
+            return [fresh(collectives.replicated_reduce_scatter(v.t, how, group))]
+        if writable(v) and self.maybe(0.3):
+            return [Value(collectives.replicated_all_reduce_(v.t, how, group), v.storage)]
+        return [fresh(collectives.replicated_all_reduce(v.t, how, group))]
+
     # Ops that run graphs --------------------------------------------------------------------------------------------
 
     def run(self, values: list[Value]) -> list[Value]:
@@ -369,9 +472,13 @@ class Maker:
         def returns(graph: popxl.Graph) -> list[TensorSpec]:
             return [t.spec for t in graph.outputs]
 
-        one = self.known_or_made(values, fits, references=False)
-        results = returns(one)
-        other = self.known_or_made(values, lambda g: fits(g) and returns(g) == results, False, returns=results)
+        outside, self.is_in_branch = self.is_in_branch, True
+        try:
+            one = self.known_or_made(values, fits, references=False)
+            results = returns(one)
+            other = self.known_or_made(values, lambda g: fits(g) and returns(g) == results, False, returns=results)
+        finally:
+            self.is_in_branch = outside
         branches = [one, other] if self.maybe() else [other, one]
         inputs = [[v.t for v in self.bind(graph, values)] for graph in branches]
         return list(map(fresh, ops.conditional(self.choice(flags), *branches, *inputs)))
@@ -380,6 +487,7 @@ class Maker:
         """A graph that is there already and fits, if the values can be bound to it; or else a new one."""
         there = {v.t.spec for v in values}
         known = [g for g in self.graphs if {t.spec for t in g.inputs} <= there and length(g) < LONGEST and fits(g)]
+        known = [g for g in known if not (self.is_in_branch and talks(g))]
         return self.choice(known) if known and self.maybe() else self.made(values, *how, **more)
 
     def made(
@@ -459,6 +567,11 @@ def is_loop(graph: popxl.Graph) -> bool:
     """Whether a graph can be repeated: its outputs look like its first inputs."""
     outputs, inputs = ([t.spec for t in tensors] for tensors in (graph.outputs, graph.inputs))
     return inputs[: len(outputs)] == outputs
+
+
+def talks(graph: popxl.Graph) -> bool:
+    """Whether replicas talk to each other in a graph."""
+    return any(op.op_type in BETWEEN or any(map(talks, op.called_graphs)) for op in graph.ops)
 
 
 def length(graph: popxl.Graph) -> int:

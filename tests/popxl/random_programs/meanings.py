@@ -1,15 +1,15 @@
 """What graphs mean, said once more: in NumPy with every rule about storage, and in JAX without storage.
 
-`Machine` carries out a whole Ir on a memory of numbered cells. A tensor is an array of cell numbers: a view is the same
-cells in another arrangement, an in-place op writes to them, a call copies its inputs to new ones. Nothing here asks
-`popxl` what aliases or what is written; of a program it reads the ops, their inputs and attributes, and which graph
-inputs are by reference. Where calls were marked as modifying an input is told by whoever marked them.
+`Machine` carries out a whole Ir, for each replica on a memory of numbered cells. A tensor is an array of cell numbers:
+a view is the same cells in another arrangement, an in-place op writes to them, a call copies its inputs to new ones.
+Nothing here asks `popxl` what aliases or what is written; of a program it reads the ops, their inputs and attributes,
+and which graph inputs are by reference. Where calls were marked as modifying an input is told by whoever marked them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,8 +108,12 @@ WRITES: dict[str, Meaning] = {  # the new content of the first operand
 # In NumPy -----------------------------------------------------------------------------------------------------------
 
 
+Work = Generator[Any, Any, Sequence[Array]]
+"""A replica at work: it yields an op and its operand where others have to give theirs, and is sent what all gave."""
+
+
 class Machine:
-    """Runs an Ir. Variables keep their values from run to run.
+    """Runs an Ir, all replicas in step. Variables and remote buffers keep their values from run to run.
 
     Args:
         ir: the program.
@@ -118,23 +122,90 @@ class Machine:
 
     def __init__(self, ir: popxl.Ir, marks: set[tuple[int, int]]) -> None:
         self.main = ir.main_graph
-        self.marks = marks
-        self.cells = numpy.zeros(0)  # float64 holds every int32 and every bool
-        self.variables = {v: self.new(v.data) for v in self.main.variables}
+        self.replicas = [Replica(ir, marks, number) for number in range(ir.replication_factor)]
 
-    def run(self, feeds: Mapping[str, Sequence[Array]]) -> dict[str, list[Array]]:
-        """What one run stores, transfer by transfer, by the ids of streams."""
-        self.waiting = {id: iter(transfers) for id, transfers in feeds.items()}
-        self.stored: dict[str, list[Array]] = defaultdict(list)
-        self.carry_out(self.main, self.variables)
-        return self.stored
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, list[list[Array]]]:
+        """What each replica stores in one run, transfer by transfer, by the ids of streams.
+
+        Args:
+            feeds: by the ids of streams: all transfers, each of all replicas.
+        """
+        works = []
+        for number, replica in enumerate(self.replicas):
+            replica.waiting = {id: iter(array[:, number]) for id, array in feeds.items()}
+            replica.stored = defaultdict(list)
+            works.append(replica.carry_out(self.main, replica.variables))
+        given: list[Array] | None = None
+        while True:
+            asked = [next(work, None) if given is None else _sent(work, given) for work in works]
+            if None in asked:
+                assert asked == [None] * len(works), "only some of the replicas talk to the others"
+                break
+            assert len({op.id for op, _ in asked}) == 1, "replicas talk to each other in different ops"
+            given = [value for _, value in asked]
+        for replica in self.replicas:
+            replica.forget()
+        ids = set().union(*(replica.stored for replica in self.replicas))
+        return {id: [replica.stored[id] for replica in self.replicas] for id in ids}
+
+    def values(self, v: popxl.Tensor) -> list[Array]:
+        """What each replica holds of a variable."""
+        return [replica.cells[replica.held[v]] for replica in self.replicas]
+
+
+def _sent(work: Work, value: Any) -> Any:
+    """What work asks next, once it has got a value; `None` at its end."""
+    try:
+        return work.send(value)
+    except StopIteration:
+        return None
+
+
+class Replica:
+    """One replica of a program that runs.
+
+    Args:
+        ir, marks: as for `Machine`.
+        number: which replica it is.
+
+    Attributes:
+        cells: the memory.
+        variables: the cells of those that the program may use.
+        held: the cells of all variables, those in remote buffers among them.
+        waiting, stored: of each stream, what will be loaded, and what has been stored.
+    """
+
+    def __init__(self, ir: popxl.Ir, marks: set[tuple[int, int]], number: int) -> None:
+        self.marks = marks
+        self.number = number
+        self.cells = numpy.zeros(64)  # float64 holds every int32 and every bool
+        self.used = 0
+        self.held = {v: self.new(self.own(v)) for v in ir.main_graph.variables}
+        self.variables = {v: cells for v, cells in self.held.items() if not v.location_info.isRemote()}
+        self.buffers = {b: self.new(numpy.zeros((b.entries, *b.tensor_shape))) for b in ir.remote_buffers}
+        for v in self.held.keys() - self.variables.keys():
+            self.held[v] = self.buffers[v.location_info.buffer][v.location_info.entry]
+            self.cells[self.held[v]] = self.own(v)
+        self.lasting = self.used
+        self.waiting: dict[str, Iterator[Array]] = {}
+        self.stored: dict[str, list[Array]] = {}
+
+    def own(self, v: Any) -> Array:
+        """What this replica has of a variable at first."""
+        return v.data if v.replica_grouping.num_groups == 1 else v.data[v.replica_grouping.assignment[self.number]]
 
     def new(self, values: Any) -> Array:
         """A tensor in fresh cells."""
         values = numpy.asarray(values)
-        start = len(self.cells)
-        self.cells = numpy.concatenate([self.cells, values.ravel()])
-        return numpy.arange(start, start + values.size).reshape(values.shape)
+        start, self.used = self.used, self.used + values.size
+        while self.used > len(self.cells):
+            self.cells = numpy.concatenate([self.cells, numpy.zeros_like(self.cells)])
+        self.cells[start : self.used] = values.ravel()
+        return numpy.arange(start, self.used).reshape(values.shape)
+
+    def forget(self) -> None:
+        """Free the cells of all that does not last from run to run."""
+        self.used = self.lasting
 
     def read(self, t: popxl.Tensor, cells: Array) -> Array:
         """The numbers in the cells of a tensor, wide: integers have to wrap only when they are written."""
@@ -144,7 +215,7 @@ class Machine:
     def copy(self, cells: Array) -> Array:
         return self.new(self.cells[cells])
 
-    def carry_out(self, graph: popxl.Graph, given: Mapping[popxl.Tensor, Array]) -> list[Array]:
+    def carry_out(self, graph: popxl.Graph, given: Mapping[popxl.Tensor, Array]) -> Work:
         """Run a graph on the cells of its inputs. Returns copies of its outputs, as they are at its end."""
         values = dict(given)
         for op in graph.ops:
@@ -152,37 +223,46 @@ class Machine:
                 if t not in values:
                     assert isinstance(t, Constant), f"{t} has no value"
                     values[t] = self.new(t.data)
-            results = self.results(op, [values[t] for t in op.inputs])
+            results = yield from self.results(op, [values[t] for t in op.inputs])
             values.update(zip(op.outputs, results, strict=True))
         return [self.copy(values[t] if t in values else self.new(t.data)) for t in graph.outputs]
 
-    def results(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+    def results(self, op: Any, cells: list[Array]) -> Work:
         """The cells of an op's results."""
         if op.op_type in CONTROL:
-            return CONTROL[op.op_type](self, op, cells)
+            return (yield from CONTROL[op.op_type](self, op, cells))
+        if op.op_type in EXCHANGES:
+            return EXCHANGES[op.op_type](self, op, cells)
         if op.op_type in VIEWS:
             return [VIEWS[op.op_type](numpy, *cells, **op.attributes)]
-        operands = map(self.read, op.inputs, cells)
-        if op.op_type in WRITES:
+        operands = list(map(self.read, op.inputs, cells))
+        if op.op_type in BETWEEN:
+            values = yield op, operands[0]
+            found = BETWEEN[op.op_type](self.of_group(op, values), self.rank(op), **op.attributes)
+            if op.modified:
+                self.cells[cells[0]] = wrapped(op.inputs[0], found)
+                return cells[:1]
+        elif op.op_type in WRITES:
             self.cells[cells[0]] = wrapped(op.inputs[0], WRITES[op.op_type](numpy, *operands, **op.attributes))
             return cells[:1]
-        found = NEW[op.op_type](numpy, *operands, **op.attributes)
+        else:
+            found = NEW[op.op_type](numpy, *operands, **op.attributes)
         found = found if isinstance(found, tuple) else (found,)
         return [self.new(wrapped(t, value)) for t, value in zip(op.outputs, found, strict=True)]
 
-    # Ops that run graphs, and ops that talk to the host ---------------------------------------------------------------
+    # Ops that run graphs ----------------------------------------------------------------------------------------------
 
-    def call(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+    def call(self, op: Any, cells: list[Array]) -> Work:
         """Copy in, run, copy out; what is by reference, or marked at this call, is copied back."""
         (graph,) = op.called_graphs
         inside = [self.copy(each) for each in cells]
-        results = self.carry_out(graph, dict(zip(graph.inputs, inside, strict=True)))
+        results = yield from self.carry_out(graph, dict(zip(graph.inputs, inside, strict=True)))
         for i, t in enumerate(graph.inputs):
             if t.by_ref or (op.id, i) in self.marks:
                 self.cells[cells[i]] = self.cells[inside[i]]
         return results
 
-    def loop(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+    def loop(self, op: Any, cells: list[Array]) -> Work:
         """Results become the first inputs of the next turn; inputs by reference keep their changes, others do not."""
         (turn,) = op.called_graphs
         iteration, go_on, *inputs = turn.inputs
@@ -195,16 +275,19 @@ class Machine:
                 elif not t.by_ref:
                     self.cells[kept[k]] = self.cells[cells[k]]
             given = {iteration: self.new(i), go_on: self.new(True), **dict(zip(inputs, kept, strict=True))}
-            _, *carried = self.carry_out(turn, given)
+            _, *carried = yield from self.carry_out(turn, given)
         for k, t in enumerate(inputs):
             if t.by_ref:
                 self.cells[cells[k]] = self.cells[kept[k]]
         return carried
 
-    def conditional(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+    def conditional(self, op: Any, cells: list[Array]) -> Work:
         """Run one branch, on copies."""
         graph, given = branch_taken(op, bool(self.cells[cells[0]].item()), cells[1:])
-        return self.carry_out(graph, {t: self.copy(each) for t, each in zip(graph.inputs, given, strict=True)})
+        inside = {t: self.copy(each) for t, each in zip(graph.inputs, given, strict=True)}
+        return (yield from self.carry_out(graph, inside))
+
+    # Ops that talk to the host, and to other replicas -----------------------------------------------------------------
 
     def load(self, op: Any, cells: list[Array]) -> Sequence[Array]:
         return [self.new(next(self.waiting[op.attributes["stream"].tensor_id]))]
@@ -213,13 +296,70 @@ class Machine:
         self.stored[op.attributes["stream"].tensor_id].append(self.cells[cells[0]])
         return []
 
+    def slot(self, op: Any, cells: list[Array]) -> Array:
+        """The cells of the slot of a remote buffer that an op is about; its number is the last operand."""
+        return self.buffers[op.attributes["buffer"]][int(self.cells[cells[-1]].item())]
 
-CONTROL: dict[str, Callable[[Machine, Any, list[Array]], Sequence[Array]]] = {
-    "Call": Machine.call,
-    "Loop": Machine.loop,
-    "If": Machine.conditional,
-    "HostLoad": Machine.load,
-    "HostStore": Machine.store,
+    def remote_load(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+        return [self.copy(self.slot(op, cells))]
+
+    def remote_load_inplace(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+        self.cells[cells[0]] = self.cells[self.slot(op, cells)]
+        return cells[:1]
+
+    def remote_store(self, op: Any, cells: list[Array]) -> Sequence[Array]:
+        self.cells[self.slot(op, cells)] = self.cells[cells[0]]
+        return []
+
+    def rank(self, op: Any) -> int:
+        """The place of this replica in its group."""
+        return self.number // op.attributes["stride"] % op.attributes["group_size"]
+
+    def of_group(self, op: Any, values: list[Array]) -> list[Array]:
+        """Of values of all replicas, those of its group, in order."""
+        stride, size = op.attributes["stride"], op.attributes["group_size"]
+        first = self.number - self.rank(op) * stride
+        return values[first : first + size * stride : stride]
+
+
+CONTROL: dict[str, Callable[[Replica, Any, list[Array]], Work]] = {
+    "Call": Replica.call,
+    "Loop": Replica.loop,
+    "If": Replica.conditional,
+}
+EXCHANGES: dict[str, Callable[[Replica, Any, list[Array]], Sequence[Array]]] = {
+    "HostLoad": Replica.load,
+    "HostStore": Replica.store,
+    "RemoteLoad": Replica.remote_load,
+    "RemoteLoadInplace": Replica.remote_load_inplace,
+    "RemoteStore": Replica.remote_store,
+}
+
+COMBINED: dict[str, Callable[[Array], Array]] = {
+    "add": lambda values: values.sum(0),
+    "mean": lambda values: values.mean(0),
+    "max": lambda values: values.max(0),
+    "min": lambda values: values.min(0),
+}
+
+
+def _chunk(whole: Array, rank: int, size: int) -> Array:
+    """A part of an array, of as many as there are members; what lacks at the end is 0."""
+    length = -(-whole.size // size)
+    return numpy.pad(whole.ravel(), (0, length * size - whole.size))[rank * length : (rank + 1) * length]
+
+
+def _all_reduced(values: list[Array], rank: int, op: str, **group: Any) -> Array:
+    return COMBINED[op](numpy.stack(values))
+
+
+BETWEEN: dict[str, Callable[..., Array]] = {  # of the values of a group, and the rank of who asks
+    "ReplicatedAllReduce": _all_reduced,
+    "ReplicatedAllReduceInplace": _all_reduced,
+    "ReplicatedAllGather": lambda values, rank, shape, **group: numpy.stack(values).reshape(shape),
+    "ReplicatedReduceScatter": lambda values, rank, op, sharded, **group: _chunk(
+        _all_reduced(values, rank, op), rank, len(values)
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.files import digest, parsed
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Header(BaseModel):

@@ -9,6 +9,7 @@ import numbers
 import string
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -169,10 +170,10 @@ def check_dtype(value: Any, what: str) -> dtype:
     """The value, if it is a dtype of ours. `TypeError` with what to write, if not; `what` names the argument."""
     if isinstance(value, dtype):
         return value
-    try:
-        remedy = f"Write `popxl.{dtype.as_dtype(value).name}`."
-    except ValueError:
-        remedy = f"There are {', '.join(_BY_NAME)}."
+    remedy = f"There are {', '.join(_BY_NAME)}."
+    if value is not None:  # which NumPy takes for float64
+        with suppress(ValueError):
+            remedy = f"Write `popxl.{dtype.as_dtype(value).name}`."
     came = f"{value!r} ({type(value).__name__})"
     raise TypeError(f"{what} must be a popxl dtype such as popxl.float32; got {came:.200}. {remedy}")
 

@@ -70,7 +70,6 @@ def _settings(ir: Ir) -> dict[str, Any]:
     return {
         "`ir.num_host_transfers`": ir.num_host_transfers,
         "`ir.replication_factor`": ir.replication_factor,
-        "`ir.options.throwIfLog2ScaleTensorNotInRange`": ir.options.throwIfLog2ScaleTensorNotInRange,
         **{f"remote buffer {buffer.remote_buffer_id}": repr(buffer) for buffer in ir.remote_buffers},
         "what fills remote buffers": [v for v in ir.main_graph.variables if v.location_info.isRemote()],
     }

@@ -228,7 +228,8 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, channels)
-            results = self.apply(op, operands)
+            with in_forms(self._machine.forms):
+                results = self.apply(op, operands)
         except PopxlError:  # says what it has to say
             raise
         except Exception as problem:
@@ -241,8 +242,7 @@ class Lowering:
 
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op."""
-        with in_forms(self._machine.forms):
-            return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
+        return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
 
     def _between_replicas(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op that talks to other replicas."""

@@ -31,7 +31,10 @@ class Target:
 
     Example:
         >>> target = Target(tuple(jax.devices()), 2)
-        >>> executable = target.compile(jax.jit(target.replicas.spread(step)).lower(target.replicas.spec((3,), "f4")))
+        >>> replicas = target.replicas
+        >>> lowered = jax.jit(replicas.spread(jnp.sin)).lower(replicas.spec((3,), "f4"))
+        >>> target.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
+        (2, 3)
     """
 
     devices: tuple[jax.Device, ...]

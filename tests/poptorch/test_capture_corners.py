@@ -138,9 +138,6 @@ def _written_at_a_mask(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-_KEPT = [torch.eye(3, 4) > 0]
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -150,7 +147,6 @@ _KEPT = [torch.eye(3, 4) > 0]
         lambda x: x[torch.tensor([0, 2]), torch.tensor([True, False, False, True])],
         lambda x: x[torch.where(torch.eye(3, 4) > 0)],
         lambda x: x[torch.ones_like(x).triu().bool()],
-        lambda x: x[_KEPT[0]],
         _at_a_mask_written_before,
         _written_at_a_mask,
         lambda x: x.masked_select(torch.arange(4) > 1),

@@ -432,9 +432,6 @@ def test_all_edits_are_counted_and_told() -> None:
     def by_reference() -> None:
         graph.inputs[0].by_ref = True
 
-    def an_option() -> None:
-        ir.options.throwIfLog2ScaleTensorNotInRange = False
-
     def replicas() -> None:
         ir.options.enableReplicatedGraphs, ir.options.replicatedGraphCount = True, 2
 
@@ -452,7 +449,6 @@ def test_all_edits_are_counted_and_told() -> None:
         (slots, r"remote buffer 1 is .*\[1: 2 x f32\[2\]\], and was .*\[1: 1 x"),
         (other_slots, r"remote buffer 1 is .*\[1: 3 x f32\[2\]\], and was"),
         (a_variable_in_a_slot, r"what fills remote buffers is \[Variable\[filling .*\]\], and was \[\]"),
-        (an_option, "`ir.options.throwIfLog2ScaleTensorNotInRange` is False, and was True"),
         (replicas, "`ir.replication_factor` is 2, and was 1"),
     ]
     with popxl.Session(ir) as session:

@@ -29,11 +29,15 @@ def _module(
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     module = torch.nn.MultiheadAttention(6, 2, **settings)
     names = [name for name, _ in module.named_parameters()]
+    numbers = {name: value.tolist() for name, value in call.items() if isinstance(value, torch.Tensor)}
 
     def function(*tensors: torch.Tensor) -> Any:
+        masks = {name: torch.tensor(value) for name, value in numbers.items()}
         given, parameters = tensors[:inputs], tensors[inputs:]
         arguments = (given[0],) * 3 if inputs == 1 else given
-        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), arguments, call)
+        return torch.func.functional_call(
+            module, dict(zip(names, parameters, strict=True)), arguments, {**call, **masks}
+        )
 
     return function, [normal(*p.shape, seed=i) / 2 for i, p in enumerate(module.parameters())]
 

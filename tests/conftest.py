@@ -63,12 +63,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "thorough" in config.getoption("markexpr"):
         return
     part, parts = config.getoption("thorough") or (0, 1)
-    left_out = [item for item in _thorough(items) if zlib.crc32(item.nodeid.encode()) % parts + 1 != part]
+    left_out = [item for item in _thorough(items) if _part_of(item.nodeid, parts) != part]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT] = len(left_out)
         without = set(left_out)
         items[:] = [item for item in items if item not in without]
+
+
+def _part_of(name: str, parts: int) -> int:
+    """Which of so many parts something is in, from 1 on."""
+    return zlib.crc32(name.encode()) % parts + 1
 
 
 def _thorough(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -129,12 +134,14 @@ def _seeded() -> None:
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """LLVM does not optimise what XLA hands to it, for tests of numbers that compile much and run it once.
 
-    All else that compiling does stays as users have it; with `--thorough`, as in `.ci/run`, this, too.
+    All else that compiling does stays as users have it. With `--thorough=3/10`, as in `.ci/run`, a tenth of the files
+    is compiled whole, each day another one; with `-m thorough`, all that runs.
     """
     import jax
 
-    is_thorough = request.config.getoption("thorough") or "thorough" in request.config.getoption("markexpr")
-    jax.config.update("jax_disable_most_optimizations", not is_thorough)
+    part, parts = request.config.getoption("thorough") or (0, 1)
+    is_whole = _part_of(request.path.name, parts) == part or "thorough" in request.config.getoption("markexpr")
+    jax.config.update("jax_disable_most_optimizations", not is_whole)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

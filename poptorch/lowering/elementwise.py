@@ -17,8 +17,8 @@ import popxl
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.base.names import camel
 from popxl.op import OpKind
-from popxl.ops.families import camel
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, like_first, predicate
 

@@ -14,8 +14,8 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.base.names import camel
 from popxl.op import VJP, OpKind
-from popxl.ops.families import camel
 from popxl.ops.precision import rounded_once
 
 Shape = tuple[int, ...]

@@ -98,7 +98,8 @@ def remove_abandoned(paths: Collection[Path] | Iterator[Path]) -> None:
         except PermissionError:
             continue  # it is for its owner to delete
         finally:
-            _release(lock)
+            if lock is not None:
+                lock.release()
 
 
 @contextmanager
@@ -122,45 +123,71 @@ def drafted(path: Path, make: Callable[[Path], object] = Path.touch, like: str |
     finally:
         if draft is not None:
             _delete(draft)
-        _release(lock)
+        if lock is not None:
+            lock.release()
 
 
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
-_NO_LOCK = -1
+class _Lock:
+    """The lock of a file or directory. It is lifted by `release`, or when nobody has it any more.
+
+    The latter is why it is an object: a signal may end a block just before its `release`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def acquire(self) -> None:
+        """`BlockingIOError` if another one has it; another `OSError` if this file system has no locks."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def is_of(self, path: Path) -> bool:
+        return os.path.samestat(os.fstat(self._descriptor), path.stat())
+
+    def release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor != -1:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) != -1:
+            os.close(self._descriptor)
 
 
-def _locked(path: Path, surely: bool) -> int | None:
-    """A descriptor that holds the lock of a file or directory; `None` if another one does, or the path is gone.
+class _NoLock:
+    """Where the system has no locks."""
+
+    def release(self) -> None:
+        pass
+
+
+def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
+    """The lock of a file or directory; `None` if another one has it, or the path is gone.
 
     Args:
         path: what to lock.
         surely: `None`, too, where there are no locks. Otherwise it is then as if there was one.
     """
     if fcntl is None:
-        return None if surely else _NO_LOCK
+        return None if surely else _NoLock()
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        lock = _Lock(path)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
+        lock.acquire()
+        if lock.is_of(path):
+            return lock
     except (BlockingIOError, FileNotFoundError):
         pass  # it is another's, or was
     except OSError:  # this file system has no locks
         if not surely:
-            return descriptor
-    os.close(descriptor)
+            return lock
+    lock.release()
     return None
-
-
-def _release(lock: int | None) -> None:
-    if lock is not None and lock != _NO_LOCK:
-        os.close(lock)
 
 
 def _delete(path: Path) -> None:
@@ -222,7 +249,8 @@ def _discard(directory: Path, waste: Path) -> None:
         _sync(directory.parent)
         _delete(waste)
     finally:
-        _release(lock)
+        if lock is not None:
+            lock.release()
 
 
 def _settle(directory: Path, own: Collection[str]) -> None:

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
 import popxl
-from popxl.base.files import drafted, parsed, replace_file, replaced_file, sealed, unsealed
+from popxl.base.files import drafted, parsed, remove_abandoned, replace_file, replaced_file, sealed, unsealed
 from popxl.base.pages import Picture
 from popxl.program import writing
 from popxl_addons import checkpoint
@@ -132,6 +133,44 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replaced_file(path, lambda draft: 1 // 0):
         raise AssertionError
     assert path.read_bytes() == b"old" and names(tmp_path) == ["file"]
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python closes its files then
+def test_an_interruption_anywhere_leaves_nothing_for_long(tmp_path: Path) -> None:
+    """Wherever Python looks for signals, which is when calls begin and when they have ended."""
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        nonlocal steps
+        if event in ("return", "c_call") or frame.f_code.co_name == "__del__":
+            return
+        steps += 1
+        if steps == last:
+            sys.setprofile(None)
+            raise Interrupted
+
+    path, last, steps = tmp_path / "file", 0, 0
+    before = sys.getprofile()
+    replace_file(path, b"whole")
+    while steps == last:
+        last, steps = last + 1, 0
+        content = b"%d" % last
+        try:
+            sys.setprofile(interrupt)
+            replace_file(path, content)
+        except Interrupted:
+            pass
+        finally:
+            sys.setprofile(before)
+        assert path.read_bytes() in (b"whole", content)
+        remove_abandoned([path])
+        assert not path.exists(), last  # nobody has it locked
+        replace_file(path, b"whole")
+        assert names(tmp_path) == ["file"], last
+    assert last > 100  # or nothing has been interrupted
 
 
 def test_links_and_pipes(tmp_path: Path) -> None:

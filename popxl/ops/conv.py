@@ -19,8 +19,8 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated
 from popxl.errors import PopxlError
-from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
+from popxl.ops.kernels.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
 from popxl.values.shapes import integer, integers
 from popxl.values.spec import TensorSpec

@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops import convolutions
-from popxl.ops.convolutions import Steps, by_xla, check, widened_pair
+from popxl.ops.kernels import convolutions
+from popxl.ops.kernels.convolutions import Steps, by_xla, check, widened_pair
 from runtime.calls import kept
 from runtime.cpu.quick import quick_on_cpus
 

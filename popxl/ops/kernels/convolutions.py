@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.ops.kernels import Kernel
+from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
 
 

@@ -104,7 +104,7 @@ class Session:
         self._has_run = False
         self._has_uploaded = False
         self._known_host_data = ir.host_copies.version
-        self._host_arrays = HostArrays(self.program)
+        self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
         if self.is_attached:
             self.weights_from_host()

@@ -23,7 +23,6 @@ from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
 from runtime.interrupts import scratch_folder
 from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
-from runtime.program.layout import Layout
 from runtime.program.program import Program
 from runtime.targets.devices import Device, find_device
 from runtime.targets.target import VERSIONS, MadeFor, Target
@@ -63,7 +62,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         )
     compiled, keeps = program.compiled, can_be_kept(program.layout)
     if keeps and not compiled.is_fresh:
-        compiled = compiled_afresh(Layout(ir, program.layout.target))
+        compiled = compiled_afresh(program.layout)
     parts: dict[str, bytes] = {}
     with scratch_folder() as folder:
         writing.save(ir, folder / _IR)

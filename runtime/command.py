@@ -18,6 +18,7 @@ from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
+from runtime.pipes import nobody_reads, quiet_in_a_pipe
 from runtime.program.machine import Machine, NothingRuns, PlanningMachine
 from runtime.program.program import Program, Ready
 from runtime.report import report_of
@@ -40,6 +41,7 @@ each Ir that it has built, and the memory that they need.
 _REPORT = "Run a program, and print the report of each session that it has made."
 
 
+@quiet_in_a_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the command line. Returns its exit code."""
     options = _parser().parse_args(arguments)
@@ -197,6 +199,8 @@ def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
             print(end.code, file=sys.stderr)
         return "", end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as problem:
+        if isinstance(problem, BrokenPipeError) and nobody_reads():
+            raise
         frames = problem.__traceback__
         while frames is not None and not _is_of(frames, file):
             frames = frames.tb_next  # so that it begins in the program

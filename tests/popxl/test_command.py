@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -261,3 +263,57 @@ def test_as_a_command(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip().endswith("(program.py:21): nothing is compiled or run.")
+
+
+# In a pipe ------------------------------------------------------------------------------------------------------------
+
+SPEAKING = """
+    import popxl
+    with popxl.Ir().main_graph:
+        popxl.variable(1.0) + 1
+    print("before the graphs")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["the-command-prints-last", "the-program-prints-first"])
+def test_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(SPEAKING), encoding="utf-8")
+    environment = {"PYTHONUNBUFFERED": unbuffered}
+    assert _with_output_to_nobody("popxl", "show", str(file), **environment) == (128 + signal.SIGPIPE, "")
+
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="poptorch needs torch")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("popxl", "--help"), ("runtime.poprun", "--help"), pytest.param(("poptorch", "options"), marks=NEEDS_TORCH)],
+    ids=" ".join,
+)
+@pytest.mark.thorough(but_each=3)
+def test_nobody_reads_other_pages(arguments: tuple[str, ...]) -> None:
+    assert _with_output_to_nobody(*arguments) == (128 + signal.SIGPIPE, "")
+
+
+def test_other_pipes_are_the_program_s_own(command: Any) -> None:
+    program = """
+        import os
+        ours, theirs = os.pipe()
+        os.close(ours)
+        os.write(theirs, b"hello")
+    """
+    code, _, err = command(program, "show", "FILE")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("BrokenPipeError")
+
+
+def _with_output_to_nobody(*arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code of a module that is run with its output to a pipe that nobody reads, and what it says of that."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **environment}
+    with open(writer, "wb") as output:
+        done = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr

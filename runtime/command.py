@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `popxl show` and `popxl report`. It is started by `popxl.__main__`."""
+"""What the command `popxl` does: `popxl show`, `popxl report` and `popxl --version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from runtime.program.program import Program, Ready
 from runtime.report import report_of
 from runtime.session import Session
 from runtime.targets.devices import Device
+from runtime.versions import ShowVersions
 
 _EXAMPLES = """\
 examples:
@@ -31,6 +32,7 @@ examples:
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
   popxl report train.py --layers 12         run the program; options behind the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
+  popxl --version                           what programs run with here: for a report of a problem
 """
 
 _SHOW = """\
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report}")
     for name, text in (("show", _SHOW), ("report", _REPORT)):
         command = commands.add_parser(name, help=text, description=text)

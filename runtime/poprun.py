@@ -22,6 +22,7 @@ from typing import IO, Any
 from popxl.base.distributed import LOOPBACK, PREFIX, Instance
 from runtime.meetings import Meetings
 from runtime.pipes import quiet_in_a_pipe
+from runtime.versions import ShowVersions
 
 GRACE = 5.0
 """For how many seconds an instance may tidy up, once it has been told to end."""
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--only-output-from-instance", type=int, metavar="I", help="show the output of this instance only")
     add("--verbose", "-v", "--vv", action="store_true", help="say how each instance is started")
+    add("--version", action=ShowVersions)
     for where in ("--mpi-global-args", "--mpi-local-args"):
         add(where, default="", metavar="ARGS", help="only `-x NAME[=VALUE]` in it is heeded, as --env")
     ignored = parser.add_argument_group("accepted, without effect", " ".join(_WITHOUT_MEANING))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +320,40 @@ def _with_output_to_nobody(*arguments: str, **environment: str) -> tuple[int, st
     with open(writer, "wb") as output:
         done = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.PIPE, text=True)
     return done.returncode, done.stderr
+
+
+# Versions and devices -------------------------------------------------------------------------------------------------
+
+
+def test_versions(tmp_path: Path) -> None:
+    """Of a JAX that has a plugin for devices which cannot be used: that is a sentence, not a traceback."""
+    plugin = tmp_path / "jax_plugins" / "drawer" / "__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("def initialize():\n    raise RuntimeError('no driver\\nat all')\n", encoding="utf-8")
+    driver = tmp_path / "jax_drawer_plugin-4.5.dist-info" / "METADATA"
+    driver.parent.mkdir()
+    driver.write_text("Metadata-Version: 2.1\nName: jax-drawer-plugin\nVersion: 4.5\n", encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    code, out, err = _versions("popxl", PYTHONPATH=path, POPXL_CPU_DEVICES="3")
+    assert (code, err) == (0, "")
+    shown = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith(" "))
+    expected = {"popxl": popxl.__version__, "python": platform.python_version(), "jax-drawer-plugin": "4.5"}
+    for name in ("jax", "jaxlib", "numpy"):
+        expected[name] = metadata.version(name)
+    assert {name: shown.get(name) for name in expected} == expected
+    assert shown["devices"] == "3 cpu"
+    assert out.splitlines()[-1].endswith("when calling jax_plugins.drawer.initialize(): no driver")
+
+
+def test_versions_without_any_device() -> None:
+    code, out, err = _versions("runtime.poprun", PYTHONPATH=str(ROOT), JAX_PLATFORMS="nowhere")
+    assert (code, err) == (0, "")
+    assert out.startswith("popxl ")
+    (devices,) = (line for line in out.splitlines() if line.startswith("devices"))
+    assert re.match(r"devices +none\. JAX does not start with JAX_PLATFORMS=nowhere: .*'nowhere'", devices)
+
+
+def _versions(module: str, **environment: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr

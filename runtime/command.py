@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `popxl show` and `popxl report`. It is started by `popxl.__main__`."""
+"""What the command `popxl` does: `popxl show`, `popxl report` and `popxl --version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
+from runtime.pipes import nobody_reads, quiet_in_a_pipe
 from runtime.program.machine import Machine, NothingRuns, PlanningMachine
 from runtime.program.program import Program, Ready
 from runtime.report import report_of
 from runtime.session import Session
 from runtime.targets.devices import Device
+from runtime.versions import ShowVersions
 
 _EXAMPLES = """\
 examples:
@@ -30,6 +32,7 @@ examples:
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
   popxl report train.py --layers 12         run the program; options behind the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
+  popxl --version                           what programs run with here: for a report of a problem
 """
 
 _SHOW = """\
@@ -40,6 +43,7 @@ each Ir that it has built, and the memory that they need.
 _REPORT = "Run a program, and print the report of each session that it has made."
 
 
+@quiet_in_a_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the command line. Returns its exit code."""
     options = _parser().parse_args(arguments)
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report}")
     for name, text in (("show", _SHOW), ("report", _REPORT)):
         command = commands.add_parser(name, help=text, description=text)
@@ -197,6 +202,8 @@ def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
             print(end.code, file=sys.stderr)
         return "", end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as problem:
+        if isinstance(problem, BrokenPipeError) and nobody_reads():
+            raise
         frames = problem.__traceback__
         while frames is not None and not _is_of(frames, file):
             frames = frames.tb_next  # so that it begins in the program

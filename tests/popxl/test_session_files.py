@@ -265,7 +265,7 @@ def test_it_says_so(path, capfd, monkeypatch):
     popxl.Session(program()).save(path)
     monkeypatch.setattr(log, "_chosen", {"all": log.LEVELS["DEBUG"]})
     popxl.Session.load(path)
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = (each for each in capfd.readouterr().err.splitlines() if "cpu_aot_loader" not in each)  # of JAX 0.10.1
     assert "Loading serialized PopART executable" in line and line.endswith(f" {path}")
 
 

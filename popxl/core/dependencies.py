@@ -29,10 +29,12 @@ class Needs:
         data: they make what the op reads, or use a storage that it overwrites, or overwrite one that it reads.
         order: no data flows from them, but `in_sequence` puts them before the op, or both use the same stream, buffer,
             or other thing outside of the program.
+        exchanges: those of `order` that use the same thing outside.
     """
 
     data: frozenset[Op]
     order: frozenset[Op]
+    exchanges: frozenset[Op] = frozenset()
 
     @property
     def all(self) -> frozenset[Op]:
@@ -55,8 +57,9 @@ def dependencies(graph: Graph) -> dict[Op, Needs]:
             data |= {writer[s]} if s in writer else set()
             data |= readers[s] if writes else set()
         outside = set(_outside(op))
-        order = {known[id] for id in op.after} | {last[thing] for thing in outside if thing in last}
-        needs[op] = Needs(frozenset(data), frozenset(order))
+        exchanges = {last[thing] for thing in outside if thing in last}
+        order = {known[id] for id in op.after} | exchanges
+        needs[op] = Needs(frozenset(data), frozenset(order), frozenset(exchanges))
         for s, writes in touched:
             if writes:
                 writer[s], readers[s] = op, set()

@@ -64,9 +64,12 @@ class _Sequence:
         items: list[Item] = []
         i = 0
         while i < len(self._ops):
-            loop, after = found.get(i, (None, i + 1))
-            items.append(loop or self._ops[i])
-            i = after
+            if i in found:
+                loop, i = found[i]
+                items.append(loop)
+            else:
+                items.append(self._ops[i])
+                i += 1
         return tuple(items)
 
     def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, Rolled]]:

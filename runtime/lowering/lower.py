@@ -44,7 +44,7 @@ from runtime.lowering import effects
 from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import MachineParts, Order, parts_for
-from runtime.lowering.rolled import Rolled, roll
+from runtime.lowering.rolled import AsWritten, Rolled, roll
 from runtime.lowering.stacks import Row, Stack, put_back, read
 from runtime.targets.replicas import Replicas
 
@@ -68,21 +68,22 @@ def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
 class Environment:
     """The current value of every storage of one graph, while it runs; or the row of a stack that has it."""
 
-    def __init__(self, values: Mapping[Tensor, Array | Row], order: Order) -> None:
+    def __init__(self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor]) -> None:
         self.values = dict(values)
         self._order = order
+        self._same = same
 
     def note(self, op: Op) -> None:
         """Note that an op has read its operands: what overwrites them comes after its result."""
         result = next((t for t in op.outputs if t in self.values), None)
         if result is not None:  # it is no view, say
             for t in op.inputs:
-                self._order.note(_seen_through(t)[0], result, self.read(result))
+                self._order.note(self._seen_through(t)[0], result, self.read(result))
 
     def note_call(self, op: Op, results: Results) -> None:
         """The same of the ops of a graph that an op has called."""
         for i, computed in results.computed.items():
-            self._order.note_within(_seen_through(op.inputs[i])[0], computed)
+            self._order.note_within(self._seen_through(op.inputs[i])[0], computed)
 
     def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
         """What was computed last from inputs of the graph, by position."""
@@ -90,12 +91,13 @@ class Environment:
 
     def place(self, t: Tensor) -> Array | Row:
         """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
-        place = self.values.get(t.origin)
+        storage, views = self._seen_through(t)
+        place = None if views else self.values.get(storage)
         return place if isinstance(place, Row) else self.read(t)
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
-        storage, views = _seen_through(t)
+        storage, views = self._seen_through(t)
         value = self._storage(storage)
         for view in views:
             value = view.apply([value])
@@ -113,7 +115,7 @@ class Environment:
         changes = [(t, value)]
         while changes:
             t, value = changes.pop()
-            storage, views = _seen_through(t)
+            storage, views = self._seen_through(t)
             bases = [self._storage(storage)] if views else []
             for view in views[:-1]:
                 bases.append(view.apply([bases[-1]]))
@@ -141,11 +143,25 @@ class Environment:
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
         return read(self.values[t])
 
+    def _seen_through(self, t: Tensor) -> tuple[Tensor, list[Op]]:
+        """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""
+        views = []
+        t = t.origin
+        while True:
+            view = view_of(t)
+            if t in self._same:
+                t = self._same[t].origin
+            elif view is not None and len(view.inputs) == 1:
+                views.append(view)
+                t = view.inputs[0].origin
+            else:
+                return t, views[::-1]
+
     def _joined(self, op: Op) -> Nested[Array]:
         """What a view of several tensors shows; they may be such views themselves."""
         parts = []
         for base in op.inputs:
-            storage, views = _seen_through(base)
+            storage, views = self._seen_through(base)
             joined = view_of(storage)
             part = self._storage(storage) if joined is None else (yield self._joined(joined))
             for view in views:
@@ -157,16 +173,6 @@ class Environment:
 def no_value(t: Tensor) -> PopxlError:
     """The error for a storage that nothing gives a value."""
     return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
-
-
-def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
-    """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end the chain."""
-    views = []
-    t = t.origin
-    while (view := view_of(t)) is not None and len(view.inputs) == 1:
-        views.append(view)
-        t = view.inputs[0].origin
-    return t, views[::-1]
 
 
 def view_of(t: Tensor) -> Op | None:
@@ -203,7 +209,7 @@ class Lowering:
         options: those of the Ir; they switch some of the checks that ops make of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
         replicas: those that run the program; what is lowered is the program of one of them.
-        schedule: what is carried out of a graph, in order: its ops, and loops of them. By default the ops.
+        plan: says what is carried out of a graph, in order: its ops, or loops of them.
     """
 
     def __init__(
@@ -212,10 +218,10 @@ class Lowering:
         options: SessionOptions,
         keep_calls: bool = True,
         replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
-        schedule: Callable[[Graph], Sequence[Op | Rolled]] = lambda graph: graph.ops,
+        plan: AsWritten = AsWritten(),  # noqa: B008  # it has no state
     ) -> None:
         self.replicas = replicas
-        self.schedule = schedule
+        self.plan = plan
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
@@ -237,7 +243,7 @@ class Lowering:
         self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
     ) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values, self._machine.order())
+        environment = Environment(values, self._machine.order(), self.plan.same)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
@@ -317,7 +323,7 @@ class Lowering:
 
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
         given = dict(zip(graph.inputs, inputs, strict=True))
-        environment = yield self.running(self.schedule(graph), given, channels)
+        environment = yield self.running(self.plan.schedule(graph), given, channels)
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(

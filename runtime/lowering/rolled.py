@@ -7,9 +7,10 @@ read later. What is overwritten is overwritten in its row. See `runtime.plan.rol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jax import lax
 
 from popxl.base.nesting import done
 from popxl.core.recording import Op
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Constant, Tensor
+from popxl.graph import Graph
 from runtime.lowering.effects import Channels, channels_of_ops
 from runtime.lowering.stacks import Row, Stack, read
 
@@ -74,7 +76,7 @@ class Rolled:
     Attributes:
         turns: the ops of each turn.
         model: the number of the turn that is lowered.
-        taken: what a turn finds. What is not here is a constant.
+        taken: what a turn finds.
         made: what is left of it.
     """
 
@@ -92,6 +94,20 @@ class Rolled:
     def all(self) -> tuple[Op, ...]:
         """Those of all turns, in order."""
         return tuple(op for turn in self.turns for op in turn)
+
+
+class AsWritten:
+    """What is carried out of graphs: their ops, in order. Others may know better.
+
+    Attributes:
+        same: tensors that stand for others, which have their values.
+    """
+
+    same: Mapping[Tensor, Tensor] = MappingProxyType({})
+
+    def schedule(self, graph: Graph) -> Sequence[Op | Rolled]:
+        """What is carried out of a graph, in order."""
+        return graph.ops
 
 
 def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: Channels) -> None:
@@ -127,7 +143,7 @@ class _Turning:
         self._handed = tuple((t, t.before) for t in loop.taken if t.before is not None)
         self._last = tuple(m for m in loop.made if m.is_last_only)
         self._made = tuple(m for m in loop.made if not m.is_last_only)
-        known = [t for t in loop.taken if t.before is None]
+        known = [t for t in loop.taken if t.before is None and not _is_number(t, environment)]
         for storages in _that_overlap(t.of_turns for t in known):
             _bring_together(environment, storages)
         places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
@@ -186,6 +202,12 @@ class _Turning:
             environment.values[made.of_turns[-1]] = value
         for made, stack in zip(self._made, self._rooms, strict=True):
             environment.values.update((t, Row(stack, n)) for n, t in enumerate(made.rows))
+
+
+def _is_number(taken: Taken, environment: Environment) -> bool:
+    """Whether turns take a constant that nothing has changed: it is best written down where it is used."""
+    is_same = isinstance(taken.name, Constant) and len(set(taken.of_turns)) == 1
+    return is_same and not taken.is_written and taken.name not in environment.values
 
 
 def _that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:

@@ -20,6 +20,7 @@ from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
 from runtime.lowering.effects import FAILURE, Channels, Failure
 from runtime.lowering.lower import Lowering, room_to_recurse
+from runtime.lowering.rolled import AsWritten
 from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
@@ -138,8 +139,8 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         (executable,) = known
         return executable, {}, executable.as_text
     watch.begins("the program", 0, 1)
-    schedule = () if layout.rolling is None else (layout.rolling.schedule,)
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, *schedule)
+    plan = AsWritten() if layout.rolling is None else layout.rolling
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, plan)
     own = tuple(block for block in layout.constant if not layout.is_shared(block))
     shared = tuple(block for block in layout.constant if layout.is_shared(block))
 
@@ -172,7 +173,7 @@ def one_run(
     channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
     for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
         channels.set_slots(buffer, slots)
-    environment = yield lowering.running(lowering.schedule(layout.main), values, channels)
+    environment = yield lowering.running(lowering.plan.schedule(layout.main), values, channels)
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 

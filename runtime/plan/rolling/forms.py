@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from popxl.base.nesting import Nested, done
@@ -15,9 +16,14 @@ class Forms:
     """The forms of the ops of one program, as numbers.
 
     An operand is seen through its views: the form has these, and not what lies behind them.
+
+    Args:
+        structures: those of the graphs.
+        same: tensors that stand for others.
     """
 
-    def __init__(self, structures: Structures) -> None:
+    def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:
+        self._same = same
         self._attributes = Encoding(structures).attributes
         self._numbers: dict[Any, int] = {}
         self._seen: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
@@ -34,13 +40,23 @@ class Forms:
         """The storages that a tensor shows."""
         return self._look(t)[1]
 
+    def storage(self, t: Tensor) -> Tensor | None:
+        """The storage that a tensor is all of; `None`, if it is a view."""
+        code, roots = self._look(t)
+        return roots[0] if code == self._number(t.spec.to_tuple()) else None
+
     def _look(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         t = t.origin
         return self._seen[t] if t in self._seen else done(self._looking(t))
 
     def _looking(self, t: Tensor) -> Nested[tuple[int, tuple[Tensor, ...]]]:
         view = view_of(t)
-        if view is None:
+        if t in self._same:
+            origin = self._same[t].origin
+            if origin not in self._seen:
+                yield self._looking(origin)
+            self._seen[t] = self._seen[origin]
+        elif view is None:
             self._seen[t] = (self._number(t.spec.to_tuple()), (t,))
         else:
             bases = [base.origin for base in view.inputs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
@@ -21,26 +21,42 @@ TRIED = 8
 Item = Op | Rolled
 
 
-def loops_of(graph: Graph, forms: Forms, size: Callable[[Graph], int], reasons: dict[Graph, str]) -> tuple[Item, ...]:
-    """The ops of a graph in order, and in the place of some of them loops.
+def loops_of(
+    ops: Sequence[Op],
+    outputs: Sequence[Tensor],
+    forms: Forms,
+    size: Callable[[Graph], int],
+    reasons: dict[Graph, str],
+) -> tuple[Item, ...]:
+    """Ops in order, and in the place of some of them loops.
 
     Args:
-        graph: the graph.
+        ops: those of a graph.
+        outputs: what the graph returns.
         forms: those of the ops of the program.
         size: how many ops a graph stands for.
         reasons: is told, of graphs that are called again and again, why they are in no loop.
     """
-    count = Counter(forms.of(op) for op in graph.ops if op.called_graphs)
+    count = Counter(forms.of(op) for op in ops if op.called_graphs)
     if max(count.values(), default=0) < FEWEST:
-        return tuple(graph.ops)
-    return _Sequence(graph, forms, size, reasons).items()
+        return tuple(ops)
+    returned = {root for t in outputs for root in forms.roots(t)}
+    ops = close_together([op for op in ops if op.kind.view is None], forms, returned)
+    return _Sequence(ops, returned, forms, size, reasons).items()
 
 
 class _Sequence:
-    """The ops of a graph, with all of a turn close together."""
+    """Ops, with all of a turn close together."""
 
-    def __init__(self, graph: Graph, forms: Forms, size: Callable[[Graph], int], reasons: dict[Graph, str]) -> None:
-        self._ops = [op for op in close_together(graph, forms.of) if op.kind.view is None]
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        returned: Iterable[Tensor],
+        forms: Forms,
+        size: Callable[[Graph], int],
+        reasons: dict[Graph, str],
+    ) -> None:
+        self._ops = ops
         self._roots = forms.roots
         self._forms = [forms.of(op) for op in self._ops]
         self._sizes = [sum(1 + size(callee) for callee in op.called_graphs) for op in self._ops]
@@ -49,7 +65,7 @@ class _Sequence:
         self._last_read: dict[Tensor, float] = {}
         for i, op in enumerate(self._ops):
             self._last_read.update((root, i) for t in op.inputs for root in self._roots(t))
-        self._last_read.update((root, math.inf) for t in graph.outputs for root in self._roots(t))
+        self._last_read.update(dict.fromkeys(returned, math.inf))
 
     def items(self) -> tuple[Item, ...]:
         """The ops, and loops of them: first where the most is saved, and then before and after that."""

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import callees_first, changed_inputs, reachable
+from popxl.core.aliasing import callees_first, changed_inputs
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import returned_by_ref
-from runtime.lowering.rolled import Rolled, Taken
+from runtime.lowering.rolled import AsWritten, Rolled, Taken
+from runtime.plan.rolling.flat import Flat
 from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.loops import Item, loops_of
 from runtime.plan.structure import Structures
@@ -24,7 +25,7 @@ Source = Tensor | tuple[object, int] | None
 """Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""
 
 
-class Rolling:
+class Rolling(AsWritten):
     """The loops of a program.
 
     Args:
@@ -33,15 +34,21 @@ class Rolling:
 
     Attributes:
         together: variables that lie in one array each, as the turns of some loop take one after the other.
+        same: tensors of graphs that are part of those that call them, by what stands for them there; and the opposite.
     """
 
     def __init__(self, main: Graph, held: Collection[Tensor]) -> None:
         structures = Structures(main)
-        forms = Forms(structures)
+        flat = Flat(main)
+        self.same = flat.same
+        forms = Forms(structures, flat.same)
         self._reasons: dict[Graph, str] = {}
-        self._schedules = {graph: loops_of(graph, forms, structures.size, self._reasons) for graph in reachable(main)}
+        self._schedules = {
+            graph: loops_of(ops, graph.outputs, forms, structures.size, self._reasons)
+            for graph, ops in flat.graphs.items()
+        }
         while True:
-            walk = _Walk(self._schedules, main)
+            walk = _Walk(self._schedules, forms, main)
             done(walk.through(main, {t: t for t in held}))
             if not walk.refused:
                 break
@@ -72,9 +79,8 @@ class Rolling:
 
     def _write_out(self, loop: Rolled, reason: str) -> None:
         """Have the turns of a loop carried out one after the other."""
-        graph = loop.ops[0].graph
-        items = self._schedules[graph]
-        self._schedules[graph] = tuple(op for item in items for op in (loop.all if item is loop else (item,)))
+        for graph, items in self._schedules.items():
+            self._schedules[graph] = tuple(op for item in items for op in (loop.all if item is loop else (item,)))
         self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
 
 
@@ -85,10 +91,10 @@ class _Walk:
     branches are given, and graphs that turns call, lies by itself.
     """
 
-    def __init__(self, schedules: dict[Graph, tuple[Item, ...]], main: Graph) -> None:
-        self._schedules = schedules
+    def __init__(self, schedules: dict[Graph, tuple[Item, ...]], forms: Forms, main: Graph) -> None:
+        self._schedules, self._storage = schedules, forms.storage
         self._with_loops: set[Graph] = set()
-        for graph in callees_first(main):
+        for graph in (graph for graph in callees_first(main) if graph in schedules):
             items = schedules[graph]
             ops = [item for item in items if isinstance(item, Op)]
             if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
@@ -106,14 +112,30 @@ class _Walk:
                         yield self.through(callee, {})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
-                after = yield self.through(run.graph, _bound(run, sources))
+                after = yield self.through(run.graph, self._bound(run, sources))
                 if is_call(item):
-                    own = ((t, output.origin) for t, output in run.results if output.origin not in run.inputs)
-                    sources.update((t, after.get(output)) for t, output in own)
+                    results = ((t, self._storage(output)) for t, output in run.results)
+                    sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
             else:
                 for callee in self._with_loops.intersection(item.called_graphs):
                     yield self.through(callee, {})
         return sources
+
+    def _bound(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
+        """Where the inputs of a graph lie that a call or loop runs: where what is bound to them does, unless that is
+        copied because the graph changes it."""
+        own = len(run.own)
+        written = {i - own for i in changed_inputs(run.graph)}
+        copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
+        given = [*map(self._storage, run.given)]
+        count = Counter(given)
+        return {
+            inner: sources.get(storage)
+            for i, (inner, storage) in enumerate(zip(run.inputs, given, strict=False))
+            if storage is not None
+            and i not in copied
+            and (i not in written or (i in run.op.modified and count[storage] == 1))
+        }
 
     def _at_loop(self, loop: Rolled, sources: dict[Tensor, Source]) -> None:
         for taken in loop.taken:
@@ -147,17 +169,3 @@ class _Walk:
             whole = list(dict.fromkeys([*(t for each in known.values() for t in each), *wish]))
             group.update(dict.fromkeys(whole, whole))
         return [tuple(each) for each in {id(each): each for each in group.values()}.values()]
-
-
-def _bound(run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
-    """Where the inputs of a graph lie that a call or loop runs: where what is bound to them does, unless that is copied
-    because the graph changes it."""
-    own = len(run.own)
-    written = {i - own for i in changed_inputs(run.graph)}
-    count = Counter(t.origin for t in run.given)
-    copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
-    return {
-        inner: sources.get(t.origin)
-        for i, (inner, t) in enumerate(zip(run.inputs, run.given, strict=False))
-        if i not in copied and (i not in written or (i in run.op.modified and count[t.origin] == 1))
-    }

@@ -5,44 +5,46 @@ gradient is there, and everything before it that reads the weight. So of the ops
 the first of those with the fewest calls to come after them: an update rather than the gradient of the next layer.
 
 What begins with nothing that was computed, such as a load, stays behind all that the program says before it: what is
-loaded early takes room. So does an op like which there are no others: it would only come between turns. One that makes
-nothing, such as a store to a stream of its own, even comes after all that could be next.
+loaded early takes room. So does an op like which there are no others, which would only come between turns: it even
+comes after all others that could be next.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
 
-from popxl.core.dependencies import dependencies
+from popxl.core.dependencies import used_outside
 from popxl.core.recording import Op
-from popxl.graph import Graph
+from popxl.core.tensor import Tensor
+from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.patterns import FEWEST
 
 
-def close_together(graph: Graph, form: Callable[[Op], int]) -> list[Op]:
-    """The ops of a graph in such an order. What `in_sequence` says does not matter here: it changes no numbers.
+def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor]) -> list[Op]:
+    """Ops in such an order. What `in_sequence` says does not matter here: it changes no numbers.
 
     Args:
-        graph: the graph.
-        form: equal for ops that may take part in different turns.
+        ops: the ops, in an order in which they may be carried out.
+        forms: theirs. Those of one form may take part in different turns.
+        returned: the storages that are read after them.
     """
-    ops = graph.ops
-    count = Counter(map(form, ops))
-    is_rare = {op: count[form(op)] < FEWEST for op in ops}
-    needs = {op: needed.data | needed.exchanges for op, needed in dependencies(graph).items()}
+    count = Counter(map(forms.of, ops))
+    is_rare = {op: count[forms.of(op)] < FEWEST for op in ops}
+    needs = _needs(ops, forms)
     place = {op: i for i, op in enumerate(ops)}
     followers: defaultdict[Op, list[Op]] = defaultdict(list)
-    read = {t for op in ops for t in op.inputs} | {*graph.outputs}
+    read = {root for op in ops for t in op.inputs for root in forms.roots(t)}
     ahead = dict.fromkeys(ops, 0)  # calls whose results are read, on the longest way that begins with an op
     for op in reversed(ops):
-        ahead[op] += bool(op.called_graphs) and not read.isdisjoint(op.outputs)
+        ahead[op] += bool(op.called_graphs) and any(t in read or t in returned for t in op.outputs)
         for needed in needs[op]:
             ahead[needed] = max(ahead[needed], ahead[op])
             followers[needed].append(op)
     missing = {op: len(needed) for op, needed in needs.items()}
-    waits = {op: is_rare[op] or _begins(op) for op in ops}
+    made = {t for op in ops if op.inputs for t in op.outputs}
+    waits = {op: is_rare[op] or made.isdisjoint(root for t in op.inputs for root in forms.roots(t)) for op in ops}
     ready: list[tuple[bool, int, int]] = []
     ordered: list[Op] = []
     taken: set[Op] = set()
@@ -50,7 +52,7 @@ def close_together(graph: Graph, form: Callable[[Op], int]) -> list[Op]:
 
     def offer(op: Op) -> None:
         if not missing[op] and (not waits[op] or place[op] == upto):
-            heappush(ready, (is_rare[op] and not op.outputs, ahead[op], place[op]))
+            heappush(ready, (is_rare[op], ahead[op], place[op]))
 
     for op in ops:
         offer(op)
@@ -70,7 +72,22 @@ def close_together(graph: Graph, form: Callable[[Op], int]) -> list[Op]:
     return ordered
 
 
-def _begins(op: Op) -> bool:
-    """Whether an op is given nothing that was computed: variables, constants, inputs, and room to write to."""
-    makers = (t.producer for t in op.inputs)
-    return all(maker is None or not maker.inputs for maker in makers)
+def _needs(ops: Sequence[Op], forms: Forms) -> dict[Op, set[Op]]:
+    """For each op what it has to follow: what made or changed last what it reads, what reads what it changes, and what
+    uses the same thing outside of the program."""
+    needs: dict[Op, set[Op]] = {}
+    changed: dict[object, Op] = {}
+    readers: defaultdict[Tensor, set[Op]] = defaultdict(set)
+    for op in ops:
+        touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in forms.roots(t)]
+        things = [*used_outside(op)]
+        needs[op] = {changed[thing] for thing in (*things, *(root for root, _ in touched)) if thing in changed}
+        for root, writes in touched:
+            needs[op] |= readers[root] if writes else set()
+        for root, writes in touched:
+            if writes:
+                changed[root], readers[root] = op, set()
+            else:
+                readers[root].add(op)
+        changed.update(dict.fromkeys((*things, *op.outputs), op))
+    return needs

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 from popxl.core.aliasing import overwritten
 from popxl.core.recording import Op
-from popxl.core.tensor import Constant, Tensor
+from popxl.core.tensor import Tensor
 from runtime.lowering.rolled import Made, Rolled, Taken
 
 Roots = Callable[[Tensor], tuple[Tensor, ...]]
@@ -68,10 +68,9 @@ class _Laid:
         for name, of_turns in self._of_turns.items():
             if name in self._made:
                 continue
-            is_written, is_one = name in self._written, len(set(of_turns)) == 1
+            is_written = name in self._written
             if self._inside.isdisjoint(of_turns):
-                if is_written or not is_one or not isinstance(name, Constant):
-                    yield Taken(name, of_turns, is_written)
+                yield Taken(name, of_turns, is_written)
             elif is_written:
                 raise CannotRoll(f"a turn overwrites {name!r}, which an earlier one has made")
             else:

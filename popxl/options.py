@@ -59,12 +59,14 @@ class SessionOptions(BaseModel):
     throwIfLog2ScaleTensorNotInRange: bool = Field(
         default=True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
     )
-    calledGraphs: Literal["auto", "kept", "dispatched", "inlined"] = Field(
+    calledGraphs: Literal["auto", "kept", "dispatched", "rolled", "inlined"] = Field(
         default="auto",
         description="How called graphs are compiled. 'kept': in one program, in which each graph that is called from "
         "several places is compiled once. 'dispatched': each such graph by itself, and the host runs them one after "
-        "the other; compile time does not grow with the number of calls. 'inlined': every call as if it had been "
-        "written out. 'auto': dispatched, where much would be compiled again and again; kept otherwise.",
+        "the other; compile time does not grow with the number of calls. 'rolled': in one program, in which calls "
+        "that differ only in what they are given are turns of a loop, with their updates; variables that take the same "
+        "part lie in one array. 'inlined': every call as if it had been written out. 'auto': on CPUs dispatched, where "
+        "much would be compiled again and again, and kept otherwise; elsewhere rolled, where there is such a loop.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",

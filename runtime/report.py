@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.core.aliasing import callees_first, reachable
-from popxl.core.printing import definition
+from popxl.core.printing import definition, summary
 from popxl.core.recording import Op
 from popxl.core.traits import is_call
 from popxl.graph import Graph
@@ -144,6 +144,24 @@ class GraphReport(_Part):
     text: str
 
 
+class LoopReport(_Part):
+    """Calls that are turns of a loop, with what comes with them.
+
+    Attributes:
+        graph: the graph that they are in; the name of the main graph is empty.
+        turns: how many there are.
+        ops: how many ops are in a turn; calls count as one.
+        calls: the graphs that a turn calls, in order.
+        text: a turn, in a few words.
+    """
+
+    graph: str
+    turns: int
+    ops: int
+    calls: tuple[str, ...]
+    text: str
+
+
 class WorkReport(_Part):
     """The ops of one type, those of all graphs together.
 
@@ -212,8 +230,11 @@ class Report(OnPage, _Part):
         device: what was asked for.
         devices: the devices.
         replicas: how many there are, over all processes.
-        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept" or "inlined", one program.
+        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept", "rolled" or "inlined", one
+            program.
         reason: why so.
+        loops: of calls that are rolled.
+        written_out: of the calls that are not, if calls are rolled: the graphs, each with why.
         variables, buffers, streams, graphs: what the program has. The main graph comes first.
         collectives: what its replicas do together.
         size: how large it is, with and without outlining.
@@ -240,6 +261,8 @@ class Report(OnPage, _Part):
     replicas: int
     calls: str
     reason: str
+    loops: tuple[LoopReport, ...] = ()
+    written_out: dict[str, str] = {}
     variables: tuple[VariableReport, ...]
     buffers: tuple[BufferReport, ...]
     streams: tuple[StreamReport, ...]
@@ -336,7 +359,15 @@ class Report(OnPage, _Part):
             for p in self.pieces
         ]
         told = f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}."
-        return [Page("Compiled", [told, *Table.cut(columns, rows)])]
+        return [Page("Compiled", [told, *Table.cut(columns, rows), *self._rolled()])]
+
+    def _rolled(self) -> list[Page]:
+        loops = [[loop.text, loop.graph or "main graph", str(loop.turns), str(loop.ops)] for loop in self.loops]
+        left = [[graph, why] for graph, why in self.written_out.items()]
+        return [
+            *_section("Loops of calls", ["a turn", "in", "turns", "ops of a turn"], loops),
+            *_section("Calls that are written out", ["graph", "why"], left),
+        ]
 
     def _sizes(self) -> Page:
         size = self.size
@@ -399,6 +430,7 @@ class Report(OnPage, _Part):
 _WAYS = {
     "dispatched": "A plan: the host runs {dispatches} pieces one after the other, {pieces} different ones.",
     "kept": "One program, in which graphs that are called from several places are compiled once.",
+    "rolled": "One program, in which calls that differ only in what they are given are turns of loops.",
     "inlined": "One program, in which every call is written out.",
 }
 
@@ -435,6 +467,8 @@ def report_of(ir: Ir, program: Program) -> Report:
         replicas=program.replicas.count,
         calls=program.calls,
         reason=program.reason,
+        loops=_loops(program),
+        written_out=_written_out(program),
         variables=_variables(ir, program),
         buffers=_buffers(program, runs),
         streams=_streams(program),
@@ -450,6 +484,25 @@ def report_of(ir: Ir, program: Program) -> Report:
         timeline=program.runner.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
     )
+
+
+def _loops(program: Program) -> tuple[LoopReport, ...]:
+    rolling = program.layout.rolling
+    return tuple(
+        LoopReport(
+            graph=loop.ops[0].graph.name,
+            turns=len(loop.turns),
+            ops=len(loop.ops),
+            calls=tuple(callee.name for op in loop.ops for callee in op.called_graphs),
+            text=summary(loop.ops),
+        )
+        for loop in (() if rolling is None else rolling.loops)
+    )
+
+
+def _written_out(program: Program) -> dict[str, str]:
+    rolling = program.layout.rolling
+    return {} if rolling is None else {graph.name: why for graph, why in rolling.left_alone.items()}
 
 
 def _stood_for(main: Graph) -> dict[Graph, int]:

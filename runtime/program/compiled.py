@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import reachable
-from popxl.core.tensor import Tensor
 from popxl.streams import Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
 from runtime.lowering.effects import FAILURE, Channels, Failure
 from runtime.lowering.lower import Lowering, room_to_recurse
+from runtime.lowering.rolled import AsWritten
 from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
@@ -142,20 +142,21 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         (executable,) = known
         return executable, {}, executable.as_text
     watch.begins("the program", 0, 1)
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas)
-    own = tuple(v for v in layout.read if v not in layout.shared)
-    shared = tuple(v for v in layout.read if v in layout.shared)
+    plan = AsWritten() if layout.rolling is None else layout.rolling
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, plan)
+    own = tuple(block for block in layout.constant if not layout.is_shared(block))
+    shared = tuple(block for block in layout.constant if layout.is_shared(block))
 
     def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
-        read = dict(zip((*own, *shared), (*constant, *others), strict=True))
-        return done(one_run(layout, lowering, changing, read, feeds))
+        known = dict(zip((*own, *shared), (*constant, *others), strict=True))
+        return done(one_run(layout, lowering, changing, [known[block] for block in layout.constant], feeds))
 
     spread = layout.replicas.spread(of_one, shared=True)
 
     def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
         """One run of the main graph by all replicas."""
-        known = dict(zip(layout.read, constant, strict=True))
-        read, others = (tuple(known[v] for v in variables) for variables in (own, shared))
+        known = dict(zip(layout.constant, constant, strict=True))
+        read, others = (tuple(known[block] for block in blocks) for blocks in (own, shared))
         changed, fetches = spread(changing, read, layout.replicas_first(feeds), others)
         return changed, layout.transfers_first(fetches, layout.channels)
 
@@ -166,16 +167,17 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 
 
 def one_run(
-    layout: Layout, lowering: Lowering, changing: Sequence[Array], read: Mapping[Tensor, Array], feeds: Sequence[Array]
+    layout: Layout, lowering: Lowering, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]
 ) -> Nested[tuple[tuple[Array, ...], tuple[Array, ...]]]:
     """One run of the main graph by one replica."""
-    count = len(layout.changed)
-    values = {**dict(zip(layout.changed, changing[:count], strict=True)), **read}
+    count = len(layout.changing)
+    held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
+    values = {t: place for block, array in held for t, place in block.places(array).items()}
     channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
     for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
         channels.set_slots(buffer, slots)
-    environment = yield lowering.running(layout.main.ops, values, channels)
-    changed = (*(environment.values[t] for t in layout.changed), *map(channels.slots, layout.buffers))
+    environment = yield lowering.running(lowering.plan.schedule(layout.main), values, channels)
+    changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 
 

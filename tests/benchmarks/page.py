@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import curves
-from tests.benchmarks.harness import OURS, Result, Row
+from tests.benchmarks.harness import Result, Row
 
 BEGIN, END = "<!-- measured: what follows is written by tests/benchmarks/run.py -->", "<!-- measured: end -->"
 HEADER = ["what", "here", "beside it", "compared", "middle half of the rounds"]
@@ -124,9 +124,13 @@ def draw_ratios(results: Sequence[Result], picture: Path) -> bool:
         if points:
             places, lower, median, upper = zip(*points, strict=True)
             axis.hlines(places, lower, upper, color=f"C{k}", alpha=0.5)
-            axis.plot(median, places, "o", color=f"C{k}", markersize=4, label=f"{OURS} over {rival}")
+            axis.plot(median, places, "o", color=f"C{k}", markersize=4, label=f"beside {rival}")
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set(xscale="log", xlabel="times better (right of 1: ours is better)")
+    lowest, highest = axis.get_xlim()
+    ticks = [2.0**k for k in range(-6, 11) if lowest <= 2.0**k <= highest]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
     axis.set_yticks(range(len(names)), reversed(names), fontsize=8)
     axis.grid(alpha=0.3, axis="x")
     figure.legend(loc="outside lower center", ncols=len(rivals), frameon=False, fontsize=8)

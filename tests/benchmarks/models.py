@@ -246,7 +246,7 @@ def trained(name: str, task: Callable[[Size], Task], about: str, limits: tuple[f
 
 
 TARGETS, SEEN = (1.5, 0.95), (None, None)
-WIDE = (512, 2048, 2048, 100)
+WIDE = (512, 1024, 1024, 1024, 100)
 ROWS = () if torch is None else (
     trained("mlp", mlp, "100 steps a call: 784-512-512-512-10, batch 8", TARGETS),
     trained("lenet", lenet, "100 steps a call: LeNet, images of 28 x 28, batch 32", TARGETS),

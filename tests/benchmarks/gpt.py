@@ -18,7 +18,7 @@ import numpy as np
 import popxl
 from popxl_addons.ops.rotary_pos_embed import trig_tables
 from runtime.plan import structure
-from tests.benchmarks.blocks import Compiled, compile_time, needed, run_time
+from tests.benchmarks.blocks import ABOUT, Compiled, compile_time, needed, run_time
 from tests.benchmarks.harness import OURS, Measure, Row, Size, Target, check_agreement, megabytes, time_of, times
 from tests.popxl_addons.gpt.model import Config, batches, first_weights
 from tests.popxl_addons.gpt.training import BETA1
@@ -30,6 +30,9 @@ except ImportError:
     TorchTraining = None  # type: ignore[assignment, misc]
 
 BETA2, EPSILON = 0.999, 1e-5
+
+
+SHAPE = "4 texts of 64 tokens, width 256"
 
 
 def config_of(size: Size, layers: int) -> Config:
@@ -186,7 +189,8 @@ def row(what: str, layers: int, of_party: Callable[[Compiled], Measure], limit: 
         yield {name: of_party(party) for name, party in compiled(config_of(size, layers)).items()}
 
     targets: tuple[Target, ...] = (times(limit), times(None, "checkpoint"))
-    return Row(f"gpt{layers}_{what}", parties, targets, slow=layers > 16, **more)
+    about = f"{ABOUT[what]}: a GPT of {layers} layers, {SHAPE}, AdamW, layers recomputed"
+    return Row(f"gpt{layers}_{what}", parties, targets, slow=layers > 16, about=about, **more)
 
 
 def rows_of(layers: int, *, compile: float, temporaries: float) -> tuple[Row, ...]:
@@ -199,7 +203,12 @@ def rows_of(layers: int, *, compile: float, temporaries: float) -> tuple[Row, ..
 
 
 ROWS = (
-    Row("gpt_step", one_graph, (times(0.95), times(None, "torch"))),
+    Row(
+        "gpt_step",
+        one_graph,
+        (times(0.95), times(None, "torch")),
+        about=f"a training step, its loss read: a GPT of 4 layers in one graph, {SHAPE}, AdamW",
+    ),
     *rows_of(16, compile=3, temporaries=3),
     *rows_of(64, compile=10, temporaries=5),
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -177,9 +178,11 @@ class Lowering:
 
     Args:
         ops: what the program runs.
-        options: those of the Ir; they switch some of the checks that ops make of their operands.
+        options: those of the Ir; they say how exactly ops multiply, and switch some of the checks of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
         replicas: those that run the program; what is lowered is the program of one of them.
+        in_order: whether a single replica prints in the order of the ops. JAX (0.10.2) cannot lower an order of effects
+            along with results in the host's memory.
     """
 
     def __init__(
@@ -188,8 +191,10 @@ class Lowering:
         options: SessionOptions,
         keep_calls: bool = True,
         replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
+        in_order: bool = True,
     ) -> None:
         self.replicas = replicas
+        self.prints_in_order = in_order and replicas.count == 1  # JAX: of one device
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
@@ -228,7 +233,7 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, channels)
-            with in_forms(self._machine.forms):
+            with in_forms(self._machine.forms), jax.default_matmul_precision(self._options.precision):
                 results = self.apply(op, operands)
         except PopxlError:  # says what it has to say
             raise

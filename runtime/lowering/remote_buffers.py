@@ -8,7 +8,8 @@ On an accelerator the array is in the host's memory, and only slots cross; see `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax import lax
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
@@ -27,6 +28,7 @@ from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
 from runtime.targets.replicas import Replicas
+from runtime.targets.target import HOST
 
 Array = Any
 
@@ -83,13 +85,72 @@ def _offset(op: Op, environment: Environment) -> Array:
     return environment.read(offset).reshape(())
 
 
+# Where they are ------------------------------------------------------------------------------------------------------
+
+
+def described(buffer: RemoteBuffer, main: Graph) -> str:
+    """A buffer of a program, for errors: the variables in it, and the first line that uses it."""
+    parts = (part for graph in reachable(main) for op in graph.ops for part in op.parts)
+    used = next((f" ({part!r}, {part.source})" for part in parts if part.attributes.get("buffer") is buffer), "")
+    inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
+    return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
+
+
+def check_room(buffers: Iterable[RemoteBuffer], main: Graph, replicas: Replicas) -> None:
+    """`PopxlError` for buffers that cannot be in the host's memory: of several replicas on one accelerator."""
+    for buffer in buffers:
+        raise PopxlError(
+            f"Session: {described(buffer, main)} would not be in the host's memory: one device runs "
+            f"{replicas.count} replicas, and cannot reach the slots of each there. Use as many devices as replicas, or "
+            "keep buffers in the device's memory: `ir.options.remoteBuffers = 'device'`."
+        )
+
+
+def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph) -> None:
+    """Check where XLA has put the buffers of an executable that is to have them in the host's memory.
+
+    Args:
+        text: the HLO of the executable.
+        results: for each result of it the buffer that it is; `None` for those that are none.
+        main: the graph that the program runs.
+
+    Raises:
+        PopxlError: if a buffer is in the memory of the device, or anything else in that of the host.
+    """
+    found = _PLACES.search(text)
+    if found is None:
+        raise PopxlInternalError("remote buffers: the HLO of an executable does not say where its arguments are.")
+    taken, given = (["S(5)" in each for each in _TYPE.findall(side)] for side in found.group(1, 2))
+    given = given[len(given) - len(results) :]  # tokens come first
+    lost = [b for b, on_host in zip(results, given, strict=True) if b is not None and not on_host]
+    count = sum(b is not None for b in results)
+    if not lost and sum(given) == sum(taken) == count:
+        return
+    wanted = lost or [b for b in results if b is not None]
+    raise PopxlError(
+        f"Session: XLA has not put what is to be remote into the host's memory, and nothing else: "
+        f"{'; '.join(described(b, main) for b in wanted)}. Of {count} buffers, {sum(taken)} are read from there and "
+        f"{sum(given)} written. `ir.options.remoteBuffers = 'device'` keeps them in the device's memory."
+    )
+
+
+_PLACES = re.compile(r"entry_computation_layout=\{\((.*?)\)->(.*?)\}(?:, \w+=|\n|$)")
+_TYPE = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?")
+
+
 # Their arrays --------------------------------------------------------------------------------------------------------
 
 
 def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
     """The array of a buffer, for lowering: the slots of all replicas. `where` is where it lies."""
-    shape, dtype = (buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
-    return jax.ShapeDtypeStruct(replicas.shape(shape), dtype, sharding=where)
+    return jax.ShapeDtypeStruct(_shape(buffer, replicas, where), in_transit(buffer.tensor_dtype), sharding=where)
+
+
+def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, ...]:
+    """The shape of the array of a buffer; see `runtime.targets.replicas`."""
+    if replicas.mesh is not None and where.memory_kind == HOST:
+        return (replicas.count * buffer.entries, *buffer.tensor_shape)
+    return replicas.shape((buffer.entries, *buffer.tensor_shape))
 
 
 # From and to the host ------------------------------------------------------------------------------------------------
@@ -128,7 +189,7 @@ def filled(
         parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
         parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
         slots[:, v.location_info.entry] = parts.reshape(replicas.count, *buffer.tensor_shape)
-    return replicas.place(slots.reshape(replicas.shape(shape[1:])), where)
+    return replicas.place(slots.reshape(_shape(buffer, replicas, where)), where)
 
 
 def parts_in(buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray) -> dict[Variable, np.ndarray]:

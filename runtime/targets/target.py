@@ -68,13 +68,14 @@ class Target:
         Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
         cut out, which XLA does in the device's memory only.
         """
-        beside = self.replicas.sharding()
-        if self.replicas.mesh is not None:
-            return beside.with_memory_kind(HOST)
-        if self.replicas.count > 1:
-            return beside
-        (device,) = beside.device_set  # without a mesh, JAX forgets the memory while it traces
-        return NamedSharding(Mesh(np.asarray([device]), (AXIS,)), PartitionSpec(), memory_kind=HOST)
+        mesh, spec = self.replicas.mesh, PartitionSpec(AXIS)
+        if mesh is None and self.replicas.count > 1:
+            return self.replicas.sharding()
+        if mesh is None:  # without one, JAX forgets the memory while it traces
+            mesh, spec = Mesh(np.asarray([self.replicas.device]), (AXIS,)), PartitionSpec()
+        found = NamedSharding(mesh, spec, memory_kind=HOST)
+        # JAX drops the kind where devices do not say which memories they have. Compilers of GPUs give such devices.
+        return found if found.memory_kind == HOST else NamedSharding(mesh.abstract_mesh, spec, memory_kind=HOST)
 
     @property
     def compile_options(self) -> Mapping[str, str | bool] | None:
@@ -85,6 +86,23 @@ class Target:
 
         return compile_options()
 
+    def lower(self, jitted: Any, *arguments: Any, platform: str = "") -> Any:
+        """What JAX lowers a jitted function to, for these devices.
+
+        Args:
+            jitted: the function.
+            arguments: their types, as `jax.ShapeDtypeStruct`.
+            platform: what to lower for in place of the devices.
+        """
+        if self.replicas.is_here:
+            return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
+        # JAX would ask a GPU of which maker it is, and, for arrays in the host's memory alone, the CPU for everything.
+        platform = platform or ("cuda" if self.platform == "gpu" else self.platform)
+        with jax.default_device(self.replicas.device):
+            return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+
     def compile(self, lowered: Any) -> Any:
         """What XLA makes of a lowered function."""
+        if not self.replicas.is_here:
+            return lowered.compile(device_assignment=self.replicas.devices)
         return lowered.compile(compiler_options=self.compile_options)

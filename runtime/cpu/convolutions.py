@@ -72,8 +72,8 @@ class Sliding(Steps):
 def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
     """As one expression, or row by row, where that is quicker."""
     check(name, t, weight, steps.sizes)
-    t, weight, precision = widened_pair(t, weight)
-    plain = partial(by_xla, steps=steps, groups=groups, precision=precision)
+    t, weight = widened_pair(t, weight)
+    plain = partial(by_xla, steps=steps, groups=groups)
     places = math.prod(weight.shape[2:])
     if _is_little(t, weight.shape, steps.sizes):
         return plain(t, weight)
@@ -116,7 +116,7 @@ def transposed(
         return convolutions.transposed.plain(name, t, weight, sizes, begins, strides, dilation, groups)
 
     def by_places(t: Any, weight: Any) -> Any:
-        t, weight, _ = widened_pair(t, weight)
+        t, weight = widened_pair(t, weight)
         shifts = [[place * step - b for place in range(k)] for k, step, b in zip(kernel, dilation, begins, strict=True)]
         rooms = [size - 1 - s * (d - 1) for size, s, d in zip(sizes, strides, t.shape[2:], strict=True)]
 
@@ -157,7 +157,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Ste
         return convolutions.weights_gradient.plain(name, g, t, shape, steps, groups)
 
     def on_cpu(g: Any, t: Any) -> Any:
-        g, t, _ = widened_pair(g, t)
+        g, t = widened_pair(g, t)
         sliding = Sliding(*steps)
         return kept(partial(_place_by_place, kernel=kernel, steps=sliding))(jnp.moveaxis(g, 0, -1), sliding.padded(t))
 

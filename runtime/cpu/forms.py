@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from popxl.ops import convolutions, kernels, pooling, sums
+from popxl.ops import convolutions, float8, kernels, pooling, sums
 from popxl.ops.kernels import Form, Kernel
 from runtime.cpu import convolutions as of_convolutions
 from runtime.cpu import elements
@@ -15,6 +15,7 @@ FORMS: Mapping[Kernel, Form] = {
     convolutions.convolved: of_convolutions.convolved,
     convolutions.transposed: of_convolutions.transposed,
     convolutions.weights_gradient: of_convolutions.weights_gradient,
+    float8.as_factor: float8.decode,
     kernels.computed_once: elements.computed_once,
     kernels.of_elements: elements.of_elements,
     kernels.over_images: elements.over_images,

@@ -62,7 +62,9 @@ def decide(
         "would save nothing."
     )
     reason = (repeated if choice.repeated else nothing) + of_places
-    return Decision("dispatched" if choice.is_worth_it() else "kept", reason, choice, None)
+    if choice.is_worth_it():
+        return Decision("dispatched", reason, choice, None)
+    return Decision("kept" if target.platform == "cpu" else "inlined", reason, choice, None)
 
 
 def _placement(

@@ -23,6 +23,7 @@ from runtime.program.program import Program, Ready
 from runtime.report import report_of
 from runtime.session import Session
 from runtime.targets.devices import Device
+from runtime.targets.offline import Target
 
 _EXAMPLES = """\
 examples:
@@ -152,7 +153,7 @@ class _Watching(Machine):
         self._machine = machine
         self.programs: list[tuple[Ir, Program]] = []
 
-    def device(self, description: str | Device, ir: Ir) -> Device:
+    def device(self, description: str | Device | Target, ir: Ir) -> Device:
         return self._machine.device(description, ir)
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:

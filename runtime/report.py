@@ -39,7 +39,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
-from runtime.program.program import Program
+from runtime.program.program import CompiledProgram
 from runtime.timeline import Timeline
 
 
@@ -424,7 +424,7 @@ def _stream(stream: StreamReport) -> list[str]:
 # Of a program --------------------------------------------------------------------------------------------------------
 
 
-def report_of(ir: Ir, program: Program) -> Report:
+def report_of(ir: Ir, program: CompiledProgram) -> Report:
     """The report of a compiled program. See `Session.report`."""
     main, runs = ir.main_graph, runs_of(ir.main_graph)
     ops = _stood_for(main)
@@ -445,9 +445,9 @@ def report_of(ir: Ir, program: Program) -> Report:
         pieces=_pieces(main, program, ops),
         seconds=program.compiled.seconds,
         memory=memory_of_program(ir, program),
-        runs=program.runner.runs,
-        run_seconds=program.runner.run_seconds,
-        timeline=program.runner.timeline,
+        runs=program.runs,
+        run_seconds=program.run_seconds,
+        timeline=program.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
     )
 
@@ -490,7 +490,7 @@ def _collectives(runs: Counter[Graph]) -> tuple[CollectiveReport, ...]:
     return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in found.items())
 
 
-def _size(main: Graph, program: Program) -> SizeReport:
+def _size(main: Graph, program: CompiledProgram) -> SizeReport:
     written_out: dict[Graph, int] = {}
     for graph in callees_first(main):
         inner = (written_out[callee] for op in graph.ops for callee in op.called_graphs)
@@ -529,7 +529,7 @@ def _text_written_out(text: str) -> int | None:
     return len(text) - sum(map(len, bodies.values())) + lengths["main"]
 
 
-def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
+def _variables(ir: Ir, program: CompiledProgram) -> tuple[VariableReport, ...]:
     held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
     found = []
     for v in ir.main_graph.variables:
@@ -545,7 +545,7 @@ def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
     return tuple(found)
 
 
-def _buffers(program: Program, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
+def _buffers(program: CompiledProgram, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
     traffic: defaultdict[RemoteBuffer, Counter[str]] = defaultdict(Counter)
     for op, count in _parts(runs):
         if op.kind.exchange == "buffer":
@@ -566,7 +566,7 @@ def _buffers(program: Program, runs: Counter[Graph]) -> tuple[BufferReport, ...]
     )
 
 
-def _streams(program: Program) -> tuple[StreamReport, ...]:
+def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
     copies = program.layout.transfers * program.replicas.per_device
     return tuple(
         StreamReport(
@@ -581,7 +581,7 @@ def _streams(program: Program) -> tuple[StreamReport, ...]:
     )
 
 
-def _pieces(main: Graph, program: Program, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
+def _pieces(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
     if not isinstance(program.executable, Plan):
         (executable,) = program.executables()
         text = len(program.text())
@@ -626,7 +626,7 @@ def _sizes(executable: Any) -> dict[str, Any]:
 # Its memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory_of_program(ir: Ir, program: Program) -> Memory:
+def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """What a compiled program needs. See `Session.memory`."""
     parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.ipus}
     per_replica = [*parts.values()]
@@ -651,7 +651,7 @@ def memory_of_program(ir: Ir, program: Program) -> Memory:
     )
 
 
-def _of_ipu(ir: Ir, program: Program, ipu: int) -> DeviceMemory:
+def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
     """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
 
     def here(thing: Any) -> bool:
@@ -679,7 +679,7 @@ def _of_ipu(ir: Ir, program: Program, ipu: int) -> DeviceMemory:
     )
 
 
-def _steps(ir: Ir, program: Program, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
+def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
     """The steps on the device of an IPU, and the values that are held there between them."""
     if not isinstance(program.executable, Plan):
         copies = program.replicas.per_device

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src.lib import _jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runtime import processes
@@ -40,11 +39,14 @@ class Replicas:
         devices: where they run: one device for each, or one for all.
 
     Attributes:
+        is_here: whether their devices can run a program, and are not only compiled for.
         mesh: the devices along the axis; `None` if they all run on one device. Only on a mesh do JAX's collectives take
             groups of the axis (`axis_index_groups`).
         local_count: how many of them this process drives.
         device: the first device of this process.
     """
+
+    is_here = True
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
@@ -71,11 +73,6 @@ class Replicas:
     def devices(self) -> tuple[Any, ...]:
         """The devices that they run on: one for each, or one for all."""
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether their devices can run a program, and are not only compiled for."""
-        return self.device is None or not isinstance(self.device.client, _jax.CompileOnlyPyClient)
 
     def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """A function of arrays, as one of the arrays of all replicas.
@@ -211,6 +208,15 @@ class DividedReplicas(Replicas):
         own = Mesh(np.asarray([shard.device for shard in shards]), (AXIS,))
         sharding = NamedSharding(own, array.sharding.spec)
         return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in shards])
+
+
+class DescribedReplicas(Replicas):
+    """Replicas on devices that are not here: their arrays are only described."""
+
+    is_here = False
+
+    def place(self, array: np.ndarray, sharding: Any) -> Array:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _is_on_host(array: Array) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runtime.targets.replicas import AXIS, DividedReplicas, Replicas
+from runtime.targets.replicas import AXIS, DescribedReplicas, DividedReplicas, Replicas
 
 HOST = "pinned_host"
 """What JAX calls the host's memory, where a device can reach it."""
@@ -28,6 +28,8 @@ class Target:
         devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
             a process has the first of its devices; if there are too few for that, all are on the first.
         count: how many replicas each process drives.
+        is_here: whether the devices are there, in this process or others. If not, they are compiled for and nothing
+            more, all of them by this process, whichever hosts they would be on.
 
     Example:
         >>> target = Target(tuple(jax.devices()), 2)
@@ -39,13 +41,16 @@ class Target:
 
     devices: tuple[jax.Device, ...]
     count: int = 1
+    is_here: bool = True
 
     def of_ipu(self, number: int, ipus: int) -> Target:
         """The target of one IPU, where each replica has so many, one after the other, and each is a device."""
         chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
-        return Target(tuple(chosen), self.count)
+        return replace(self, devices=tuple(chosen))
 
     def _by_process(self) -> list[list[jax.Device]]:
+        if not self.is_here:
+            return [list(self.devices)]
         return [list(found) for _, found in groupby(self.devices, lambda device: device.process_index)]
 
     @property
@@ -57,6 +62,8 @@ class Target:
     def replicas(self) -> Replicas:
         """The replicas, of all processes, with their mesh."""
         chosen = [found[: self.count] for found in self._by_process()]
+        if not self.is_here:
+            return DescribedReplicas(self.count, chosen[0])
         if len(chosen) == 1:
             return Replicas(self.count, chosen[0])
         return DividedReplicas(self.count * len(chosen), [device for found in chosen for device in found])

@@ -3,16 +3,20 @@
 A buffer is an array with one row for each slot, a value that a program takes and returns like the variables that it
 changes. Loads and stores are slices of it.
 
-On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`.
+On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`. There a
+slot is whole blocks of rows, in which TPUs keep arrays: they cut nothing out of a block, and fetch a whole buffer that
+they would rather lay out in another way.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -27,10 +31,13 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
-from runtime.targets.replicas import Replicas
+from runtime.targets.replicas import Replicas, is_on_host
 from runtime.targets.target import HOST
 
 Array = Any
+
+BLOCK = (8, 128)
+"""Rows, and numbers in each. A TPU keeps arrays in blocks of these."""
 
 
 # What the ops do -----------------------------------------------------------------------------------------------------
@@ -53,8 +60,10 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
     """Overwrite a slot with the tensor."""
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     slots, value = channels.slots(buffer), sent(environment.read(op.inputs[0]), buffer.tensor_dtype)
-    if jax.typeof(slots).memory_space is not jax.memory.Space.Device:
-        value = jax.device_put(value, jax.typeof(slots).memory_space)
+    if is_on_host(slots):
+        room = slots.shape[1:]
+        rows = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
+        value = jax.device_put(rows, jax.memory.Space.Host)
     channels.set_slots(buffer, lax.dynamic_update_index_in_dim(slots, value, offset, 0))
 
 
@@ -62,8 +71,9 @@ def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
     buffer = op.attributes["buffer"]
     slots = channels.slots(buffer)
     slot = lax.dynamic_index_in_dim(slots, _offset(op, environment), keepdims=False)
-    if jax.typeof(slots).memory_space is not jax.memory.Space.Device:
-        slot = jax.device_put(slot, jax.memory.Space.Device)
+    if is_on_host(slots):
+        rows = jax.device_put(slot, jax.memory.Space.Device)
+        slot = rows.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return arrived(slot, buffer.tensor_dtype)
 
 
@@ -148,9 +158,10 @@ def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
 
 def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, ...]:
     """The shape of the array of a buffer; see `runtime.targets.replicas`."""
-    if replicas.mesh is not None and where.memory_kind == HOST:
-        return (replicas.count * buffer.entries, *buffer.tensor_shape)
-    return replicas.shape((buffer.entries, *buffer.tensor_shape))
+    if where.memory_kind != HOST:
+        return replicas.shape((buffer.entries, *buffer.tensor_shape))
+    blocks = max(1, -(-buffer.slot_nelms // math.prod(BLOCK)))
+    return (replicas.count * buffer.entries, blocks * BLOCK[0], BLOCK[1])
 
 
 # From and to the host ------------------------------------------------------------------------------------------------
@@ -183,16 +194,20 @@ def filled(
     variables = tuple(variables)
     if len({v.location_info.entry for v in variables}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
-    shape, dtype = (replicas.count, buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
-    slots = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before)).reshape(shape)
+    shape, dtype = _shape(buffer, replicas, where), in_transit(buffer.tensor_dtype)
+    whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
+    slots = whole.reshape(replicas.count, buffer.entries, -1)  # of the same numbers
     for v in variables:
         parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
         parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
-        slots[:, v.location_info.entry] = parts.reshape(replicas.count, *buffer.tensor_shape)
-    return replicas.place(slots.reshape(_shape(buffer, replicas, where)), where)
+        slots[:, v.location_info.entry, : buffer.slot_nelms] = parts.reshape(replicas.count, -1)
+    return replicas.place(whole, where)
 
 
-def parts_in(buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray) -> dict[Variable, np.ndarray]:
+def parts_in(
+    buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, array: Array
+) -> dict[Variable, np.ndarray]:
     """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
-    fetched = slots.view(buffer.tensor_dtype.as_jax()).reshape(-1, buffer.entries, buffer.slot_nelms)
+    slots = replicas.fetched(array).view(buffer.tensor_dtype.as_jax())
+    fetched = slots.reshape(replicas.count, buffer.entries, -1)[:, :, : buffer.slot_nelms]
     return {v: fetched[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}

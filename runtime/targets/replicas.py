@@ -98,8 +98,8 @@ class Replicas:
 
         def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
-            results = whole(*jax.tree.map(lambda block: block if _is_on_host(block) else block[0], own), *others)
-            return jax.tree.map(lambda result: result if _is_on_host(result) else result[None], results)
+            results = whole(*jax.tree.map(lambda block: block if is_on_host(block) else block[0], own), *others)
+            return jax.tree.map(lambda result: result if is_on_host(result) else result[None], results)
 
         def of_all(*trees: Any) -> Any:
             specs = (*[PartitionSpec(AXIS)] * (len(trees) - shared), *[PartitionSpec()] * shared)
@@ -219,7 +219,7 @@ class DescribedReplicas(Replicas):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def _is_on_host(array: Array) -> bool:
+def is_on_host(array: Array) -> bool:
     """Whether an array that is traced is in the host's memory."""
     return jax.typeof(array).memory_space is jax.memory.Space.Host
 

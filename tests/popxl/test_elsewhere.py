@@ -157,12 +157,12 @@ def remote_program(replicas: int = 1) -> tuple[popxl.Ir, popxl.RemoteBuffer]:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_what_is_remote_is_on_the_host(platform, replicas):
-    """On accelerators: and nothing else is. The slots of a device come without another dimension, for which a TPU would
-    fetch them all."""
+    """On accelerators: and nothing else is. Slots are whole blocks, and follow each other: a TPU would fetch all of them
+    for another dimension, and cuts nothing out of a block."""
     ir, buffer = remote_program(replicas)
     text = lowered_text(ir, platform, replicas)
     main = re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) \{\n", text).group(1, 2)
-    shape = {1: "2x3x5", 2: "4x3x5"}[replicas]
+    shape = {1: "2x8x128", 2: "4x8x128"}[replicas]
     for side in main:
         types = re.findall(r"tensor<(\w+)xf32>[^%]*?memory_kind = \"(\w+)\"", side.replace("tensor", "%tensor"))
         assert types == [("3x5" if replicas == 1 else "2x3x5", "device"), (shape, "pinned_host")]

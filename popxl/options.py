@@ -94,7 +94,11 @@ class SessionOptions(BaseModel):
     )
     numIOTiles: int = 0
     enableStochasticRounding: bool = False
-    partialsTypeMatMuls: Literal["", "half", "float"] | str = ""
+    partialsTypeMatMuls: Literal["", "half", "float"] | str = Field(
+        default="",
+        description="'half': products that `ops.matmul` makes from now on are computed at the precision 'default', "
+        "unless they ask for another `partials_type`.",
+    )
     useHostCopyOps: bool = True
     aliasZeroCopy: bool = True
     enableExplicitMainLoops: bool = True

@@ -219,6 +219,8 @@ class Report(OnPage, _Part):
         size: how large it is, with and without outlining.
         work: floating point operations, by the types of ops, the most first.
         pieces: what was compiled, in the order in which it is first run.
+        precision: how float32 numbers are multiplied, and what fewer digits would be computed with; `None` on CPUs, which
+            compute with all of them.
         seconds: how long compiling took, with all around it.
         memory: what the program needs.
         runs: how often it has been run so far.
@@ -248,6 +250,7 @@ class Report(OnPage, _Part):
     size: SizeReport
     work: tuple[WorkReport, ...]
     pieces: tuple[PieceReport, ...]
+    precision: str | None = None
     seconds: float
     memory: Memory
     runs: int
@@ -352,7 +355,9 @@ class Report(OnPage, _Part):
         ]
         if rows:
             rows.insert(0, ["in all", str(sum(w.runs for w in self.work if w.flops)), count_text(total), ""])
-        return _section("Floating point operations", ["op", "in a run", "FLOP", "share"], rows)
+        table = Table.cut(["op", "in a run", "FLOP", "share"], rows)
+        told = [self.precision] if self.precision is not None else []
+        return [Page("Floating point operations", [*told, *table])] if table else []
 
     def _of_variables(self) -> list[Page]:
         rows = sorted(self.variables, key=lambda v: -v.bytes)
@@ -443,6 +448,7 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
         size=_size(main, program),
         work=_work(runs),
         pieces=_pieces(main, program, ops),
+        precision=_precision(ir.options.precision, program.layout.target.platform),
         seconds=program.compiled.seconds,
         memory=memory_of_program(ir, program),
         runs=program.runs,
@@ -450,6 +456,24 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
         timeline=program.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
     )
+
+
+_MULTIPLYING = {
+    "tpu": {"highest": "six passes of bfloat16", "high": "three passes of bfloat16", "default": "one pass of bfloat16"},
+    "gpu": {"highest": "float32", "high": "TensorFloat-32", "default": "TensorFloat-32"},
+}
+"""What machines multiply float32 numbers with, at each precision."""
+
+
+def _precision(level: str, platform: str) -> str | None:
+    """How float32 numbers are multiplied, in a sentence or two."""
+    if platform not in _MULTIPLYING:
+        return None
+    ways = _MULTIPLYING[platform]
+    told = f"Products of float32 are computed at the precision {level!r}: in {ways[level]}."
+    if level == "default":
+        return told
+    return f"{told} `ir.options.precision = 'default'` would take {ways['default']}."
 
 
 def _stood_for(main: Graph) -> dict[Graph, int]:

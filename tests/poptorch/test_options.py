@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch
 import popxl
 from poptorch.enums import (
     CommGroupType,
@@ -426,6 +427,23 @@ def test_options_of_the_ir() -> None:
     options._Popart.set("placement", "somewhere")
     with pytest.raises(Error, match="Session option 'placement' is 'somewhere': Input should be 'auto', 'several'"):
         options._Popart.apply(ir.options)
+
+
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        (lambda o: o, "highest"),
+        (lambda o: o.Precision.setPartialsType(torch.half), "default"),
+        (lambda o: o._Popart.set("partialsTypeMatMuls", "half"), "default"),
+        (lambda o: o._Popart.set("precision", "high"), "high"),
+    ],
+)
+def test_half_partials_allow_fewer_digits(change: Callable[[Options], object], level: str) -> None:
+    options = Options()
+    change(options)
+    model = poptorch.inferenceModel(torch.nn.Linear(3, 2), options)
+    model.compile(torch.ones(4, 3))
+    assert poptorch.sessionOf(model).ir.options.precision == level
 
 
 # Files

@@ -43,7 +43,8 @@ def test_a_reduce_scatter_is_one(target):
 @pytest.mark.parametrize("first", [0, 5, 10])
 def test_remote_buffers_are_on_the_host(first, target):
     """Of random programs. `python -m tests.popxl.random_programs.elsewhere` checks as many as there is time for."""
-    assert check(program(range(first, first + 3)), target) > 0
+    buffers, copied = check(program(range(first, first + 3)), target)
+    assert buffers > 0 and copied == 0
 
 
 @pytest.mark.parametrize("target", [V5E, H100])
@@ -69,3 +70,18 @@ def test_floats_of_16_bits_are_multiplied_as_such():
     assert re.search(r"f16\[\S* .*custom-call\(.*custom_call_target=\"__cudnn", text)
     assert not re.search(r"= f32\[[\d,]+\]\{[\d,]+\} convert\(f?1?6?.*%(parameter|x|w|images|kernels)", text)
     assert "f32[64,96]" not in text and "f32[96,128]" not in text
+
+
+def test_a_report_says_how_float32_is_multiplied():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        kept(popxl.variable(np.ones((3, 5)), F32) @ popxl.variable(np.ones((5, 7)), F32))
+    told = (
+        "at the precision 'highest': in six passes of bfloat16. `ir.options.precision = 'default'` would take one pass"
+    )
+    assert told in " ".join(str(popxl.Session(ir, "tpu v5e").report).split())
+    ir.options.precision = "default"
+    assert popxl.Session(ir, "tpu v5e").report.precision == (
+        "Products of float32 are computed at the precision 'default': in one pass of bfloat16."
+    )
+    assert popxl.Session(ir).report.precision is None

@@ -4,7 +4,8 @@
 
 The compiler of the machine has to be installed (the extra `tpu` or `gpu`). Every program has remote variables, and runs
 on one chip or on four. The session looks itself where XLA has put what is remote; here the text that XLA has compiled is
-counted once more, and buffers may not pass through the chips as a whole. The exit status is 1 if anything failed.
+counted once more. How many executables copy a whole buffer on the way is told: some conditionals do, with loops in their
+branches. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ def executables(session: popxl.Session) -> Iterator[tuple[Any, int]]:
     yield from ((structure.executable, count) for structure, count in found.items())
 
 
-def check(ir: popxl.Ir, target: str) -> int:
-    """Compile a program, and return how many remote buffers it has.
+def check(ir: popxl.Ir, target: str) -> tuple[int, int]:
+    """Compile a program, and return how many remote buffers it has, and how many executables copy one as a whole.
 
     Raises:
         PopxlError: if XLA has put one, or anything else, where it does not belong.
-        AssertionError: if the text says otherwise, or a buffer goes through a chip.
+        AssertionError: if the text says otherwise.
     """
-    session = popxl.Session(ir, target)
+    session, copying = popxl.Session(ir, target), 0
     for executable, count in executables(session):
         ((read, written),) = re.findall(
             r"entry_computation_layout=\{\((.*)\)->(.*?)\}(?:, \w+=|\n)", executable.as_text()
@@ -68,9 +69,9 @@ def check(ir: popxl.Ir, target: str) -> int:
         assert (read.count("S(5)"), written.count("S(5)")) == (count, count)
         sizes = executable.memory_analysis()
         assert (count > 0) == (sizes.host_argument_size_in_bytes > 0)
-        assert sizes.host_alias_size_in_bytes == sizes.host_output_size_in_bytes, "a buffer is copied"
-        assert sizes.host_temp_size_in_bytes == 0, "a buffer goes through the chip"
-    return len(session.program.layout.buffers)
+        assert sizes.host_alias_size_in_bytes == sizes.host_output_size_in_bytes, "a buffer is not overwritten"
+        copying += sizes.host_temp_size_in_bytes > 0
+    return len(session.program.layout.buffers), copying
 
 
 def main() -> int:
@@ -80,18 +81,20 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="of programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     arguments = parser.parse_args()
-    start, failed, buffers = perf_counter(), 0, 0
+    start, failed, found = perf_counter(), 0, (0, 0)
     for first in range(arguments.seed, arguments.seed + arguments.count, TOGETHER):
         seeds = range(first, min(first + TOGETHER, arguments.seed + arguments.count))
         try:
-            buffers += check(program(seeds), arguments.target)
+            more = check(program(seeds), arguments.target)
+            found = (found[0] + more[0], found[1] + more[1])
         except (AssertionError, PopxlError, RuntimeError) as problem:
             failed += 1
             print(
                 f"\n--seed {first} --count {len(seeds)}: {type(problem).__name__}: {str(problem)[:2000]}\n", flush=True
             )
         done = seeds.stop - arguments.seed
-        print(f"{done} programs, {buffers} buffers, {failed} failed, {perf_counter() - start:.0f} s", flush=True)
+        told = f"{done} programs, {found[0]} buffers, {found[1]} times copied as a whole, {failed} failed"
+        print(f"{told}, {perf_counter() - start:.0f} s", flush=True)
     return bool(failed)
 
 

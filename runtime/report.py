@@ -219,8 +219,8 @@ class Report(OnPage, _Part):
         size: how large it is, with and without outlining.
         work: floating point operations, by the types of ops, the most first.
         pieces: what was compiled, in the order in which it is first run.
-        precision: how float32 numbers are multiplied, and what fewer digits would be computed with; `None` on CPUs, which
-            compute with all of them.
+        precision: how float32 numbers are multiplied, and what fewer digits would be computed with; `None` on CPUs,
+            which compute with all of them.
         seconds: how long compiling took, with all around it.
         memory: what the program needs.
         runs: how often it has been run so far.

@@ -426,8 +426,8 @@ class _PopartOptions(OptionsDict):
 
     options: dict[str, Any] = setting(
         {},
-        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`, `precision`) have their effect there, and "
-        "others none; a name that no session option has raises an Error",
+        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`, `precision`) have their "
+        "effect there, and others none; a name that no session option has raises an Error",
         "set",
     )
     patterns: dict[str, bool] = setting({}, NO_EFFECT, "setPatterns")

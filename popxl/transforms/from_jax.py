@@ -402,7 +402,8 @@ def _multiplying(name: str, value: Any) -> Any:
     """A parameter, with products as exact as JAX is set to make them, where the function said nothing. It was traced
     when the graph was built; the session says it when it lowers the graph."""
     if name == "precision" and value is None:
-        level = jax.config.jax_default_matmul_precision
+        settings: Any = jax.config
+        level = settings.jax_default_matmul_precision
         return None if level is None else (jax.lax.Precision(level),) * 2
     if isinstance(value, ClosedJaxpr):
         return value.replace(jaxpr=_multiplying(name, value.jaxpr))

@@ -26,6 +26,7 @@ from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.utils import narrowed
+from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
 from runtime.program.host_arrays import HostArrays, Outputs
@@ -167,6 +168,28 @@ class Session:
             >>> [device.device for device in memory.devices]
         """
         return memory_of_program(self._ir, self.program)
+
+    def cost(self) -> Cost:
+        """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
+        estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
+
+        Two programs compiled for one target are so compared exactly, and on any machine.
+
+        Example:
+            >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
+            >>> print(cost)
+            >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
+        """
+        return cost_of(self.program)
+
+    def hlo(self) -> dict[str, str]:
+        """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
+
+        Example:
+            >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
+            ...     print(name, text.count("fusion("))
+        """
+        return texts(self.program)
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.

@@ -30,7 +30,7 @@ from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
 from runtime.program.host_arrays import HostArrays, Outputs
-from runtime.program.machine import Machine, not_here
+from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
 from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
@@ -349,8 +349,8 @@ class Session:
         self._device = self.program.device = device
 
     def _check_attached(self, what: str) -> None:
-        if not self._is_here:
-            raise not_here(what, self._device)
+        if isinstance(self.program, ProgramElsewhere):
+            raise self.program.refusal(what)
         if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
 

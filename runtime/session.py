@@ -246,6 +246,10 @@ class Session:
         that came from a file or from a cache is compiled again to be written. One whose replicas talk to each other on
         several CPU devices is compiled again to be loaded, as XLA reads back such code wrongly.
 
+        What was compiled for a machine that is not here, a `popxl.Target`, is written for one that is: load it where
+        there are as many such chips, with the same versions of popxl and JAX. That could not be tried: XLA writes
+        these programs, and reads them only on a machine that has the chips.
+
         Raises:
             PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the
                 Ir has changed since the session was made.

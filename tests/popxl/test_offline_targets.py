@@ -13,6 +13,7 @@ import pytest
 
 import popxl
 from popxl import ops
+from runtime.files.bundle import unpack
 from runtime.targets import compilers
 from runtime.targets.chip import Gpu, names, shipped
 
@@ -183,6 +184,28 @@ def test_the_environment_describes_a_target(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("POPXL_OFFLINE_DEVICE", "tpu v5e")
     ir, *_ = network()
     assert popxl.Session(ir, "ipu_hw").report.device == "tpu v5e"
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("description", "kind"), [("tpu v5e", "tpu"), ("gpu h100", "gpu")])
+def test_a_program_is_saved_for_a_machine_that_has_the_chips(description: str, kind: str, tmp_path: Path) -> None:
+    """And not read back here, where XLA cannot."""
+    ir, *_ = network()
+    file = tmp_path / "program.session"
+    popxl.Session(ir, description).save(file)
+    header, parts = unpack("popxl session", file.read_bytes())
+    assert (header["device"], header["target"]["platform"]) == (kind, kind)
+    assert len(header["executables"]) == 1 and len(parts["executable/0"]) > 1000
+    with pytest.raises(RuntimeError, match=f"JAX finds no device of the kind '{kind}'"):
+        popxl.Session.load(file)
+    with pytest.raises(
+        popxl.errors.PopxlError, match=f"for something else than cpu .*: platform: '{kind}' in the file"
+    ):
+        popxl.Session.load(file, "cpu")
+    with pytest.raises(
+        popxl.errors.PopxlError, match=f"{description} is not here, and XLA reads compiled programs back"
+    ):
+        popxl.Session.load(file, description)
 
 
 QUIET = """

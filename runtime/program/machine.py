@@ -124,6 +124,11 @@ class StoppedProgram(ProgramElsewhere):
     def refusal(self, what: str) -> BaseException:
         return NothingRuns()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NothingRuns
+
 
 class TargetMachine(Machine):
     """Compiles all programs for one machine that is not here, whichever device they ask for, and runs nothing.

@@ -14,6 +14,9 @@ Example:
     5.0
 """
 
+from popxl.base import quiet as quiet  # imports JAX, which others expect to be there
+
+# isort: split
 from popxl import compat as compat  # private names that programs in use reach for
 from popxl import errors, fp8_utils, ops, transforms, utils
 from popxl import operators as operators  # gives tensors their operators

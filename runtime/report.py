@@ -37,6 +37,7 @@ from popxl.looking.memory import (
 )
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
+from runtime.costs.cost import Cost, cost_of
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
 from runtime.program.program import CompiledProgram
@@ -202,6 +203,52 @@ class PieceReport(_Part):
     seconds: float
 
 
+class TargetReport(_Part):
+    """The machine that a program was compiled for, which is not here.
+
+    Attributes:
+        description: how it was described.
+        chip: what one of its chips is called.
+        chips: how many it has.
+        used: how many of them the program uses.
+        capacity: the memory of a chip, in bytes.
+        with_buffers: what the program needs of it at most, if the remote buffers are there, too.
+        without_buffers: what it needs if they are in the host's memory.
+        fits: whether the program, as it was compiled, fits into the memory of a chip.
+        sources: where the figures of the chip are from.
+        cost: what a run of the program costs.
+    """
+
+    description: str
+    chip: str
+    chips: int
+    used: int
+    capacity: int
+    with_buffers: int
+    without_buffers: int
+    fits: bool
+    sources: tuple[str, ...]
+    cost: Cost
+
+    def page(self) -> Page:
+        """What reports show of it."""
+        fits = "The program fits." if self.fits else "The program does not fit."
+        rows = [
+            ["a chip has", bytes_text(self.capacity)],
+            ["needed, with remote buffers on the chip", bytes_text(self.with_buffers)],
+            ["needed, without them", bytes_text(self.without_buffers)],
+            ["code", bytes_text(self.cost.code_bytes) if self.cost.code_bytes is not None else "not said by XLA"],
+            ["kernels", str(self.cost.kernels)],
+            ["operations", f"{count_text(self.cost.flops)}FLOP"],
+            ["read and written", bytes_text(self.cost.bytes_accessed)],
+        ]
+        used = f"{self.used} of {self.chips} chips are used ({self.chip})."
+        told = f"{used} Nothing has run: the machine is not here. {fits}"
+        sources = f"Figures: {'; '.join(self.sources)}."
+        table = Table(["of each chip", ""], rows)
+        return Page(f"Target {self.description}", [told, table, *self.cost.details(), sources])
+
+
 class Report(OnPage, _Part):
     """What a compiled program consists of and needs. Sizes are bytes on one device.
 
@@ -227,6 +274,7 @@ class Report(OnPage, _Part):
         run_seconds: how long the host was busy with these runs; devices go on working meanwhile, and afterwards.
         timeline: the last recording, if there is one.
         estimate: what the program would cost on IPUs; only for the device "ipu_model".
+        target: the machine that it was compiled for, and what it costs there; only where that is not here.
 
     Example:
         >>> session = popxl.Session(ir)
@@ -257,6 +305,7 @@ class Report(OnPage, _Part):
     run_seconds: float
     timeline: Timeline | None = None
     estimate: Estimate | None = None
+    target: TargetReport | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -292,6 +341,7 @@ class Report(OnPage, _Part):
             [
                 where,
                 self._facts(),
+                *([self.target.page()] if self.target is not None else []),
                 *self._schedule(),
                 self.memory.page(),
                 *self._compiled(),
@@ -433,6 +483,7 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
     """The report of a compiled program. See `Session.report`."""
     main, runs = ir.main_graph, runs_of(ir.main_graph)
     ops = _stood_for(main)
+    memory = memory_of_program(ir, program)
     return Report(
         program=repr(ir),
         device=program.device.name,
@@ -450,11 +501,31 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
         pieces=_pieces(main, program, ops),
         precision=_precision(ir.options.precision, program.layout.target.platform),
         seconds=program.compiled.seconds,
-        memory=memory_of_program(ir, program),
+        memory=memory,
         runs=program.runs,
         run_seconds=program.run_seconds,
         timeline=program.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
+        target=_target(program, memory),
+    )
+
+
+def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:
+    """The machine that the program was compiled for, if that is not here."""
+    target = program.device.target
+    if target is None:
+        return None
+    return TargetReport(
+        description=str(target),
+        chip=target.chip.name,
+        chips=target.count,
+        used=len(program.devices),
+        capacity=target.chip.memory_bytes,
+        with_buffers=memory.device + memory.buffers_on_host,
+        without_buffers=memory.device - memory.buffers,
+        fits=memory.device <= target.chip.memory_bytes,
+        sources=target.chip.sources,
+        cost=cost_of(program),
     )
 
 

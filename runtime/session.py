@@ -26,10 +26,11 @@ from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.utils import narrowed
+from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
 from runtime.program.host_arrays import HostArrays, Outputs
-from runtime.program.machine import Machine, not_here
+from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
 from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
@@ -168,6 +169,28 @@ class Session:
         """
         return memory_of_program(self._ir, self.program)
 
+    def cost(self) -> Cost:
+        """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
+        estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
+
+        Two programs compiled for one target are so compared exactly, and on any machine.
+
+        Example:
+            >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
+            >>> print(cost)
+            >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
+        """
+        return cost_of(self.program)
+
+    def hlo(self) -> dict[str, str]:
+        """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
+
+        Example:
+            >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
+            ...     print(name, text.count("fusion("))
+        """
+        return texts(self.program)
+
     def recording(self) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
 
@@ -222,6 +245,10 @@ class Session:
         file is read as a Python object; but it holds machine code, so load it only if you trust who wrote it. A program
         that came from a file or from a cache is compiled again to be written. One whose replicas talk to each other on
         several CPU devices is compiled again to be loaded, as XLA reads back such code wrongly.
+
+        What was compiled for a machine that is not here, a `popxl.Target`, is written for one that is: load it where
+        there are as many such chips, with the same versions of popxl and JAX. That could not be tried: XLA writes
+        these programs, and reads them only on a machine that has the chips.
 
         Raises:
             PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the
@@ -326,8 +353,8 @@ class Session:
         self._device = self.program.device = device
 
     def _check_attached(self, what: str) -> None:
-        if not self._is_here:
-            raise not_here(what, self._device)
+        if isinstance(self.program, ProgramElsewhere):
+            raise self.program.refusal(what)
         if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
 

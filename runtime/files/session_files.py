@@ -40,7 +40,11 @@ _EXECUTABLE = "executable/"
 
 
 class MadeFor(BaseModel):
-    """What a program was compiled with and for."""
+    """What a program was compiled with and for.
+
+    Attributes:
+        platform_version: of the drivers; "" if it was compiled where there are none, which any will do for.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +61,7 @@ class MadeFor(BaseModel):
         return "; ".join(
             f"{name.replace('_', ' ')}: {ours!r} in the file, {theirs!r} here"
             for name, ours in self
-            if (theirs := getattr(other, name)) != ours
+            if (theirs := getattr(other, name)) != ours and (ours or name != "platform_version")
         )
 
 
@@ -89,7 +93,7 @@ def target_of(device: Device) -> MadeFor:
     return MadeFor(
         **_versions(),
         platform=client.platform,
-        platform_version=client.platform_version,
+        platform_version=client.platform_version if device.target is None else "",
         processor=processor(device),
         kinds=[each.device_kind for each in device.jax_devices],
     )
@@ -117,7 +121,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
         target=target_of(program.device),
-        device=program.device.name,
+        device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=compiled.layout.calls,
         executables=executables,
     )
@@ -139,12 +143,20 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None
             f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}"
         ) from problem
     device = find_device(about.device if device_desc is None else device_desc, ir)
+    if device.target is not None:
+        raise PopxlError(
+            f"Session.load: {device.name} is not here, and XLA reads compiled programs back only where they run. Load "
+            f"{os.fspath(path)!r} there; to look at the program, compile it again: `popxl.Session(popxl.Ir.load(...))`."
+        )
     if differences := about.target.differences(target_of(device)):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     if not contents:
         return ir, device, None
     _log.debug(f"Loading serialized PopART executable from {os.fspath(path)}")
-    executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    try:
+        executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    except jax.errors.JaxRuntimeError as problem:
+        raise PopxlError(_compiled(path, "in a way that XLA does not read here", str(problem))) from problem
     return ir, device, Ready(about.calls, executables)
 
 

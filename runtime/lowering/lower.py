@@ -45,6 +45,7 @@ from runtime.lowering import effects
 from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import MachineParts, Order, parts_for
+from runtime.lowering.scopes import Scopes, of_op
 from runtime.targets.replicas import Replicas
 
 Array = Any
@@ -198,6 +199,7 @@ class Lowering:
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
+        self._scopes = Scopes()
 
     @cached_property
     def _machine(self) -> MachineParts:
@@ -254,7 +256,8 @@ class Lowering:
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            return op.apply(operands, attributes | {"group": group})
+            with of_op(op):
+                return op.apply(operands, attributes | {"group": group})
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 
@@ -280,7 +283,8 @@ class Lowering:
         return Results(outputs, written)
 
     def _inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
-        environment = yield self.running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
+        with self._scopes.of_graph(graph):
+            environment = yield self.running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
         return Results(
             tuple(environment.read(t) for t in graph.outputs),
             {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},

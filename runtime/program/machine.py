@@ -25,7 +25,7 @@ class Machine:
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
         """A program, compiled for a device."""
         if device.target is not None:
-            return cast(Program, ProgramElsewhere(ir, device, ready))
+            return cast(Program, ProgramElsewhere(ir, device, ready))  # refuses what it does not have
         return Program(ir, device, ready)
 
 
@@ -77,18 +77,13 @@ class ProgramElsewhere(OnHost, CompiledProgram):
         """Nothing runs that could be stopped."""
         raise self.refusal("debugging")
 
-    def refusal(self, what: str) -> PopxlError:
-        """Why something cannot be done."""
-        return not_here(what, self.device)
-
-
-def not_here(what: str, device: Device) -> PopxlError:
-    """Why a session cannot do something that needs its device."""
-    return PopxlError(
-        f"Session.{what}: {device.name} is not here. The program was compiled for it, so `session.report`, "
-        "`session.memory()`, `session.cost()` and `session.hlo()` tell what it needs there; to run it, make a session "
-        "on a device of this machine, such as 'ipu_hw' or 'cpu'."
-    )
+    def refusal(self, what: str) -> BaseException:
+        """Why a session cannot do something that needs its device."""
+        return PopxlError(
+            f"Session.{what}: {self.device.name} is not here. The program was compiled for it, so `session.report`, "
+            "`session.memory()`, `session.cost()` and `session.hlo()` tell what it needs there; to run it, make a "
+            "session on a device of this machine, such as 'ipu_hw' or 'cpu'."
+        )
 
 
 class NothingRuns(BaseException):
@@ -121,3 +116,32 @@ class PlanningMachine(Machine):
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
         planned = Planned(ir, device, None if ready is None else ready.calls)
         return cast(Program, planned)  # what it does not have ends the user's program
+
+
+class StoppedProgram(ProgramElsewhere):
+    """A program that is compiled for a machine that is not here; what would have to be run ends the user's."""
+
+    def refusal(self, what: str) -> BaseException:
+        return NothingRuns()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NothingRuns
+
+
+class TargetMachine(Machine):
+    """Compiles all programs for one machine that is not here, whichever device they ask for, and runs nothing.
+
+    Args:
+        target: the machine.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def device(self, description: str | Device | Target, ir: Ir) -> Device:
+        return find_device(self._target, ir)
+
+    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+        return cast(Program, StoppedProgram(ir, device, None))

@@ -42,28 +42,31 @@ class Chip(BaseModel):
     network_bandwidth: PositiveFloat
     host_bandwidth: PositiveFloat
 
-    def rate(self, dtype: str, passes: int = 1) -> float:
-        """Operations a second on factors of a dtype; of one that nothing is published of, those of the widest.
-
-        Args:
-            dtype: the dtype of the factors.
-            passes: how many products of narrower factors one product is made of, where the chip has no unit for it.
-        """
-        return self.flops.get(dtype, min(self.flops.values())) / passes
+    def rate(self, dtype: str, precision: str = "default") -> float:
+        """Operations a second of products of factors of a dtype, as `flops` names it, at one of JAX's precisions. Of
+        one that nothing is published of, those of float32."""
+        return self.flops.get(dtype, self.flops.get("float32", min(self.flops.values())))
 
 
 class Tpu(Chip):
     """A TPU.
 
     Attributes:
+        device_kind: what JAX calls it.
         clock: cycles a second.
         host: how many chips a host has along each dimension of a topology.
         config: how the cores of a chip are put together, where XLA has to be told: a chip is to be one device.
     """
 
+    device_kind: str
     clock: PositiveFloat
     host: tuple[PositiveInt, ...]
     config: str = ""
+
+    def rate(self, dtype: str, precision: str = "default") -> float:
+        if dtype == "float32":  # its factors are taken to pieces, each of bfloat16
+            return self.flops["bfloat16"] / {"highest": 6, "high": 3}.get(precision, 1)
+        return self.flops.get(dtype, self.flops["bfloat16"])
 
 
 class Gpu(Chip):
@@ -98,6 +101,14 @@ class Gpu(Chip):
     l2_bytes: PositiveInt
     clock_ghz: PositiveFloat
     per_host: PositiveInt = 8
+
+    def rate(self, dtype: str, precision: str = "default") -> float:
+        return super().rate("tfloat32" if (dtype, precision) == ("float32", "default") else dtype)
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls it."""
+        return self.name
 
     def for_xla(self) -> str:
         """The figures as the text of XLA's `GpuTargetConfigProto`."""
@@ -160,6 +171,13 @@ def shipped(kind: type[C], name: str) -> C:
     if name not in names(kind):
         raise KeyError(name)
     return read(kind, FOLDER / f"{name}.json")
+
+
+def of_device(device_kind: str) -> Chip | None:
+    """The figures of a device that JAX has, by what it calls it; `None` if there are none."""
+    kinds: tuple[type[Tpu] | type[Gpu], ...] = (Tpu, Gpu)
+    known = (shipped(kind, name) for kind in kinds for name in names(kind))
+    return next((chip for chip in known if chip.device_kind == device_kind), None)
 
 
 def read(kind: type[C], path: str | os.PathLike[str]) -> C:

@@ -7,22 +7,57 @@ runs nothing; arrays for it are described, not made.
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from popxl.base.quiet import is_more, quiet
 from popxl.errors import PopxlError
 
 _lock = threading.RLock()
+
+
+def spare_the_search() -> None:
+    """Have JAX look for no TPU and no GPU where their compilers are installed and they are not here: it would say so at
+    length. Nothing changes if some are here, if other plugins are, or if JAX was told what to look for."""
+    others = [name for name in _plugins() if name not in _GPU_PLUGINS]
+    is_told = jax.config.values["jax_platforms"]
+    if is_told or others or not (_plugins() or _has_libtpu()):
+        return
+    if not any(found for pattern in _HARDWARE for found in Path("/dev").glob(pattern)):
+        jax.config.update("jax_platforms", "cpu")
+
+
+_HARDWARE = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "accel/*", "vfio/[0-9]*")
+"""Files in /dev of GPUs, and of TPUs."""
+
+
+@cache
+def start_jax() -> None:
+    """Have JAX start, and load its plugins, without what these have to tell of hardware that is not here."""
+    if _plugins() or _has_libtpu():
+        with quiet(is_more):
+            jax.default_backend()
+
+
+def _plugins() -> list[str]:
+    """The plugins of JAX that are installed as modules."""
+    found = find_spec("jax_plugins")
+    return (
+        [] if found is None else [f"jax_plugins.{each.name}" for each in iter_modules(found.submodule_search_locations)]
+    )
+
+
+def _has_libtpu() -> bool:
+    return find_spec("libtpu") is not None
 
 
 def tpu_devices(
@@ -36,7 +71,7 @@ def tpu_devices(
         host: how many of them a host has along each.
         config: how the cores of a chip are put together, if XLA is to be told.
     """
-    if find_spec("libtpu") is None:
+    if not _has_libtpu():
         raise _missing("a TPU", "tpu")
     # What the library asks when it is loaded: not the network, and it may be loaded by several processes.
     _set(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
@@ -55,7 +90,7 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
         hosts: how many hosts there are.
         per_host: how many GPUs each has.
     """
-    plugin = next((name for name in _GPU_PLUGINS if _is_there(name)), None)
+    plugin = next((name for name in _GPU_PLUGINS if name in _plugins()), None)
     if plugin is None:
         raise _missing("a GPU", "gpu")
     _set(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")  # there are no libraries to check
@@ -63,19 +98,12 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     try:
         return _found("cuda", name, told)
     except NotImplementedError:  # JAX has loaded it before, and put it aside, as there is no GPU
-        with _lock, _quiet():
+        with _lock, quiet():
             import_module(plugin).initialize()
         return _found("cuda", name, told)
 
 
 _GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is the package that it is in
-        return False
 
 
 def _missing(what: str, extra: str) -> PopxlError:
@@ -93,7 +121,7 @@ def _set(**variables: str) -> None:
 
 @cache
 def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
-    with _lock, _quiet():
+    with _lock, quiet():
         found = topologies.get_topology_desc(name, platform, **dict(told))
         jax.default_backend()  # JAX asks before it compiles anything; then it loads all plugins, and these write, too
         return tuple(sorted(found.devices, key=lambda device: device.id))
@@ -106,28 +134,3 @@ def _found(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, 
         return _found_once(platform, name, tuple(hashable))
     except jax.errors.JaxRuntimeError as problem:
         raise PopxlError(f"Session: XLA does not know the target {name!r}: {problem}") from problem
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what libraries write to standard error while they are loaded, and show it only if that fails.
-
-    They write to the file descriptor, past Python.
-    """
-    try:
-        sys.stderr.flush()
-        before = os.dup(2)
-    except (AttributeError, OSError):  # there is none
-        yield
-        return
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            kept.seek(0)
-            os.write(before, kept.read())
-            raise
-        finally:
-            os.dup2(before, 2)
-            os.close(before)

@@ -18,6 +18,7 @@ from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime import processes
+from runtime.targets import compilers
 from runtime.targets.offline import FORMS, Target, is_target
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
@@ -153,12 +154,12 @@ class Device:
 
 def cpu_device(name: str = "cpu") -> Device:
     """The CPU, as a single device."""
-    return Device(name, jax.local_devices(backend="cpu")[:1], DeviceType.Cpu)
+    return Device(name, _local_devices("cpu")[:1], DeviceType.Cpu)
 
 
 def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
     """The CPU in the place of IPUs. The arguments are those of `hardware_device`."""
-    found = jax.local_devices(backend="cpu")
+    found = _local_devices("cpu")
     return Device("ipu_model", _some(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
 
 
@@ -175,7 +176,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
         RuntimeError: if there is no hardware of this kind.
     """
     try:
-        found = jax.local_devices(backend=kind)
+        found = _local_devices(kind)
     except RuntimeError as problem:
         raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
     return Device(kind or "ipu_hw", _some(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
@@ -198,7 +199,13 @@ def offline_device(target: Target, count: int = 1, ipus: int | None = None, best
 
 def all_devices() -> list[Device]:
     """Each device of the best kind that JAX sees, by itself."""
-    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.local_devices())]
+    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(_local_devices())]
+
+
+def _local_devices(kind: str | None = None) -> list[jax.Device]:
+    """Those of a kind, or of the best, that this process may use."""
+    compilers.start_jax()
+    return jax.local_devices(backend=kind)
 
 
 def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
@@ -303,3 +310,4 @@ def ipus_used(ir: Ir) -> set[int]:
 
 
 ask_for_cpu_devices()
+compilers.spare_the_search()

@@ -54,7 +54,7 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     # Weights have a row for each result. Were they transposed, each product would keep a copy of them for its gradient.
     dimensions = (((input.ndim - 1,), (1,)), ((), ()))
-    out = lax.dot_general(input, weight, dimensions, precision=lax.Precision.HIGHEST)
+    out = lax.dot_general(input, weight, dimensions)
     return out if bias is None else out + bias
 
 
@@ -105,7 +105,7 @@ def einsum(equation: str, operands: Any) -> popxl.Tensor:
 
 @jax_op(title="Einsum")
 def _einsum(*operands: Any, equation: str) -> Any:
-    return jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST)  # halves are summed in float32
+    return jnp.einsum(equation, *operands)  # halves are summed in float32
 
 
 @lowers("torch.bilinear")

@@ -216,6 +216,7 @@ class Compiled:
             Result(program.spec(each).shape, program.count(each), label)
             for each, label in zip(returned, labels, strict=True)
         ]
+        ir.options.precision = options.product_precision
         options._Popart.apply(ir.options)
         if options.executable_cache is not None:
             ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache

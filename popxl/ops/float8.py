@@ -19,6 +19,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated, Requirement
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
+from popxl.ops.kernels import Kernel
 from popxl.values.spec import TensorSpec
 
 # What the scaled ops share ------------------------------------------------------------------------------------------
@@ -72,6 +73,15 @@ def check_float8(function_name: str, **operands: Tensor) -> None:
 def decode(t: Any) -> Any:
     """The values of a float8 array, as float32, which holds all of them."""
     return t.astype(jnp.float32)
+
+
+@Kernel
+def as_factor(t: Any) -> Any:
+    """The values of a float8 array as what accelerators multiply exactly and quickly: float16, which holds all of them.
+
+    Units for float8 know other formats: theirs end at 448 where float8_143 ends at 240, and have fewer tiny numbers.
+    """
+    return t.astype(jnp.float16)
 
 
 def pow2(k: Any) -> Any:

@@ -17,7 +17,7 @@ from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.convert import cast_if_needed
-from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
+from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
 from popxl.ops.shape import reshape, transpose
 from popxl.values.shapes import broadcast_shapes, given, same_dtype
 from popxl.values.spec import TensorSpec
@@ -31,8 +31,8 @@ def _matmul(
         return jnp.matmul(lhs, rhs)
     if lhs.dtype != rhs.dtype:
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    # By themselves accelerators multiply float32 with fewer digits, as half partials allow.
-    precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else lax.Precision.HIGHEST
+    # Half partials allow fewer digits. Otherwise the session says how exactly numbers are multiplied.
+    precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else None
     wide = jnp.promote_types(wanted, jnp.float32)
     return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
 
@@ -169,8 +169,7 @@ def _partials(partials_type: dtype_ | None) -> dtype_ | None:
 
 
 def _scaled_matmul(lhs: Any, rhs: Any, log2_scale: Any, **hints: Any) -> Any:
-    # Products of float8 are exact at any precision that a machine may choose for float32; sums are made in float32.
-    return jnp.matmul(decode(lhs), decode(rhs)) * pow2(log2_scale)
+    return jnp.matmul(as_factor(lhs), as_factor(rhs), preferred_element_type=jnp.float32) * pow2(log2_scale)
 
 
 _pow2scaled_kind = OpKind(

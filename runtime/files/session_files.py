@@ -75,14 +75,14 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
         target=program.layout.target.made_for,
-        device=program.device.name,
+        device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=compiled.layout.calls,
         executables=executables,
     )
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tuple[Ir, Device, Ready | None]:
+def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None) -> tuple[Ir, Device, Ready | None]:
     """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
@@ -97,12 +97,20 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tupl
             f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}"
         ) from problem
     device = find_device(about.device if device_desc is None else device_desc, ir)
+    if device.target is not None:
+        raise PopxlError(
+            f"Session.load: {device.name} is not here, and XLA reads compiled programs back only where they run. Load "
+            f"{os.fspath(path)!r} there; to look at the program, compile it again: `popxl.Session(popxl.Ir.load(...))`."
+        )
     if differences := _differences(about.target.model_dump(), Target(device.jax_devices).made_for.model_dump()):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     if not contents:
         return ir, device, None
     _log.debug(f"Loading serialized PopART executable from {os.fspath(path)}")
-    executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    try:
+        executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    except jax.errors.JaxRuntimeError as problem:
+        raise PopxlError(_compiled(path, "in a way that XLA does not read here", str(problem))) from problem
     return ir, device, Ready(about.calls, executables)
 
 
@@ -111,7 +119,7 @@ def _differences(in_file: Mapping[str, object], here: Mapping[str, object]) -> s
     return "; ".join(
         f"{name.replace('_', ' ')}: {in_file[name]!r} in the file, {ours!r} here"
         for name, ours in here.items()
-        if in_file[name] != ours
+        if in_file[name] != ours and (in_file[name] or name != "platform_version")
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -45,6 +46,7 @@ from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import MachineParts, Order, parts_for
 from runtime.lowering.rolled import AsWritten, Rolled, roll
+from runtime.lowering.scopes import Scopes, of_op
 from runtime.lowering.stacks import Row, Stack, put_back, read
 from runtime.targets.replicas import Replicas
 
@@ -206,10 +208,12 @@ class Lowering:
 
     Args:
         ops: what the program runs.
-        options: those of the Ir; they switch some of the checks that ops make of their operands.
+        options: those of the Ir; they say how exactly ops multiply, and switch some of the checks of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
         replicas: those that run the program; what is lowered is the program of one of them.
         plan: says what is carried out of a graph, in order: its ops, or loops of them.
+        in_order: whether a single replica prints in the order of the ops. JAX (0.10.2) cannot lower an order of effects
+            along with results in the host's memory.
     """
 
     def __init__(
@@ -219,12 +223,15 @@ class Lowering:
         keep_calls: bool = True,
         replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
         plan: AsWritten = AsWritten(),  # noqa: B008  # it has no state
+        in_order: bool = True,
     ) -> None:
         self.replicas = replicas
         self.plan = plan
+        self.prints_in_order = in_order and replicas.count == 1  # JAX: of one device
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
+        self._scopes = Scopes()
 
     @cached_property
     def _machine(self) -> MachineParts:
@@ -265,7 +272,7 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, channels)
-            with in_forms(self._machine.forms):
+            with in_forms(self._machine.forms), jax.default_matmul_precision(self._options.precision):
                 results = self.apply(op, operands)
         except PopxlError:  # says what it has to say
             raise
@@ -286,7 +293,8 @@ class Lowering:
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            return op.apply(operands, attributes | {"group": group})
+            with of_op(op):
+                return op.apply(operands, attributes | {"group": group})
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 
@@ -323,7 +331,8 @@ class Lowering:
 
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
         given = dict(zip(graph.inputs, inputs, strict=True))
-        environment = yield self.running(self.plan.schedule(graph), given, channels)
+        with self._scopes.of_graph(graph):
+            environment = yield self.running(self.plan.schedule(graph), given, channels)
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(

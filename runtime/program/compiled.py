@@ -18,6 +18,7 @@ from popxl.streams import Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
+from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import FAILURE, Channels, Failure
 from runtime.lowering.lower import Lowering, room_to_recurse
 from runtime.lowering.rolled import AsWritten
@@ -27,6 +28,7 @@ from runtime.plan.structure import Structure, forget
 from runtime.plan.terms import Terms
 from runtime.program.layout import Layout
 from runtime.progress import Watch
+from runtime.targets.target import HOST
 
 Array = Any
 Ends = Mapping[int, tuple[Any, Any]]
@@ -142,8 +144,32 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         (executable,) = known
         return executable, {}, executable.as_text
     watch.begins("the program", 0, 1)
+    lowered = _lowered(layout)
+
+    def compile() -> Any:
+        executable = layout.target.compile(lowered)
+        if layout.buffers and layout.terms_for(None).has_slots_on_host:
+            results = [None] * len(layout.changing) + [*layout.buffers]
+            fetched = len(jax.tree.leaves(lowered.out_info)) - len(results)
+            remote.check_places(executable.as_text(), results + [None] * fetched, layout.main)
+        return executable
+
+    with Aside(1) as aside:
+        return aside.begin(compile).result(), {}, lowered.as_text
+
+
+def lowered_for(layout: Layout, platform: str) -> Any:
+    """The whole program as one, as JAX has lowered it for a platform: "tpu", "cuda". No such machine and no compiler is
+    needed; what the program is laid out for has to say that it is one, as `Target.platform` does."""
+    with layout.precision(), room_to_recurse(layout.main):
+        return _lowered(layout, platform)
+
+
+def _lowered(layout: Layout, platform: str = "") -> Any:
+    """The whole program as one, lowered for its target, or for a platform."""
     plan = AsWritten() if layout.rolling is None else layout.rolling
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, plan)
+    in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, plan, in_order)
     own = tuple(block for block in layout.constant if not layout.is_shared(block))
     shared = tuple(block for block in layout.constant if layout.is_shared(block))
 
@@ -161,9 +187,8 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         return changed, layout.transfers_first(fetches, layout.channels)
 
     feeds = layout.feed_specs(layout.replicas, layout.channels)
-    lowered = lower(donating(step, 0), layout.changing_specs(), layout.constant_specs(), feeds)
-    with Aside(1) as aside:
-        return aside.begin(lambda: layout.target.compile(lowered)).result(), {}, lowered.as_text
+    arguments = (layout.changing_specs(), layout.constant_specs(), feeds)
+    return lower(lambda: layout.target.lower(donating(step, 0), *arguments, platform=platform))
 
 
 def one_run(
@@ -241,12 +266,13 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
         fetched = replicas.spread(lambda results: layout.end(results, channels))(results)
         return layout.transfers_first(fetched, channels)
 
-    started = lower(jax.jit(begin, out_shardings=replicas.sharding()), layout.feed_specs(replicas, channels))
+    beginning = jax.jit(begin, out_shardings=replicas.sharding())
+    started = lower(lambda: terms.target.lower(beginning, layout.feed_specs(replicas, channels)))
     results = [
         jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
         for c, (transfers, _) in zip(channels, started.out_info, strict=True)
         if c not in layout.inputs
     ]
-    ended = lower(jax.jit(end, donate_argnums=0 if alike else ()), results)
+    ended = lower(lambda: terms.target.lower(jax.jit(end, donate_argnums=0 if alike else ()), results))
     with Aside(1) as aside:
         return aside.begin(lambda: (terms.target.compile(started), terms.target.compile(ended))).result()

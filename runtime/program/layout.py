@@ -125,6 +125,9 @@ class Layout:
         self.terms: Mapping[int, Terms] = {
             ipu: Terms(each, self.options, self.transfers, self.wide) for ipu, each in zip(ipus, targets, strict=True)
         }
+        is_asked_for = self.options.remoteBuffers != "device" and target.platform != "cpu"
+        if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
+            remote.check_room(self.buffers, main, self.replicas)
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]

@@ -128,8 +128,7 @@ class State:
                     taken.append(self._taken_from(layout.held[t], rows[:, block.tensors.index(t)]))
             for (buffer, vs), slots in zip(layout.in_buffers.items(), self.present()[count:], strict=True):
                 if vs and buffer in layout.stored_to:
-                    fetched = layout.terms_for(buffer).replicas.fetched(slots)
-                    for v, array in remote.parts_in(buffer, vs, fetched).items():
+                    for v, array in remote.parts_in(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
 

@@ -105,26 +105,37 @@ def checkpointed(weights: Mapping[str, Any], tokens: Any, labels: Any, config: C
     return jax_loss(weights, tokens, labels, config, jax.checkpoint(jax_block, static_argnums=2))
 
 
-def plain_jax(config: Config, loss: Callable[..., Any] = jax_loss) -> Compiled:
+def jax_step(config: Config, loss: Callable[..., Any] = jax_loss) -> Callable[..., Any]:
+    """A step of AdamW. It is a new function each time, or JAX would remember what it traced."""
+
+    def step(state: Any, tokens: Any, labels: Any) -> Any:
+        weights, first, second, count = state
+        value, gradients = jax.value_and_grad(loss)(weights, tokens, labels, config)
+        count = count + 1
+        first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
+        second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
+
+        def updated(w: Any, m: Any, v: Any) -> Any:
+            size = jnp.sqrt(v / (1 - BETA2**count)) + EPSILON
+            return w - config.learning_rate * (m / (1 - BETA1**count) / size + config.weight_decay * w)
+
+        return [jax.tree.map(updated, weights, first, second), first, second, count], value
+
+    return step
+
+
+def jax_state(config: Config) -> list[Any]:
+    """The weights, both moments of their gradients, and how many steps there were."""
     weights = {name: jnp.asarray(array) for name, array in first_weights(config).items()}
-    state = [weights, *({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2)), jnp.float32(0)]
+    return [weights, *({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2)), jnp.float32(0)]
+
+
+def plain_jax(config: Config, loss: Callable[..., Any] = jax_loss) -> Compiled:
+    state = jax_state(config)
     (batch,) = batches(config, 1)
 
     def lower() -> Any:
-        def step(state: Any, tokens: Any, labels: Any) -> Any:  # a new function, or JAX would remember what it traced
-            weights, first, second, count = state
-            value, gradients = jax.value_and_grad(loss)(weights, tokens, labels, config)
-            count = count + 1
-            first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
-            second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
-
-            def updated(w: Any, m: Any, v: Any) -> Any:
-                size = jnp.sqrt(v / (1 - BETA2**count)) + EPSILON
-                return w - config.learning_rate * (m / (1 - BETA1**count) / size + config.weight_decay * w)
-
-            return [jax.tree.map(updated, weights, first, second), first, second, count], value
-
-        return jax.jit(step, donate_argnums=0).lower(state, *batch)
+        return jax.jit(jax_step(config, loss), donate_argnums=0).lower(state, *batch)
 
     lowered = lower()
     executable = lowered.compile()

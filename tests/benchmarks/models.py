@@ -107,20 +107,34 @@ def encoder_loss(w: Weights, x: Any, labels: Any, *, layers: int, heads: int) ->
     return cross_entropy(linear(w, "head", x.mean(1)), labels)
 
 
-def in_jax(task: Task) -> Callable[[], np.ndarray]:
-    """A call: the loss of the last step."""
-    state = {name: jnp.array(t.numpy()) for name, t in task.model().state_dict().items()}
-    data = [t.reshape(task.steps, task.batch, *t.shape[1:]).numpy() for t in task.data()]
+def jax_state(task: Task) -> Weights:
+    """The weights."""
+    return {name: jnp.array(t.numpy()) for name, t in task.model().state_dict().items()}
+
+
+def jax_data(task: Task) -> tuple[np.ndarray, ...]:
+    """Inputs and labels of the steps of a call."""
+    return tuple(t.reshape(task.steps, task.batch, *t.shape[1:]).numpy() for t in task.data())
+
+
+def jax_steps(task: Task) -> Callable[..., Any]:
+    """All steps of a call."""
 
     def step(w: Weights, batch: tuple[Any, Any]) -> tuple[Weights, Any]:
         loss, gradients = jax.value_and_grad(task.loss)(w, *batch)
         return {name: w[name] - RATE * gradients[name] for name in w}, loss
 
-    steps = jax.jit(lambda w, data: jax.lax.scan(step, w, data), donate_argnums=0)
+    return lambda w, data: jax.lax.scan(step, w, data)
+
+
+def in_jax(task: Task) -> Callable[[], np.ndarray]:
+    """A call: the loss of the last step."""
+    state, data = jax_state(task), jax_data(task)
+    steps = jax.jit(jax_steps(task), donate_argnums=0)
 
     def call() -> np.ndarray:
         nonlocal state
-        state, losses = steps(state, tuple(data))
+        state, losses = steps(state, data)
         return np.asarray(losses[-1])
 
     return call

@@ -90,6 +90,29 @@ def test_report_runs_the_program(command: Any) -> None:
     assert "  the program      1     4" in out
 
 
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    "arguments", [("FILE", "--target", "tpu v5e", "-b"), ("--target=tpu v5e", "FILE", "-b")], ids=["behind", "before"]
+)
+def test_show_and_report_compile_for_a_target(arguments: tuple[str, ...], command: Any) -> None:
+    code, out, err = command(PROGRAM, "show", *arguments)
+    assert (code, err) == (0, "")
+    assert "arguments: -b\n" in out and "matmul_out: f32[2, 3] = MatMul(x_hostload, weight)" in out
+    assert "Compiled for tpu v5e\n\nMemory of Ir[id=" in out and ", on one TPU v5e\n" in out
+    assert "Stopped at `print(" in out and out.rstrip().endswith("program.py:21): nothing is run.")
+    code, out, err = command(PROGRAM, "report", *arguments)
+    assert (code, err) == (0, "")
+    assert "=== session 0 ===\n\nReport of Ir[id=" in out and "  1 of 1 chips are used (TPU v5e)." in out
+    assert "\nthe result" not in out and "was handled" not in out
+
+
+def test_a_target_that_is_none_is_said(command: Any) -> None:
+    code, _, err = command(PROGRAM, "show", "FILE", "--target", "abacus")
+    assert code == 2 and err.startswith(
+        "popxl: --target: Target: 'abacus' describes no machine; expected 'tpu v5e:4x4'"
+    )
+
+
 def test_sessions_are_as_before_afterwards(command: Any) -> None:
     argv, path = sys.argv, sys.path
     command(PROGRAM, "show", "FILE")

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import popxl
 from popxl.values.shapes import integer
@@ -52,7 +51,7 @@ def random_sparse(dense: np.ndarray, density: float = 0.5) -> np.ndarray:
 def _product(lhs: Any, values: Any, rows: Any, columns: Any, *, output_cols: int) -> Any:
     """The matrix is kept sparse and multiplied dense, which is faster unless nearly all of it is zero."""
     dense = jnp.zeros((lhs.shape[-1], output_cols), values.dtype).at[rows, columns].add(values)
-    wide = jnp.matmul(lhs, dense, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    wide = jnp.matmul(lhs, dense, preferred_element_type=jnp.float32)
     return wide.astype(lhs.dtype)
 
 

@@ -230,6 +230,7 @@ CASES = [
     *(reduce_scatter(op, dtype, (5,)) for op in ("add", "mean", "min") for dtype in ("float16", "int32")),
     reduce_scatter("add", shape=()),
     reduce_scatter("mean", sharded=True),
+    *(reduce_scatter("mean", dtype, (5003,)) for dtype in ("float32", "float16")),  # in blocks, and not
     *(concatenated((3, 4, 2), axis) for axis in (0, 1, -1)),
     *(concatenated((5,), 0, dtype) for dtype in ("float16", "int32", "uint32", "bool")),
     concatenated((2, 3), 0, same=True),

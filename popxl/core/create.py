@@ -11,7 +11,7 @@ from popxl.base.log import Logger
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import get_current_context, user_frame
 from popxl.core.tensor import Constant, Tensor, Variable
-from popxl.dtypes import check_dtype
+from popxl.dtypes import check_dtype, kind_of
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
@@ -128,7 +128,7 @@ def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
     Nobody has asked for that dtype. So a number that does not fit is warned of, and then cast.
     """
     array, target = as_array(data), t.dtype.as_numpy()
-    if array.dtype != target and array.dtype.kind in "iuf" and target.kind in "iuf":
+    if array.dtype != target and kind_of(array.dtype) in "iuf" and kind_of(target) in "iuf":
         _fitted(array, target, f"An operand of {t!r}")
     try:
         return constant(data, t.dtype)

@@ -11,7 +11,7 @@ from jax import lax
 
 from popxl.errors import PopxlError
 from popxl.ops.kernels import Kernel
-from popxl.ops.precision import wide_dtype
+from popxl.ops.precision import is_half, wide_dtype
 
 
 class Steps(NamedTuple):
@@ -116,7 +116,7 @@ def widened_pair(a: Any, b: Any) -> tuple[Any, Any, lax.Precision]:
     """Operands in the dtype to compute in, and how exactly they are to be multiplied."""
     wide = wide_dtype(a, b)
     # Halves are multiplied exactly by units too that are quicker, as they leave out some digits of float32.
-    are_halves = a.dtype == b.dtype == jnp.float16
+    are_halves = is_half(a) and is_half(b)
     return a.astype(wide), b.astype(wide), lax.Precision.HIGH if are_halves else lax.Precision.HIGHEST
 
 

@@ -105,17 +105,16 @@ swish_ = inplace(swish, "swish_", "swish_inplace_out")
 
 
 def _product(lhs: Any, rhs: Any) -> TensorSpec:
-    """As `broadcast`; and a float16 tensor may be scaled by a float32 number, giving float16."""
-    names = {lhs.dtype.name: lhs, rhs.dtype.name: rhs}
-    if names.keys() == {"float16", "float32"} and names["float32"].nelms == 1:
-        shape = broadcast_shapes(lhs.shape, rhs.shape)
-        return TensorSpec(shape, names["float16"].dtype, meta_shape_of(lhs, rhs))
+    """As `broadcast`; and a half may be scaled by a float32 number, giving that half."""
+    for t, factor in ((lhs, rhs), (rhs, lhs)):
+        if t.dtype.is_half and factor.dtype is dtypes.float32 and factor.nelms == 1:
+            return TensorSpec(broadcast_shapes(lhs.shape, rhs.shape), t.dtype, meta_shape_of(lhs, rhs))
     return broadcast(lhs, rhs)
 
 
 def _times(g: Tensor, factor: Tensor, spec: TensorSpec) -> Tensor:
-    """g · factor for an operand. Where that was broadcast, float16 is not rounded before the sum that follows."""
-    if g.dtype is dtypes.float16 and (spec.shape, spec.dtype) != (g.shape, g.dtype):
+    """g · factor for an operand. Where that was broadcast, a half is not rounded before the sum that follows."""
+    if g.dtype.is_half and (spec.shape, spec.dtype) != (g.shape, g.dtype):
         g, factor = cast_if_needed(g, dtypes.float32), cast_if_needed(factor, dtypes.float32)
     return g * factor
 
@@ -129,7 +128,7 @@ sub = binary("sub", jnp.subtract, "lhs - rhs.", {"lhs": lambda g: g, "rhs": lamb
 mul = binary(
     "mul",
     jnp.multiply,
-    "lhs · rhs. A float16 tensor may be multiplied by a float32 tensor of one element; the result is float16.",
+    "lhs · rhs. A float16 or bfloat16 tensor may be multiplied by a float32 tensor of one element; its dtype stays.",
     {
         "lhs": lambda g, rhs, lhs_spec: _times(g, rhs, lhs_spec),
         "rhs": lambda g, lhs, rhs_spec: _times(g, lhs, rhs_spec),
@@ -204,15 +203,15 @@ def is_sum(op: Op) -> bool:
 
 
 def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
-    """Bounds as float32; for float16 no larger than its largest number, if anything is bounded at all.
+    """Bounds as float32; for halves no larger than their largest number, if anything is bounded at all.
 
     For integers they are the outermost integers of the range, exactly.
     """
     if isinstance(t, Tensor) and t.dtype.is_int:
         return _whole(min, t, math.ceil), _whole(max, t, math.floor)
     bounds = (min, max)
-    half = isinstance(t, Tensor) and t.dtype is dtypes.float16 and not all(map(math.isinf, bounds))
-    largest = 65504 if half else math.inf
+    half = isinstance(t, Tensor) and t.dtype.is_half and not all(map(math.isinf, bounds))
+    largest = float(jnp.finfo(t.dtype.as_jax()).max) if half else math.inf
     with np.errstate(over="ignore"):
         lowest, highest = (float(np.float32(np.clip(bound, -largest, largest))) for bound in bounds)
     return lowest, highest

@@ -75,7 +75,7 @@ def unary(
 
     Args:
         name: name of the public function.
-        lowering: JAX function of the array `t`, which gets float16 as float32.
+        lowering: JAX function of the array `t`, which gets halves as float32.
         meaning: first line of the docstring.
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
@@ -132,7 +132,7 @@ def binary(
 ) -> Binary:
     """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast.
 
-    Arguments as for `unary`, but `lowering` gets float16 as it is.
+    Arguments as for `unary`, but `lowering` gets halves as they are.
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
     result = result or f"{name}_out"
@@ -166,7 +166,7 @@ def reduction(
 ) -> Reduction:
     """Declare a reduction of `t` over `axis`.
 
-    `lowering(t, axes, keepdims)` gets the axes as a tuple, and float16 as float32: the result is rounded once.
+    `lowering(t, axes, keepdims)` gets the axes as a tuple, and halves as float32: the result is rounded once.
     """
 
     def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:

@@ -45,7 +45,7 @@ def _shape(
     if partials_type not in (None, dtypes.float16, dtypes.float32):
         raise ValueError(f"`partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
     result = _product(lhs, rhs)
-    if not {lhs.dtype, rhs.dtype} <= {dtypes.float16, dtypes.float32}:
+    if not any(a.dtype.is_half and b.dtype is dtypes.float32 for a, b in ((lhs, rhs), (rhs, lhs))):
         same_dtype(lhs, rhs)
     return TensorSpec(result, output_type or lhs.dtype)
 
@@ -83,15 +83,15 @@ def _rhs_gradient(g: Tensor, lhs: Tensor, rhs_spec: TensorSpec) -> Tensor:
 
 
 def _to_be_summed(lhs: Tensor, rhs: Tensor, spec: TensorSpec) -> Tensor:
-    """A product for an operand: where that was broadcast, float16 is not rounded before the sum that follows."""
+    """A product for an operand: where that was broadcast, a half is not rounded before the sum that follows."""
     summed = broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]) != spec.shape[:-2]
-    return matmul(lhs, rhs, output_type=dtypes.float32 if summed and lhs.dtype is dtypes.float16 else None)
+    return matmul(lhs, rhs, output_type=dtypes.float32 if summed and lhs.dtype.is_half else None)
 
 
 def _in_the_wider(*ts: Tensor) -> Iterator[Tensor]:
-    """Two tensors in the wider of their dtypes: products may have another than their operands."""
-    wider = max((t.dtype for t in ts), key=lambda dtype: dtype.itemsize)
-    return (cast_if_needed(t, wider) for t in ts)
+    """Two tensors in a dtype that holds both: products may have another than their operands."""
+    wider = jnp.promote_types(*(t.dtype.as_jax() for t in ts))
+    return (cast_if_needed(t, dtype_.as_dtype(wider)) for t in ts)
 
 
 def _flipped(t: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def matmul(
     Args:
         lhs: of shape `(..., m, k)`, or `(k,)`: a row, whose dimension is dropped from the result.
         rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result. Of the dtype of
-            `lhs`; only float16 and float32 go together, too.
+            `lhs`; only a half (float16 or bfloat16) and float32 go together, too.
         available_memory_proportion: accepted for programs that tune memory; without effect.
         output_type: dtype of the result; that of `lhs` by default.
         partials_type: float32 (the default, unless the session option `partialsTypeMatMuls` says `"half"`) or

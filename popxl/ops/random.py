@@ -100,12 +100,12 @@ def _sample_spec(seed_tensor: Any, *, shape: tuple[int, ...], dtype: dtype_, **p
     if any(size < 0 for size in shape):
         raise ValueError(f"`shape` is {shape}; expected sizes of 0 or more.")
     if dtype.is_float8 or not dtype.is_floating_point:
-        raise ValueError(f"`dtype` is {dtype!r}; expected popxl.float32 or popxl.float16.")
+        raise ValueError(f"`dtype` is {dtype!r}; expected popxl.float32, popxl.float16 or popxl.bfloat16.")
     return TensorSpec(shape, dtype)
 
 
 def _sampler(name: str, draw: Callable[..., Any], result: str) -> OpKind:
-    """An op that draws a tensor of its own. float16 is drawn as float32, and rounded."""
+    """An op that draws a tensor of its own. Halves are drawn as float32, and rounded."""
 
     def lowering(seed_tensor: Any, *, shape: tuple[int, ...], dtype: dtype_, **parameters: float) -> Any:
         wide = jnp.promote_types(dtype.as_jax(), jnp.float32)
@@ -145,8 +145,8 @@ def random_uniform(
     Args:
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same numbers.
         shape: of the result.
-        low, high: ends of the interval. `high` itself is not drawn, but in float16 a number may be rounded to it.
-        dtype: `popxl.float32` or `popxl.float16`; `None` means float32.
+        low, high: ends of the interval. `high` itself is not drawn, but in halves a number may be rounded to it.
+        dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
 
     Returns:
         A new tensor. No gradient flows.
@@ -177,7 +177,7 @@ def random_normal(
         shape: of the result.
         mean: their mean.
         std: their standard deviation.
-        dtype: `popxl.float32` or `popxl.float16`; `None` means float32.
+        dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
 
     Returns:
         A new tensor. No gradient flows.

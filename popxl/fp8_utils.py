@@ -122,7 +122,7 @@ def as_array(data: Any) -> NDArray[Any]:
     torch = sys.modules.get("torch")  # a tensor exists only where torch is imported
     if torch is not None and isinstance(data, torch.Tensor):
         if data.dtype is torch.bfloat16:  # of which NumPy knows nothing: the same bytes
-            return as_array(data.view(torch.int16)).view(dtypes.bfloat16.as_numpy())
+            return as_array(data.detach().view(torch.int16)).view(dtypes.bfloat16.as_numpy())
         return np.asarray(data.numpy(force=True))
     return np.asarray(data)
 

@@ -94,8 +94,8 @@ def to_numpy(
             return host_pow2scale_cast_to_fp8(array, dtype, log2_scale or 0, overflow_to_nan)
         if array.dtype != target:
             raise TypeError(
-                f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected float16, bfloat16, "
-                "float32 or float64 data, or the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
+                f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected data of a "
+                "wider float, or of the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
             )
     else:
         target = dtype.as_numpy()

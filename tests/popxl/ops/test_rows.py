@@ -132,7 +132,7 @@ APART = {popxl.float16.as_numpy(): 2e-3, popxl.bfloat16.as_numpy(): 8e-3}
 
 
 def assert_close(actual: Array, expected: Array, tolerance: float, what: Any) -> None:
-    """Equal spec, and numbers within a tolerance, for halves one of their own: about as far as two of them are apart."""
+    """Equal spec, and numbers within a tolerance, for halves one of their own, as far as two are apart."""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
     if kind_of(actual.dtype) != "f":
         np.testing.assert_array_equal(actual, expected, err_msg=str(what))

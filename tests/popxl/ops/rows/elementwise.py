@@ -131,6 +131,7 @@ ELEMENTWISE = [
     binary("mul", np.multiply, "Mul",
            [*over(NUMBERS, (2, 3), (3,)), *over("float32", (1, 3), (2, 1)), *at_limits(),
             sample(f16(1.5, -2.5), f32([0.3]), expect=f16([0.45, -0.75])),
+            sample(scalar(0.3, "float32"), values("bfloat16", (2, 3)), dtype="bfloat16"),
             sample(scalar(3.0, "float32"), f16(1.5, -2.5), expect=f16(4.5, -7.5), dtype="float16")],
            torch=torch_function("mul"), keeps=2,
            # The gradient of the number is finer than float16, and beyond it.
@@ -222,7 +223,8 @@ ELEMENTWISE = [
     Row("where", np.where,
         [sample(values("bool", (2, 3)), X, Y, dtype="float32"),
          *[sample(values("bool", (2, 3)), values(d, (2, 3)), values(d, (3,))) for d in INTEGERS.split()],
-         sample(values("bool", (2, 1)), values("float16", (3,)), values("float16", (4, 1, 1)), dtype="float16"),
+         *[sample(values("bool", (2, 1)), values(d, (3,)), values(d, (4, 1, 1)), dtype=d)
+           for d in ("float16", "bfloat16")],
          sample(values("bool", (2, 3)), values("bool", (3,)), values("bool", (3,), seed=1)),
          sample(i32(0, -1, 2), X, Y, dtype="float32"), sample(SPECIALS, SPECIALS, -SPECIALS)],
         "Where", "where_out", differentiable=(1, 2), torch=lambda c, x, y: torch_function("where")(c != 0, x, y),

@@ -90,11 +90,13 @@ BEYOND = np.array([[3, 2**32 - 1, 2], [1, 2**31, 2]], np.uint32)
 
 NN = [
     Row("matmul", lambda lhs, rhs, **hints: np.matmul(lhs, rhs),
-        [*over(NUMBERS, (2, 3), (3, 4)), *over("float32", (3,), (3,)), *over("float32 float16", (5, 2, 3), (3, 4)),
+        [*over(NUMBERS, (2, 3), (3, 4)), *over("float32", (3,), (3,)), *over(FLOATS, (5, 2, 3), (3, 4)),
          *over("float32", (4, 1, 2, 3), (3,)), *over("float32", (3,), (2, 4, 3, 1)),
          *over("float32", (3,), (2, 3, 4)),
          *over("float32", (2, 3, 4), (4,)), *over("float32", (3,), (3, 4)), *over("float32", (2, 1, 2, 3), (4, 3, 2)),
          sample(values("float16", (2, 3)), values("float16", (3, 4)), output_type=popxl.float32, dtype="float32"),
+         sample(values("bfloat16", (2, 3)), values("bfloat16", (3, 4)), output_type=popxl.float32, dtype="float32"),
+         sample(values("bfloat16", (2, 3)), values("float32", (3, 4)), torch=False),
          sample(X, values("float32", (3, 4)), output_type=popxl.float16, partials_type=popxl.float16, dtype="float16"),
          sample(X, values("float16", (3, 4)), torch=False), sample(values("float16", (2, 3)), X.T.copy(), torch=False),
          sample(X, values("float32", (3, 4)), available_memory_proportion=0.1, partials_type=popxl.float32)],

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from popxl import dtypes
-from popxl.core.create import constant, operand_beside
+from popxl.core.create import constant, operand_beside, with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
@@ -38,6 +39,9 @@ clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
 )
 ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
+rsqrt_grad = OpKind("RsqrtGrad", rounded_once(lambda g, out: g * -0.5 * out * out * out), shape=like_first)
+sigmoid_grad = OpKind("SigmoidGrad", rounded_once(lambda g, out: g * out * (1 - out)), shape=like_first)
+softplus_grad = OpKind("SoftplusGrad", rounded_once(lambda g, t: g * jax.nn.sigmoid(t)), shape=like_first)
 tanh_grad = OpKind("TanhGrad", rounded_once(lambda g, out: g * (1 - out * out)), shape=like_first)
 # Not (g · lhs) / rhs²: the square leaves the range of a float long before the quotients do.
 divisor_grad = OpKind("DivisorGrad", rounded_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
@@ -57,6 +61,12 @@ ceil = unary(
     "ceil", jnp.ceil, "The next integer above. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.ceil"
 )
 cos = unary("cos", jnp.cos, "Cosine of an angle in radians.", see="numpy.cos")
+erf = unary(
+    "erf",
+    lambda t: of_elements(lax.erf, t),
+    "The error function, 2/√π times the integral of exp(-x²) from 0 to t.",
+    see="scipy.special.erf",
+)
 exp = unary("exp", jnp.exp, "e to the power of t.", lambda g, out: g * out, see="numpy.exp")
 floor = unary(
     "floor", jnp.floor, "The next integer below. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.floor"
@@ -83,6 +93,10 @@ relu = unary(
     lambda g, out: relu_grad(g, out),
     see="torch.nn.functional.relu",
 )
+rsqrt = unary("rsqrt", lax.rsqrt, "1 / √t.", lambda g, out: rsqrt_grad(g, out), see="torch.rsqrt")
+sigmoid = unary(
+    "sigmoid", jax.nn.sigmoid, "1 / (1 + exp(-t)).", lambda g, out: sigmoid_grad(g, out), see="torch.sigmoid"
+)
 sign: Unary = unary(
     "sign",
     lambda t: (t > 0).astype(t.dtype) - (t < 0).astype(t.dtype),
@@ -91,7 +105,15 @@ sign: Unary = unary(
     see="numpy.sign",
 )
 sin = unary("sin", jnp.sin, "Sine of an angle in radians.", see="numpy.sin")
+softplus = unary(
+    "softplus",
+    jax.nn.softplus,
+    "log(1 + exp(t)), in a form that does not overflow.",
+    lambda g, t: softplus_grad(g, t),
+    see="torch.nn.functional.softplus",
+)
 sqrt = unary("sqrt", jnp.sqrt, "Square root; NaN for negative t.", lambda g, out: g / (out * 2), see="numpy.sqrt")
+square = unary("square", jnp.square, "t · t.", lambda g, t: g * t * 2, see="numpy.square")
 swish = unary("swish", jax.nn.silu, "t / (1 + exp(-t)), also called SiLU.", see="torch.nn.functional.silu")
 tanh = unary("tanh", jnp.tanh, "Hyperbolic tangent.", lambda g, out: tanh_grad(g, out), see="numpy.tanh")
 
@@ -181,6 +203,13 @@ _max = OpKind(
     lambda *ts: functools.reduce(jnp.maximum, ts),
     shape=broadcast,
     result="maximum_out",
+    gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
+)
+_min = OpKind(
+    "Min",
+    lambda *ts: functools.reduce(jnp.minimum, ts),
+    shape=broadcast,
+    result="minimum_out",
     gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
 )
 _pow = OpKind(
@@ -316,13 +345,14 @@ def log2(t: Tensor) -> Tensor:
     return div(log(t), log(constant(2, t.dtype)))
 
 
-def maximum(*ts: Tensor) -> Tensor:
+def maximum(*ts: TensorLike) -> Tensor:
     """The largest of several tensors, elementwise.
 
     Every operand that is equal to the largest receives the whole gradient there; ties are not split.
 
     Args:
-        *ts: one or more tensors of one dtype, whose shapes broadcast.
+        *ts: one or more tensors of one dtype, whose shapes broadcast. Beside a tensor there may be numbers and arrays,
+            which become constants of its dtype.
 
     Returns:
         A new tensor of the broadcast shape.
@@ -334,11 +364,24 @@ def maximum(*ts: Tensor) -> Tensor:
     See also: `numpy.maximum`.
 
     Example:
-        >>> z = ops.maximum(x, y)
+        >>> z = ops.maximum(x, 0.0)
     """
     if not ts:
         raise ValueError("maximum: at least one tensor is needed; none was given.")
-    return _max(*ts)
+    return with_numbers(_max, *ts)
+
+
+def minimum(*ts: TensorLike) -> Tensor:
+    """The smallest of several tensors, elementwise: as `maximum`.
+
+    See also: `numpy.minimum`.
+
+    Example:
+        >>> z = ops.minimum(x, 6.0)
+    """
+    if not ts:
+        raise ValueError("minimum: at least one tensor is needed; none was given.")
+    return with_numbers(_min, *ts)
 
 
 def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 from popxl.base.names import camel
+from popxl.core.create import with_numbers
 from popxl.core.declaration import OpKind
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Tensor, TensorLike
 from popxl.ops.precision import rounded_once, widened
 from popxl.values.shapes import (
     broadcast,
@@ -36,11 +37,11 @@ class Unary(Protocol):
 
 
 class Binary(Protocol):
-    """An op of two tensors."""
+    """An op of two tensors, one of which may be a number."""
 
     kind: OpKind
 
-    def __call__(self, lhs: Tensor, rhs: Tensor) -> Tensor: ...
+    def __call__(self, lhs: TensorLike, rhs: TensorLike) -> Tensor: ...
 
 
 class Reduction(Protocol):
@@ -116,7 +117,7 @@ def inplace(op: Unary | Binary, name: str, result: str) -> Any:
         f"from now on. To read it in a defined order use the alias, or\n    `popxl.in_sequence()`. "
         f"Autodiff refuses graphs with this op.\n\nExample:\n    >>> y = ops.{name}(x{'' if first == 't' else ', y'})"
     )
-    return _unary(kind, name, doc) if first == "t" else _binary(kind, name, doc)
+    return _unary(kind, name, doc) if first == "t" else _binary(kind, name, doc, overwrites=True)
 
 
 def binary(
@@ -143,15 +144,19 @@ def binary(
     return _binary(
         declaration,
         name,
-        f"{meaning}\n\nArgs:\n    lhs, rhs: tensors whose shapes broadcast, of one dtype.\n\nReturns:\n"
+        f"{meaning}\n\nArgs:\n    lhs, rhs: tensors whose shapes broadcast, of one dtype. "
+        "One of them may be a number or an array,\n        "
+        "which becomes a constant of the dtype of the other.\n\nReturns:\n"
         f"    A new tensor of the broadcast shape: {returns}.\n\nRaises:\n    PopxlError: if the shapes do not "
         f"broadcast{refused}.{also}\n\nExample:\n    >>> z = ops.{name}(x, y)",
     )
 
 
-def _binary(kind: OpKind, name: str, doc: str) -> Binary:
-    def op(lhs: Tensor, rhs: Tensor) -> Tensor:
-        return kind(lhs, rhs)
+def _binary(kind: OpKind, name: str, doc: str, overwrites: bool = False) -> Binary:
+    def op(lhs: TensorLike, rhs: TensorLike) -> Tensor:
+        if overwrites and not isinstance(lhs, Tensor):
+            return cast(Tensor, kind(lhs, rhs))  # which refuses it
+        return cast(Tensor, with_numbers(kind, lhs, rhs))
 
     return public(op, kind, name, doc)
 

@@ -1,7 +1,8 @@
-"""The matrix product, of floats and of float8."""
+"""Products: of matrices, of floats and of float8; outer ones, and any that `einsum` can say."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,14 @@ from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
+from popxl.core.tracing import abstract_evaluation
 from popxl.core.traits import REFUSED, Colocated
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
+from popxl.ops.precision import wide_dtype
 from popxl.ops.shape import reshape, transpose
 from popxl.values.shapes import broadcast_shapes, given, same_dtype
 from popxl.values.spec import TensorSpec
@@ -163,6 +166,89 @@ def _partials(partials_type: dtype_ | None) -> dtype_ | None:
     if option.lower() not in ("", "half", "float"):
         raise ValueError(f"matmul: the session option partialsTypeMatMuls is {option!r}; expected 'half' or 'float'.")
     return dtypes.float16 if option.lower() == "half" else None
+
+
+# Of several tensors -------------------------------------------------------------------------------------------------
+
+
+def _table(lhs: Any, rhs: Any) -> TensorSpec:
+    same_dtype(lhs, rhs)
+    return TensorSpec((math.prod(lhs.shape), math.prod(rhs.shape)), lhs.dtype)
+
+
+_outer = OpKind(
+    "Outer",
+    jnp.outer,
+    shape=_table,
+    operands=("lhs", "rhs"),
+    gradient={
+        "lhs": lambda g, lhs_spec, rhs: reshape(g @ reshape(rhs, (-1,)), lhs_spec.shape),
+        "rhs": lambda g, lhs, rhs_spec: reshape(reshape(lhs, (-1,)) @ g, rhs_spec.shape),
+    },
+)
+
+
+def _contracted(*ts: Any, subscripts: str) -> Any:
+    if not jnp.issubdtype(ts[0].dtype, jnp.floating):
+        return jnp.einsum(subscripts, *ts)
+    exactly = {"precision": lax.Precision.HIGHEST, "preferred_element_type": wide_dtype(*ts)}
+    return jnp.einsum(subscripts, *ts, **exactly).astype(ts[0].dtype)
+
+
+def _contracted_spec(*ts: Any, subscripts: str) -> TensorSpec | tuple[TensorSpec, ...]:
+    same_dtype(*ts)
+    return abstract_evaluation(_einsum.on_arrays(None, {"subscripts": subscripts}), [t.spec for t in ts])
+
+
+_einsum: OpKind = OpKind("Einsum", _contracted, shape=_contracted_spec)
+
+
+def einsum(subscripts: str, *ts: Tensor) -> Tensor:
+    """The sum of products that `subscripts` says, as in NumPy. Sums are made in float32 and rounded once.
+
+    Args:
+        subscripts: a letter for each dimension of each operand, and after `->` those of the result: `"bqd,bkd->bqk"`.
+            Letters that the result lacks are summed over. `...` stands for any dimensions.
+        *ts: one or more tensors of one dtype.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        TypeError: if `subscripts` is no string.
+        ValueError: if no tensor is given.
+        PopxlError: if the subscripts do not fit the shapes, or the dtypes differ.
+
+    See also: `numpy.einsum`.
+
+    Example:
+        >>> scores = ops.einsum("bqd,bkd->bqk", queries, keys)
+    """
+    if not isinstance(subscripts, str):
+        raise TypeError(f"einsum: `subscripts` must be a string; got {subscripts!r} ({type(subscripts).__name__}).")
+    if not ts:
+        raise ValueError("einsum: at least one tensor is needed; none was given.")
+    return _einsum(*ts, subscripts=subscripts)
+
+
+def outer(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """Each element of `lhs` times each of `rhs`, in a table.
+
+    Args:
+        lhs, rhs: tensors of one dtype, of any shape.
+
+    Returns:
+        A new tensor of shape `(lhs.nelms, rhs.nelms)`.
+
+    Raises:
+        PopxlError: if the dtypes differ.
+
+    See also: `numpy.outer`.
+
+    Example:
+        >>> angles = ops.outer(positions, frequencies)
+    """
+    return _outer(lhs, rhs)
 
 
 # Of float8 ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ float8_definitions = {popxl.float8_143: float8_143_def, popxl.float8_152: float8
 
 
 def check_scale_arguments(function: str, src: popxl.Tensor, dtype: popxl.dtype) -> None:
-    """`RuntimeError` unless a scale can be chosen: for a tensor of float16, bfloat16 or float32, and a float8 format."""
+    """`RuntimeError` unless a scale can be chosen: for a tensor of a half or float32, and a float8 format."""
     if not isinstance(src, popxl.Tensor) or not (src.dtype.is_half or src.dtype is popxl.float32):
         raise RuntimeError(f"{function}: `src` is {src!r}; expected a tensor of float16, bfloat16 or float32.")
     if dtype not in float8_definitions:

@@ -22,6 +22,9 @@ from tests.popxl.ops.rows.schema import Fed, Row, Rule, Sample, function_of, tel
 Array = np.ndarray
 rows = pytest.mark.parametrize("row", ROWS, ids=repr)
 
+MAKE = ("arange", "init", "host_load")
+"""Ops that make tensors, and are given none."""
+
 TOGETHER = 8
 """So many rows are one program, as each program takes some time to compile whatever is in it."""
 
@@ -214,6 +217,7 @@ def others(row: Row) -> list[Sample]:
     return [sample for sample in row.samples if not any(sample is other for other in found)]
 
 
+@pytest.mark.filterwarnings("ignore::popxl.errors.RepeatedSeedWarning")  # of rows that train nothing
 @batches(ROWS)
 def test_numbers(batch) -> None:
     """Of the samples, one for each kind of dtypes."""
@@ -221,6 +225,7 @@ def test_numbers(batch) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::popxl.errors.RepeatedSeedWarning")  # of rows that train nothing
 @batches([row for row in ROWS if others(row)])
 def test_numbers_of_all_samples(batch) -> None:
     check_together(check_numbers, batch, others)
@@ -454,7 +459,7 @@ def test_what_a_gradient_keeps_alive(row) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in ROWS if not row.differentiable and not row.build and row.name not in ("host_load", "init")],
+    [row for row in ROWS if not row.differentiable and not row.build and row.name not in MAKE],
     ids=repr,
 )
 def test_no_gradient(row) -> None:
@@ -498,7 +503,7 @@ def test_refuses(row, refused) -> None:
 
 def _forms() -> Iterator[Any]:
     for row in ROWS:
-        if row.build is None and row.name not in ("init", "host_load"):
+        if row.build is None and row.name not in MAKE:
             for name in [row.name, *([row.inplace.name] if row.inplace else [])]:
                 yield pytest.param(row, function_of(name), id=name)
 

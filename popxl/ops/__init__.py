@@ -1,6 +1,7 @@
 """The ops. Calling one adds it to the current graph."""
 
 from popxl.ops import collectives, var_updates
+from popxl.ops.attention import attention
 from popxl.ops.call import CallSiteInfo, call, call_with_info
 from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.conditional import conditional, conditional_with_info
@@ -112,6 +113,7 @@ __all__ = [
     "arange",
     "argmax",
     "argmin",
+    "attention",
     "average_pool",
     "batch_norm_inference",
     "call",

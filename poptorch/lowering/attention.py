@@ -15,6 +15,7 @@ from poptorch.lowering.nn import masked_softmax, softmax
 from poptorch.lowering.operands import broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.values.shapes import broadcast_shapes
 
 Optional = popxl.Tensor | None
 
@@ -23,39 +24,6 @@ def _transposed(t: popxl.Tensor) -> popxl.Tensor:
     """A tensor with its last two dimensions exchanged."""
     axes = tuple(range(len(t.shape)))
     return ops.transpose(t, (*axes[:-2], axes[-1], axes[-2]))
-
-
-@jax_op(title="AttentionMask", gradient={"scores": lambda g: g})
-def _masked(scores: Any, mask: Any) -> Any:
-    """Scores, without those at which a mask of bools is false; or plus a mask of numbers."""
-    if mask.dtype == jnp.bool_:
-        return jnp.where(mask, scores, -jnp.inf)
-    return scores + mask.astype(scores.dtype)
-
-
-@jax_op(title="CausalMask", gradient={"scores": lambda g: g})
-def _causal(scores: Any) -> Any:
-    """Scores, without those of keys that come after the query."""
-    return jnp.where(jnp.tri(scores.shape[-2], scores.shape[-1], dtype=bool), scores, -jnp.inf)
-
-
-def _weights(
-    query: popxl.Tensor, key: popxl.Tensor, mask: Optional, is_causal: bool, scale: float | None
-) -> popxl.Tensor:
-    """How much of each key each query gets."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = ops.matmul(query * scale, _transposed(key))
-    if is_causal:
-        scores = _causal(scores)
-    if mask is None:
-        return softmax(scores, -1)
-    return masked_softmax(_with_mask(scores, mask), axis=len(scores.shape) - 1)
-
-
-def _with_mask(scores: popxl.Tensor, mask: popxl.Tensor) -> popxl.Tensor:
-    if mask.dtype is popxl.bool:
-        return _masked(scores, mask)
-    return ops.add(scores, together(mask, scores.dtype))  # which may have a gradient
 
 
 def _dropped(t: popxl.Tensor, p: float) -> popxl.Tensor:
@@ -73,16 +41,12 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> popxl.Tensor:
-    if enable_gqa:  # each head of the keys serves several of the queries
-        times = query.shape[-3] // key.shape[-3]
-        key, value = _repeated(key, times=times), _repeated(value, times=times)
-    weights = _weights(query, key, attn_mask, is_causal, scale)
-    return ops.matmul(_dropped(weights, dropout_p), value)
-
-
-@jax_op(title="RepeatHeads")
-def _repeated(t: Any, *, times: int) -> Any:
-    return jnp.repeat(t, times, axis=-3)
+    given = [query, key, value]
+    own = 3 if enable_gqa else 2  # dimensions that are not those of the batch; each head of keys may serve several
+    batch = broadcast_shapes(*(t.shape[:-own] for t in given))
+    query, key, value = (t if t.shape[:-own] == batch else broadcast(t, shape=(*batch, *t.shape[-own:])) for t in given)
+    seed = emission().seed() if dropout_p else None
+    return ops.attention(query, key, value, attn_mask, is_causal, scale, dropout_p, seed)
 
 
 # Several heads --------------------------------------------------------------------------------------------------------

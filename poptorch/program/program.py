@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 import popxl
 from poptorch.base.logging_ import logger

@@ -478,7 +478,8 @@ class Update:
                 continue
             dtype = device_dtype(parameter.dtype) if combined else self._numbers[None, kept.type_from]
             fill = np.ones if kept.ones and self._numbers[None, kept.ones] else np.zeros
-            yield State(f"{kept.name}___{name}", fill(tuple(parameter.shape), popxl.dtype.as_dtype(dtype).as_numpy()), name)
+            numbers = fill(tuple(parameter.shape), popxl.dtype.as_dtype(dtype).as_numpy())
+            yield State(f"{kept.name}___{name}", numbers, name)
 
     def _common(self) -> Iterator[State]:
         """What there is one of."""

@@ -533,11 +533,11 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
         TypeError: for what is no transformation.
 
     Example:
-        >>> import optax
-        >>> optimizer = from_optax(optax.adamw(1e-3))
-        >>> with popxl.Ir().main_graph:
-        ...     w, dw = popxl.variable([1.0, 2.0], name="w"), popxl.constant([0.5, 0.25])
-        ...     state = optimizer([w], [dw])
+        With Optax installed::
+
+            optimizer = from_optax(optax.adamw(1e-3))
+            with ir.main_graph:
+                state = optimizer(variables, gradients, clip_norm=1.0)
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         raise TypeError(

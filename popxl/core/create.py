@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -156,7 +156,7 @@ def with_numbers(op: Callable[..., T], *operands: Any) -> T:
         def tensor(operand: Any) -> Any:
             if isinstance(operand, Tensor) or beside is None or not isinstance(operand, Real | np.generic | np.ndarray):
                 return operand
-            return stack.enter_context(taken_back_on_failure(operand_beside(beside, operand)))
+            return stack.enter_context(taken_back_on_failure(operand_beside(beside, cast(Any, operand))))
 
         return op(*map(tensor, operands))
 

@@ -52,7 +52,7 @@ class _Blocks:
         self.length, self.keys_length = queries.shape[-2], keys.shape[-2]
         self.rows, self.columns = _block(self.length), _block(self.keys_length)
         self.q, self.k, self.v = self.of_rows(queries), self.of_columns(keys), self.of_columns(values)
-        self.mask = None if mask is None else self._folded(mask)
+        self.mask: Any = None if mask is None else self._folded(mask)
         self.seed, self.causal, self.scale, self.dropout = seed, causal, scale, dropout
         pairs = [
             (i, j) for i in range(-(-self.length // self.rows)) for j in range(-(-self.keys_length // self.columns))
@@ -158,7 +158,7 @@ def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: 
         (some,) = blocks.dropped(i, j, weights)
         more = blocks.product("bhgqk,bhkv->bhgqv", some, blocks.column(blocks.v, j))
         news = mixed * shrunk + more, higher, total * shrunk + summed(weights, (4,), keepdims=True)
-        return tuple(_put(t, new, 3, i) for t, new in zip(state, news, strict=True))  # type: ignore[return-value]
+        return tuple(_put(t, new, 3, i) for t, new in zip(state, news, strict=True))
 
     start = blocks.filled(values.shape[-1]), blocks.filled(1, -math.inf), blocks.filled(1)
     mixed, top, total = (t[..., : blocks.length, :] for t in blocks.over(step, start))

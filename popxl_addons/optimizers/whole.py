@@ -214,9 +214,9 @@ def _formula(name: str, function: Callable[..., Any], *slots: str) -> OpKind:
     """An op of a formula on float32 arrays, which overwrites the variable and its state."""
 
     def lowering(variable: Array, gradient: Array, step: Array, *kept: Array, **numbers: Any) -> tuple[Array, ...]:
-        *kept, lr, scale = kept
-        w, g, t, *kept = (x.astype(jnp.float32) for x in (variable, gradient, step, *kept))
-        return tuple(function(w, g * scale, t, lr, *kept, **numbers))
+        *slots, lr, scale = kept
+        w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *slots))
+        return tuple(function(w, g * scale, t, lr, *wide, **numbers))
 
     changed = frozenset({0, *range(3, 3 + len(slots))})
     return OpKind(
@@ -494,7 +494,12 @@ def adafactor(
         if pieces := [each.name for each in step.trained if each.tensor.meta_shape]:
             raise ValueError(f"adafactor: {pieces} are in pieces, which have no rows. Use `adamw`, or keep them whole.")
         lr_, scale = _as_tensor(step.lr), _as_tensor(step.scale)
-        numbers = {"beta2_decay": float(beta2_decay), "eps1": eps[0], "eps2": eps[1], "clip": float(update_clip)}
+        numbers: dict[str, Any] = {
+            "beta2_decay": float(beta2_decay),
+            "eps1": eps[0],
+            "eps2": eps[1],
+            "clip": float(update_clip),
+        }
         for each in step.trained:
             shape, f32 = each.tensor.shape, popxl.float32
             if len(shape) > 1:
@@ -600,8 +605,8 @@ def _optax_kind(transformation: Any, names: tuple[str, ...], tree: Any) -> OpKin
     count = len(names)
 
     def lowering(*arrays: Array) -> tuple[Array, ...]:
-        *arrays, scale = arrays
-        weights, state, gradients = arrays[:count], arrays[count:-count], arrays[-count:]
+        *others, scale = arrays
+        weights, state, gradients = others[:count], others[count:-count], others[-count:]
         params = dict(zip(names, weights, strict=True))
         scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
         grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}

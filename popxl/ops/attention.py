@@ -344,7 +344,7 @@ def attention(
     See also: `torch.nn.functional.scaled_dot_product_attention`, `jax.nn.dot_product_attention`.
 
     Example:
-        >>> y = ops.attention(q, k, v, causal=True)
+        >>> y = ops.attention(x, x, x, causal=True)
     """
     for name, operand in (("mask", mask), ("seed_tensor", seed_tensor)):
         if not (operand is None or isinstance(operand, Tensor)):

@@ -110,6 +110,7 @@ softplus = unary(
     jax.nn.softplus,
     "log(1 + exp(t)), in a form that does not overflow.",
     lambda g, t: softplus_grad(g, t),
+    kind="SoftPlus",  # programs have declared an op of their own that is called Softplus
     see="torch.nn.functional.softplus",
 )
 sqrt = unary("sqrt", jnp.sqrt, "Square root; NaN for negative t.", lambda g, out: g / (out * 2), see="numpy.sqrt")

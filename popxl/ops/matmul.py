@@ -222,7 +222,7 @@ def einsum(subscripts: str, *ts: Tensor) -> Tensor:
     See also: `numpy.einsum`.
 
     Example:
-        >>> scores = ops.einsum("bqd,bkd->bqk", queries, keys)
+        >>> products = ops.einsum("ik,jk->ij", x, x)
     """
     if not isinstance(subscripts, str):
         raise TypeError(f"einsum: `subscripts` must be a string; got {subscripts!r} ({type(subscripts).__name__}).")
@@ -246,7 +246,7 @@ def outer(lhs: Tensor, rhs: Tensor) -> Tensor:
     See also: `numpy.outer`.
 
     Example:
-        >>> angles = ops.outer(positions, frequencies)
+        >>> products = ops.outer(x, x)
     """
     return _outer(lhs, rhs)
 

@@ -260,7 +260,7 @@ def tril(t: Tensor, k: int = 0) -> Tensor:
     See also: `numpy.tril`.
 
     Example:
-        >>> seen = ops.tril(scores)
+        >>> lower = ops.tril(x)
     """
     return _tril(t, k=integer(k, "tril: `k`"))
 
@@ -271,6 +271,6 @@ def triu(t: Tensor, k: int = 0) -> Tensor:
     See also: `numpy.triu`.
 
     Example:
-        >>> unseen = ops.triu(scores, k=1)
+        >>> upper = ops.triu(x, k=1)
     """
     return _triu(t, k=integer(k, "triu: `k`"))

@@ -92,7 +92,7 @@ ELEMENTWISE = [
     unary("rsqrt", lambda t: 1 / np.sqrt(t), "Rsqrt", over(FLOATS, (2, 3), low=0.2), keeps=1,
           torch=torch_function("rsqrt")),
     unary("sigmoid", lambda t: 1 / (1 + np.exp(-t)), "Sigmoid", keeps=1, torch=torch_function("sigmoid")),
-    unary("softplus", lambda t: np.log1p(np.exp(-np.abs(t))) + np.maximum(t, 0), "Softplus",
+    unary("softplus", lambda t: np.log1p(np.exp(-np.abs(t))) + np.maximum(t, 0), "SoftPlus",
           [*over(FLOATS, (2, 3)), sample(f32(-1e4, 0, 1e4))], torch=torch_function("nn.functional.softplus")),
     unary("square", np.square, "Square", [*over(NUMBERS, (2, 3)), *map(sample, LIMITS.values())],
           torch=torch_function("square")),

@@ -154,9 +154,12 @@ def binary(
 
 def _binary(kind: OpKind, name: str, doc: str, overwrites: bool = False) -> Binary:
     def op(lhs: TensorLike, rhs: TensorLike) -> Tensor:
-        if overwrites and not isinstance(lhs, Tensor):
-            return cast(Tensor, kind(lhs, rhs))  # which refuses it
-        return cast(Tensor, with_numbers(kind, lhs, rhs))
+        if isinstance(lhs, Tensor):
+            if isinstance(rhs, Tensor):  # nearly always, so it comes first
+                return kind(lhs, rhs)
+        elif overwrites:
+            return kind(lhs, rhs)  # which refuses it
+        return with_numbers(kind, lhs, rhs)
 
     return public(op, kind, name, doc)
 

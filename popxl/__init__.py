@@ -44,6 +44,7 @@ from popxl.core.remote_variables import (
 )
 from popxl.core.tensor import Tensor
 from popxl.dtypes import (
+    bfloat16,
     bool,
     complex64,
     complex128,
@@ -99,6 +100,7 @@ __all__ = [
     "TensorSpec",
     "TensorStorage",
     "TileSet",
+    "bfloat16",
     "bool",
     "complex64",
     "complex128",

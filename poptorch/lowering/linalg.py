@@ -60,7 +60,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 @lowers("torch.linear")
 def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None) -> popxl.Tensor:
-    if weight.rank == 2 and input.dtype == weight.dtype and input.dtype in (popxl.float32, popxl.float16):
+    if weight.rank == 2 and input.dtype == weight.dtype and (input.dtype.is_half or input.dtype is popxl.float32):
         return _linear(input, weight) if bias is None else _linear(input, weight, bias)
     out = product(input, ops.transpose(weight))  # of integers, or of one row alone
     return out if bias is None else ops.add(*promoted(out, bias))

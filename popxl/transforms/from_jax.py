@@ -61,7 +61,7 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
         - `popxl.OpKind("Name", fn)` makes `fn` one op that nobody looks into. Take it for kernels, for functions with
-          an effect or with values that no tensor can hold (random keys, bfloat16), and where one name says enough.
+          an effect or with values that no tensor can hold (random keys), and where one name says enough.
         - `popxl.to_jax(graph)` goes the other way.
 
     Args:
@@ -181,7 +181,7 @@ def _spec(aval: Any) -> TensorSpec | None:
     """The spec for a type of JAX, if there is one."""
     try:
         return TensorSpec(tuple(map(int, aval.shape)), dtype.as_dtype(np.dtype(aval.dtype)))
-    except (AttributeError, TypeError, ValueError):  # tokens; random keys; bfloat16 and the like
+    except (AttributeError, TypeError, ValueError):  # tokens; random keys; narrow integers and the like
         return None
 
 

@@ -240,7 +240,7 @@ def _formatted(
     open_bracket: str,
     close_bracket: str,
 ) -> str:
-    if array.dtype.itemsize == 1 and array.dtype.kind == "V" or array.dtype.name.startswith("float8"):
+    if array.dtype.kind == "V" or array.dtype.name.startswith("float8"):  # of which NumPy knows little
         array = array.astype(np.float32)
     number = {
         "auto": None,

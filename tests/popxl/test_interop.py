@@ -852,8 +852,8 @@ def random(x):
     return x + jax.random.normal(jax.random.key(0), x.shape)
 
 
-def brain(x):
-    return (x.astype(jnp.bfloat16) * 2).astype(jnp.float32)
+def nibbles(x):
+    return (x.astype(jnp.int4) * 2).astype(jnp.float32)
 
 
 def branches_on_values(x):
@@ -870,8 +870,8 @@ def wrong_shapes(x):
         (printing, "`printing` does more than compute its results .*ops.print_tensor"),
         (random, r"`random` handles a value of the type key<fry>\[\] in `random_.*at `.*OpKind\('Random', random\)"),
         (
-            brain,
-            r"`brain` handles a value of the type bfloat16\[3,4\] in `convert_element_type`, at `return \(x\.astype",
+            nibbles,
+            r"`nibbles` handles a value of the type int4\[3,4\] in `convert_element_type`, at `return \(x\.astype",
         ),
         (branches_on_values, r"`branches_on_values` cannot be traced on f32\[3, 4\]: .*[Bb]ool"),
         (wrong_shapes, r"`wrong_shapes` cannot be traced on f32\[3, 4\]: dot_general requires .*\(4,\) and \(3,\)"),

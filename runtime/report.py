@@ -544,7 +544,7 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
     )
 
 
-def _loops(program: Program) -> tuple[LoopReport, ...]:
+def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
     rolling = program.layout.rolling
     return tuple(
         LoopReport(
@@ -558,9 +558,11 @@ def _loops(program: Program) -> tuple[LoopReport, ...]:
     )
 
 
-def _written_out(program: Program) -> dict[str, str]:
+def _written_out(program: CompiledProgram) -> dict[str, str]:
     rolling = program.layout.rolling
     return {} if rolling is None else {graph.name: why for graph, why in rolling.left_alone.items()}
+
+
 def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:
     """The machine that the program was compiled for, if that is not here."""
     target = program.device.target

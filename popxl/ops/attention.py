@@ -23,9 +23,9 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Drops
 from popxl.errors import PopxlError
 from popxl.ops.kernels.kernel import Kernel
+from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import check_seed, drawn, probability
-from popxl.ops.kernels.sums import largest, summed
 from popxl.values.shapes import broadcast_shapes, like_first, number, same_dtype
 from popxl.values.spec import TensorSpec
 

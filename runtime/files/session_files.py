@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 from pydantic import BaseModel, ConfigDict
 
 from popxl.base.files import replace_file
@@ -25,7 +26,8 @@ from runtime.interrupts import scratch_folder
 from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
 from runtime.program.program import Program
 from runtime.targets.devices import Device, find_device
-from runtime.targets.target import VERSIONS, MadeFor, Target
+from runtime.targets.offline import Target
+from runtime.targets.target import VERSIONS, MadeFor, made_for
 
 _log = Logger("session")
 
@@ -102,7 +104,7 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None
             f"Session.load: {device.name} is not here, and XLA reads compiled programs back only where they run. Load "
             f"{os.fspath(path)!r} there; to look at the program, compile it again: `popxl.Session(popxl.Ir.load(...))`."
         )
-    if differences := _differences(about.target.model_dump(), Target(device.jax_devices).made_for.model_dump()):
+    if differences := _differences(about.target.model_dump(), made_for(device.jax_devices).model_dump()):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     if not contents:
         return ir, device, None

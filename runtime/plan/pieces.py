@@ -187,7 +187,7 @@ class Piece(Step):
         start = perf_counter()
         buffers = [c for c in self.channels if isinstance(c, RemoteBuffer)]
         in_order = not (buffers and terms.slots.memory_kind == HOST)
-        lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas, in_order)
+        lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas, in_order=in_order)
 
         def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
             channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})

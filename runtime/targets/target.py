@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -47,6 +47,18 @@ class MadeFor(BaseModel):
     platform_version: str
     processor: str
     kinds: list[str]
+
+
+def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
+    """What is compiled here for some devices is made with and for."""
+    client = devices[0].client
+    return MadeFor(
+        **VERSIONS,
+        platform=client.platform,
+        platform_version=client.platform_version if is_here else "",
+        processor=_processor() if client.platform == "cpu" else "",
+        kinds=[device.device_kind for device in devices],
+    )
 
 
 @dataclass(frozen=True)
@@ -92,14 +104,7 @@ class Target:
     @property
     def made_for(self) -> MadeFor:
         """What is compiled here for this target is made with and for."""
-        client = self.devices[0].client
-        return MadeFor(
-            **VERSIONS,
-            platform=client.platform,
-            platform_version=client.platform_version if self.is_here else "",
-            processor=_processor() if self.platform == "cpu" else "",
-            kinds=[device.device_kind for device in self.devices],
-        )
+        return made_for(self.devices, self.is_here)
 
     @cached_property
     def replicas(self) -> Replicas:

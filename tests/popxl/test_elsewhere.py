@@ -157,8 +157,8 @@ def remote_program(replicas: int = 1) -> tuple[popxl.Ir, popxl.RemoteBuffer]:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_what_is_remote_is_on_the_host(platform, replicas):
-    """On accelerators: and nothing else is. Slots are whole blocks, and follow each other: a TPU would fetch all of them
-    for another dimension, and cuts nothing out of a block."""
+    """On accelerators: and nothing else is. Slots are whole blocks, and follow each other: a TPU would fetch all of
+    them for another dimension, and cuts nothing out of a block."""
     ir, buffer = remote_program(replicas)
     text = lowered_text(ir, platform, replicas)
     main = re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) \{\n", text).group(1, 2)

@@ -11,12 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.benchmarks import curves, page, run, variants
+from tests.benchmarks import curves, network, page, run, variants
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
-@pytest.mark.thorough(but_each=3)
-@pytest.mark.parametrize("file", [file for file in run.FILES if file.ROWS], ids=lambda file: file.__name__)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[pytest.mark.thorough] * (file is not network), id=file.__name__)
+        for file in run.FILES
+        if file.ROWS
+    ],
+)
 def test_rows(file):
     """Those of a file at once, as they share what is compiled. Rows that differ by a size are the same when tiny."""
     for row in {re.sub(r"\d", "", row.name): row for row in file.ROWS if not row.slow}.values():
@@ -28,6 +34,7 @@ def test_rows(file):
         json.dumps(result.raw())
 
 
+@pytest.mark.thorough
 def test_variants():
     """A line for each, all with the same loss. (Of all variants: tests/popxl_addons/test_addons_gpt.py.)"""
     names = ("plain", "accumulated", "phased")

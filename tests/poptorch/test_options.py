@@ -185,6 +185,7 @@ def test_the_page_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/" + "work" not in options_page()
 
 
+@pytest.mark.thorough
 def test_the_page_is_printed() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "poptorch", "options"],

@@ -40,6 +40,7 @@ def stepped(model: torch.nn.Module, outlining: bool = True) -> tuple[torch.nn.Mo
     return model, executor
 
 
+@pytest.mark.thorough
 def test_layers_of_an_encoder() -> None:
     """Also where one module does nothing but run another one, with all layers in it."""
     torch.manual_seed(0)

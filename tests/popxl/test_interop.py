@@ -635,6 +635,7 @@ def test_numbers_and_gradients_are_those_of_jax(name) -> None:
     assert_close((value, tuple(gradients)), expected, 2e-4)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in FUNCTIONS if n != "gradient"],
@@ -909,6 +910,7 @@ def test_other_errors() -> None:
 # In a file, and without a device -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_saved_program_is_loaded_where_nothing_was_declared(tmp_path) -> None:
     def fn(x, w):
         h = attention(attention(x, w), w)[jnp.array([2, 0, 2])]

@@ -348,6 +348,7 @@ print(len(found))
 """
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 @pytest.mark.parametrize("how", ["killed", "raised"])

@@ -144,6 +144,7 @@ def test_the_same_as_in_torch(in_torch):
     PROGRAMS["plain"](session_of("plain", CONFIG))
 
 
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
 def test_the_same_numbers(name):
     """And the program, which takes long to compile, is what it is to be."""
@@ -166,7 +167,7 @@ def test_every_weight_has_a_gradient():
 # Dropout --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["outlined", "recomputed", "tensor parallel"])
 def test_the_same_elements_are_dropped(name):
     check(trained(name, WITH_DROPOUT, 3), trained("plain", WITH_DROPOUT, 3))

@@ -1,4 +1,4 @@
-"""Every lowering, beside PyTorch: results and gradients, in float32 and float16.
+"""Every lowering, beside PyTorch: results and gradients, in float32, float16 and bfloat16.
 
 All rows run in float32, most of those that only set options of an operator as thorough tests. In float16, of each
 family those do that bring an operator which no row before them has: other settings of an operator mean the same in all
@@ -79,6 +79,14 @@ NARROW = ("attention", "elementwise", "linalg", "nn")
 def test_float16(family: str) -> None:
     rows = [row for row in ROWS[family] if row.half]
     check(*((row, torch.float16) for row in (rows if os.environ.get("OPERATORS") == "all" else with_news(rows))))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [family for family, rows in ROWS.items() if any(row.half for row in rows)])
+def test_bfloat16(family: str) -> None:
+    """As in float16. (PyTorch rounds what it multiplies by a power of ten before it rounds that to decimals.)"""
+    rows = [row for row in ROWS[family] if row.half and row.name != "round to decimals"]
+    check(*((row, torch.bfloat16) for row in with_news(rows)))
 
 
 def with_news(rows: list[Row]) -> Iterator[Row]:

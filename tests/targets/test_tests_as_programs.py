@@ -12,7 +12,7 @@ def test_tests_go_as_far_as_their_first_run(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(command.AREAS, "smoke", ["tests/test_a_smoke.py"])  # type: ignore[misc]
     result = command.tested("smoke", "tpu v5e", "", thorough=False)
     assert result["failed"] == {}
-    assert result["tests"] == result["reached"] == result["programs"] > 3
+    assert result["tests"] > result["reached"] == result["programs"] > 3
 
 
 def test_a_process_that_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,9 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None) -> tuple[Ir, Device, Ready | None]:
+def read(
+    path: str | os.PathLike[str], device_desc: str | Device | Target | None
+) -> tuple[Ir, Device, Ready | None]:
     """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
@@ -117,7 +119,7 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None
 
 
 def _differences(in_file: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """What differs, in words."""
+    """What differs, in words. Of a machine that was not there, the drivers are not known."""
     return "; ".join(
         f"{name.replace('_', ' ')}: {in_file[name]!r} in the file, {ours!r} here"
         for name, ours in here.items()

@@ -59,6 +59,19 @@ def test_prints(replicas, target):
     assert re.search(r"is_host_transfer=true|xla_ffi_python_gpu_callback", hlo(ir, target))
 
 
+@pytest.mark.parametrize("target", [V5E, H100])
+def test_a_program_that_takes_nothing(target):
+    """Nothing, and what is on the host alone: nobody says on which devices that is."""
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph:
+        popxl.replica_sharded_variable(np.ones(5), F32)
+    assert popxl.Session(ir, target).memory().arguments == 0
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((3,), F32)
+        ops.remote_store(buffer, 0, ops.remote_load(buffer, 0) + 1)
+    assert popxl.Session(ir, target).report.buffers[0].memory == "host"
+
+
 def test_floats_of_16_bits_are_multiplied_as_such():
     """By units of GPUs that take them: no operand is converted to float32 first."""
     ir = popxl.Ir()

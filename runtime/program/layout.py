@@ -120,6 +120,8 @@ class Layout:
         is_asked_for = self.options.remoteBuffers != "device" and target.platform != "cpu"
         if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
             remote.check_room(self.buffers, main, self.replicas)
+        if is_asked_for and target.platform == "tpu":
+            remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
         alone = [
             t

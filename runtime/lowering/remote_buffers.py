@@ -4,8 +4,8 @@ A buffer is an array with one row for each slot, a value that a program takes an
 changes. Loads and stores are slices of it.
 
 On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`. There a
-slot is whole blocks of rows, in which TPUs keep arrays: they cut nothing out of a block, and fetch a whole buffer that
-they would rather lay out in another way.
+slot is whole blocks, in which TPUs keep arrays: they cut nothing out of a block, and fetch a whole buffer that they
+would rather lay out in another way.
 """
 
 from __future__ import annotations
@@ -116,6 +116,18 @@ def check_room(buffers: Iterable[RemoteBuffer], main: Graph, replicas: Replicas)
         )
 
 
+def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
+    """`PopxlError` for buffers of numbers with 64 bits, which the compiler of TPUs (libtpu 0.0.42) cannot move: it ends
+    the process."""
+    for buffer in buffers:
+        if buffer.tensor_dtype.itemsize == 8:
+            raise PopxlError(
+                f"Session: {described(buffer, main)} has numbers of 64 bits, which a TPU cannot move to and from the "
+                "host's memory. Use 32 bits, or keep buffers in the device's memory: "
+                "`ir.options.remoteBuffers = 'device'`."
+            )
+
+
 def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph) -> None:
     """Check where XLA has put the buffers of an executable that is to have them in the host's memory.
 
@@ -161,7 +173,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
     if where.memory_kind != HOST:
         return replicas.shape((buffer.entries, *buffer.tensor_shape))
     blocks = max(1, -(-buffer.slot_nelms // math.prod(BLOCK)))
-    return (replicas.count * buffer.entries, blocks * BLOCK[0], BLOCK[1])
+    return (replicas.count * buffer.entries, blocks, *BLOCK)
 
 
 # From and to the host ------------------------------------------------------------------------------------------------

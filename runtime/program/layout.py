@@ -128,6 +128,8 @@ class Layout:
         is_asked_for = self.options.remoteBuffers != "device" and target.platform != "cpu"
         if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
             remote.check_room(self.buffers, main, self.replicas)
+        if is_asked_for and target.platform == "tpu":
+            remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]

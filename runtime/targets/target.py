@@ -158,7 +158,7 @@ class Target:
 
     def compile(self, lowered: Any) -> Any:
         """What XLA makes of a lowered function."""
-        if not self.replicas.is_here:
+        if not self.replicas.is_here and jax.tree.leaves(lowered.args_info):  # what takes nothing is for one device
             return lowered.compile(device_assignment=self.replicas.devices)
         return lowered.compile(compiler_options=self.compile_options)
 

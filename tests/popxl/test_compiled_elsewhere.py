@@ -48,6 +48,21 @@ def test_remote_buffers_are_on_the_host(first, target):
 
 
 @pytest.mark.parametrize("target", [V5E, H100])
+def test_slots_of_all_sizes_are_moved_one_by_one(target):
+    """From less than a row to more than a block; whole buffers stay where they are."""
+    ir = popxl.Ir(replication=4)
+    dtypes = (popxl.float32, popxl.float16, popxl.int8, popxl.bool, popxl.float8_143)
+    with ir.main_graph, popxl.in_sequence():
+        i = popxl.variable(np.uint32(0))
+        for dtype in dtypes:
+            for shape, entries in (((), 1), ((5,), 3), ((3, 50, 130), 2)):
+                b, other = (popxl.remote_buffer(shape, dtype, entries) for _ in range(2))
+                ops.remote_store(other, i, ops.remote_load(b, 0))
+                ops.remote_store(b, 0, ops.remote_load(other, i))
+    assert check(ir, target) == (2 * 3 * len(dtypes), 0)
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_prints(replicas, target):
     """Beside a remote variable, too."""
@@ -57,6 +72,19 @@ def test_prints(replicas, target):
         buffer = popxl.remote_buffer((3, 5), F32)
         ops.remote_store(buffer, 0, ops.print_tensor(t + ops.remote_load(buffer, 0), "t"))
     assert re.search(r"is_host_transfer=true|xla_ffi_python_gpu_callback", hlo(ir, target))
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
+def test_a_program_that_takes_nothing(target):
+    """Nothing, and what is on the host alone: nobody says on which devices that is."""
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph:
+        popxl.replica_sharded_variable(np.ones(5), F32)
+    assert popxl.Session(ir, target).memory().arguments == 0
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((3,), F32)
+        ops.remote_store(buffer, 0, ops.remote_load(buffer, 0) + 1)
+    assert popxl.Session(ir, target).report.buffers[0].memory == "host"
 
 
 def test_floats_of_16_bits_are_multiplied_as_such():

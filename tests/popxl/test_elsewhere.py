@@ -162,7 +162,7 @@ def test_what_is_remote_is_on_the_host(platform, replicas):
     ir, buffer = remote_program(replicas)
     text = lowered_text(ir, platform, replicas)
     main = re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) \{\n", text).group(1, 2)
-    shape = {1: "2x8x128", 2: "4x8x128"}[replicas]
+    shape = {1: "2x1x8x128", 2: "4x1x8x128"}[replicas]
     for side in main:
         types = re.findall(r"tensor<(\w+)xf32>[^%]*?memory_kind = \"(\w+)\"", side.replace("tensor", "%tensor"))
         assert types == [("3x5" if replicas == 1 else "2x3x5", "device"), (shape, "pinned_host")]
@@ -187,6 +187,19 @@ def test_replicas_that_share_an_accelerator_have_no_room_on_the_host(where):
         layout_for(ir, "tpu")
     ir.options.remoteBuffers = "device"
     assert layout_for(ir, "tpu").bytes_of_buffers() == {buffer: (240, False)}
+
+
+def test_tpus_move_no_numbers_of_64_bits(ir):
+    """Their compiler would end the process."""
+    with ir.main_graph:
+        buffer = popxl.remote_buffer((3,), popxl.int64)
+        popxl.remote_variable(np.ones(3), buffer, 0, popxl.int64, name="wide")
+        ops.remote_store(buffer, 0, popxl.constant([1, 2, 3], popxl.int64))
+    with pytest.raises(PopxlError, match=r"variables 'wide' in .*, test_elsewhere\.py:\d+\) has numbers of 64 bits"):
+        layout_for(ir, "tpu")
+    assert layout_for(ir, "cuda").bytes_of_buffers() == {buffer: (24, True)}
+    ir.options.remoteBuffers = "device"
+    assert layout_for(ir, "tpu").bytes_of_buffers() == {buffer: (24, False)}
 
 
 @pytest.mark.parametrize(

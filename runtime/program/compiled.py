@@ -142,8 +142,8 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         (executable,) = known
         return executable, {}, executable.as_text
     watch.begins("the program", 0, 1)
-    plan = AsWritten() if layout.rolling is None else layout.rolling
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, plan)
+    scheduling = AsWritten() if layout.rolling is None else layout.rolling
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling)
     own = tuple(block for block in layout.constant if not layout.is_shared(block))
     shared = tuple(block for block in layout.constant if layout.is_shared(block))
 
@@ -176,7 +176,7 @@ def one_run(
     channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
     for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
         channels.set_slots(buffer, slots)
-    environment = yield lowering.running(lowering.plan.schedule(layout.main), values, channels)
+    environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 

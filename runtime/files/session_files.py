@@ -84,9 +84,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(
-    path: str | os.PathLike[str], device_desc: str | Device | Target | None
-) -> tuple[Ir, Device, Ready | None]:
+def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None) -> tuple[Ir, Device, Ready | None]:
     """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())

@@ -211,7 +211,7 @@ class Lowering:
         options: those of the Ir; they say how exactly ops multiply, and switch some of the checks of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
         replicas: those that run the program; what is lowered is the program of one of them.
-        plan: says what is carried out of a graph, in order: its ops, or loops of them.
+        scheduling: says what is carried out of a graph, in order: its ops, or loops of them.
         in_order: whether a single replica prints in the order of the ops. JAX (0.10.2) cannot lower an order of effects
             along with results in the host's memory.
     """
@@ -222,11 +222,11 @@ class Lowering:
         options: SessionOptions,
         keep_calls: bool = True,
         replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
-        plan: AsWritten = AsWritten(),  # noqa: B008  # it has no state
+        scheduling: AsWritten = AsWritten(),  # noqa: B008  # it has no state
         in_order: bool = True,
     ) -> None:
         self.replicas = replicas
-        self.plan = plan
+        self.scheduling = scheduling
         self.prints_in_order = in_order and replicas.count == 1  # JAX: of one device
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
@@ -250,7 +250,7 @@ class Lowering:
         self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
     ) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values, self._machine.order(), self.plan.same)
+        environment = Environment(values, self._machine.order(), self.scheduling.same)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
@@ -332,7 +332,7 @@ class Lowering:
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
         given = dict(zip(graph.inputs, inputs, strict=True))
         with self._scopes.of_graph(graph):
-            environment = yield self.running(self.plan.schedule(graph), given, channels)
+            environment = yield self.running(self.scheduling.schedule(graph), given, channels)
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(

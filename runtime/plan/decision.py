@@ -80,7 +80,7 @@ def decide(
 def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
     """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
     rolling = Rolling(main, held)
-    if rolling.loops:
+    if rolling.loops and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
         return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
     if choice.is_worth_it():
         reason = f"{choice.repeated} ops are called again, in no pattern; a plan pays from {REPEATED} on."

@@ -167,9 +167,9 @@ def lowered_for(layout: Layout, platform: str) -> Any:
 
 def _lowered(layout: Layout, platform: str = "") -> Any:
     """The whole program as one, lowered for its target, or for a platform."""
-    plan = AsWritten() if layout.rolling is None else layout.rolling
+    scheduling = AsWritten() if layout.rolling is None else layout.rolling
     in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, plan, in_order)
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
     own = tuple(block for block in layout.constant if not layout.is_shared(block))
     shared = tuple(block for block in layout.constant if layout.is_shared(block))
 
@@ -201,7 +201,7 @@ def one_run(
     channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
     for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
         channels.set_slots(buffer, slots)
-    environment = yield lowering.running(lowering.plan.schedule(layout.main), values, channels)
+    environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 

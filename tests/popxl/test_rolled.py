@@ -2,6 +2,7 @@
 
 # No deferred annotations in this file: `TensorByRef` is read from them.
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import popart
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
+from runtime.plan.decision import decide
+from runtime.targets.replicas import Replicas
 
 TURNS = 4
 X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
@@ -262,18 +265,22 @@ def test_replicas(several: bool) -> None:
 
     def build(x: popxl.Tensor) -> list[popxl.Tensor]:
         ir = popxl.gcg().ir
-        ws, own = weights(), weights("own", shape=(2, 3), replica_grouping=ir.replica_grouping(group_size=1))
+        ws, fixed = weights(), weights("fixed")
+        own = weights("own", shape=(2, 3), replica_grouping=ir.replica_grouping(group_size=1))
 
         def update(w: popxl.Tensor, dw: popxl.Tensor) -> None:
             descend(w, ops.collectives.replicated_all_reduce(dw, "mean"))
 
         x, dx = training(x, ws, update)
+        reading = graph_of(lambda x, w: ops.tanh(x @ w), x, fixed[0])
+        for w in fixed:
+            (x,) = ops.call(reading, x, w)
         shift = graph_of(lambda x, b: ops.tanh(x + ops.sum(b)), x, popxl.TensorSpec((3,), popxl.float32))
         for b in own:
             (x,) = ops.call(shift, x, b)
         return [x, dx]
 
-    rolled(build, [TURNS] * 3, replicas=2, several=several)
+    rolled(build, [TURNS] * 4, replicas=2, several=several)
 
 
 def test_sharded_variables() -> None:
@@ -357,3 +364,15 @@ def test_values_that_lie_apart() -> None:
     run = rolled(build, [])
     (reason,) = run.session.report.written_out.values()
     assert "lies apart" in reason
+
+
+@pytest.mark.parametrize(("count", "way"), [(TURNS, "rolled"), (2, "inlined")])
+def test_where_no_calls_are_kept(count: int, way: str) -> None:
+    """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        ws = weights(count=count)
+        training(popxl.variable(X), ws, descend)
+    target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), devices=(None,))
+    found = decide(ir.main_graph, ir.options, target, ir.main_graph.variables, ws, None)
+    assert found.calls == way

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 from popxl.core.aliasing import changed_inputs, reachable, storages
 from popxl.core.recording import Op
@@ -30,6 +31,7 @@ class Flat:
 
     def __init__(self, main: Graph) -> None:
         self._sites = Counter(callee for graph in reachable(main) for op in graph.ops for callee in op.called_graphs)
+        self._storages = cache(lambda graph: storages(graph.ops))
         self.same: dict[Tensor, Tensor] = {}
         self.graphs: dict[Graph, tuple[Op, ...]] = {}
         waiting = [main]
@@ -63,7 +65,7 @@ class Flat:
         if not run.graph.called_graphs:
             return False
         changed = changed_inputs(run.graph)
-        made_of = storages(op.graph.ops)
+        made_of = self._storages(op.graph)
         count = Counter(s for t in run.given for s in made_of[t])
         apart = all(count[s] == 1 for i in changed for s in made_of[run.given[i]])
         outputs = [output.origin for _, output in run.results]

@@ -39,6 +39,7 @@ class Rolling(AsWritten):
 
     def __init__(self, main: Graph, held: Collection[Tensor]) -> None:
         structures = Structures(main)
+        self._size = structures.size
         flat = Flat(main)
         self.same = flat.same
         forms = Forms(structures, flat.same)
@@ -72,6 +73,14 @@ class Rolling(AsWritten):
         called = dict.fromkeys(g for item in items if isinstance(item, Op) for g in item.called_graphs)
         return {g: self._reasons.get(g, "it is not called again and again in one pattern") for g in called}
 
+    @property
+    def saved(self) -> int:
+        """How many ops XLA need not compile again."""
+        callees = (
+            (len(loop.turns) - 1, callee) for loop in self.loops for op in loop.ops for callee in op.called_graphs
+        )
+        return sum(times * self._size(callee) for times, callee in callees)
+
     def told(self) -> str:
         """What is rolled, in a sentence."""
         count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all)
@@ -99,6 +108,7 @@ class _Walk:
             ops = [item for item in items if isinstance(item, Op)]
             if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
                 self._with_loops.add(graph)
+        self._known_apart: set[Graph] = set()
         self._wishes: list[Sequence[Tensor]] = []
         self.refused: dict[Rolled, str] = {}
 
@@ -107,9 +117,7 @@ class _Walk:
         for item in self._schedules[graph]:
             if isinstance(item, Rolled):
                 self._at_loop(item, sources)
-                for op in item.ops:
-                    for callee in self._with_loops.intersection(op.called_graphs):
-                        yield self.through(callee, {})
+                yield self._apart(item.ops)
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
                 after = yield self.through(run.graph, self._bound(run, sources))
@@ -117,9 +125,15 @@ class _Walk:
                     results = ((t, self._storage(output)) for t, output in run.results)
                     sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
             else:
-                for callee in self._with_loops.intersection(item.called_graphs):
-                    yield self.through(callee, {})
+                yield self._apart((item,))
         return sources
+
+    def _apart(self, ops: Sequence[Op]) -> Nested[None]:
+        """Go through graphs that ops run on what lies by itself: once is enough."""
+        for callee in dict.fromkeys(callee for op in ops for callee in op.called_graphs):
+            if callee in self._with_loops and callee not in self._known_apart:
+                self._known_apart.add(callee)
+                yield self.through(callee, {})
 
     def _bound(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
         """Where the inputs of a graph lie that a call or loop runs: where what is bound to them does, unless that is
@@ -156,7 +170,7 @@ class _Walk:
         alone = len(found) - max(stacks.values(), default=0)
         if len(variables) == len(found):
             self._wishes.append(variables)
-        elif size > SMALL and (alone > 1 or taken.is_written) and not all(isinstance(t, Constant) for t in storages):
+        elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
             self.refused.setdefault(
                 loop, f"what takes the place of {taken.name!r} lies apart, and would have to be copied first"
             )

@@ -5,8 +5,8 @@ gradient is there, and everything before it that reads the weight. So of the ops
 the first of those with the fewest calls to come after them: an update rather than the gradient of the next layer.
 
 What begins with nothing that was computed, such as a load, stays behind all that the program says before it: what is
-loaded early takes room. So does an op like which there are no others, which would only come between turns: it even
-comes after all others that could be next.
+loaded early takes room. An op like which there are no others would only come between turns. Where no turn needs what it
+makes, it comes after all that could be next.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
     followers: defaultdict[Op, list[Op]] = defaultdict(list)
     read = {root for op in ops for t in op.inputs for root in forms.roots(t)}
     ahead = dict.fromkeys(ops, 0)  # calls whose results are read, on the longest way that begins with an op
+    is_put_off = dict(is_rare)
     for op in reversed(ops):
         ahead[op] += bool(op.called_graphs) and any(t in read or t in returned for t in op.outputs)
         for needed in needs[op]:
             ahead[needed] = max(ahead[needed], ahead[op])
+            is_put_off[needed] &= is_put_off[op]
             followers[needed].append(op)
     missing = {op: len(needed) for op, needed in needs.items()}
     made = {t for op in ops if op.inputs for t in op.outputs}
-    waits = {op: is_rare[op] or made.isdisjoint(root for t in op.inputs for root in forms.roots(t)) for op in ops}
-    ready: list[tuple[bool, int, int]] = []
+    waits = {op: is_put_off[op] or made.isdisjoint(root for t in op.inputs for root in forms.roots(t)) for op in ops}
+    ready: list[tuple[bool, int, bool, int]] = []
     ordered: list[Op] = []
     taken: set[Op] = set()
     upto = 0  # all ops before this place are taken
 
     def offer(op: Op) -> None:
         if not missing[op] and (not waits[op] or place[op] == upto):
-            heappush(ready, (is_rare[op], ahead[op], place[op]))
+            heappush(ready, (is_put_off[op], ahead[op], is_rare[op], place[op]))
 
     for op in ops:
         offer(op)

@@ -36,16 +36,16 @@ class ShowVersions(argparse.Action):
 
 
 def versions() -> str:
-    """The versions of what programs run with, and the devices that JAX sees, one a line. Starts JAX.
+    """The versions of what programs run with, and the devices that JAX sees, such as `1 gpu (NVIDIA H200), 8 cpu`.
+
+    JAX is started, if it does not run yet.
 
     Example:
         >>> print(versions())
-        popxl    0.1.0
-        python   3.11.7
-        jax      0.10.2
-        jaxlib   0.10.2
-        numpy    2.4.6
-        devices  1 gpu (NVIDIA H200), 8 cpu
+        popxl...
+        python...
+        jax...
+        devices...
     """
     installed = reversed([*metadata.distributions()])  # the first of a name is the one that is imported
     packages = {each.name: each.version for each in installed if _PACKAGES.fullmatch(each.name or "")}

@@ -293,8 +293,8 @@ class Options(OptionsDict):
     def product_precision(self) -> Literal["highest", "default"]:
         """How exactly float32 numbers are multiplied, as `popxl.Ir.options.precision` takes it.
 
-        Half partials allow fewer digits, whether `Precision.setPartialsType` or the session option `partialsTypeMatMuls`
-        says so.
+        Half partials allow fewer digits, whether `Precision.setPartialsType` or the session option
+        `partialsTypeMatMuls` says so.
         """
         of_products = str(self._Popart.options.get("partialsTypeMatMuls", "")).lower()
         return "default" if self.Precision.partials_type is torch.half or of_products == "half" else "highest"

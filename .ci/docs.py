@@ -26,7 +26,7 @@ PAGES = """
 
     popxl_addons.layers popxl_addons.ops popxl_addons.optimizers popxl_addons.transforms popxl_addons
 
-    runtime runtime.report runtime.timeline
+    runtime runtime.report runtime.timeline runtime.costs.cost runtime.targets.chip
 
     popart popdist
 """.split()

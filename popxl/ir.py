@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from popxl.base.distributed import launched
 from popxl.base.edit_counter import EditCounter
+from popxl.base.host_copies import HostCopies
 from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.errors import PopxlError
@@ -47,6 +47,7 @@ class Ir:
         graphs: all graphs, the main graph first.
         remote_buffers: all remote buffers, in the order of their numbers, which start at 1.
         edits: counts the changes of the program.
+        host_copies: what its sessions have to agree on, as they share the host copies of its variables.
 
     Example:
         >>> ir = popxl.Ir()
@@ -62,9 +63,7 @@ class Ir:
         self.edits = EditCounter()
         self.options = SessionOptions()
         self._num_host_transfers = 1
-        self.frozen = False
-        self.host_data_version = 0  # counts writes to the host copies of variables, which all sessions share
-        self.host_data_lock = threading.RLock()
+        self.host_copies = HostCopies()
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.remote_buffers: list[RemoteBuffer] = []
@@ -120,7 +119,7 @@ class Ir:
 
     @replication_factor.setter
     def replication_factor(self, value: int) -> None:
-        if self.frozen:
+        if self.edits.known is not None:
             raise RuntimeError(
                 "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
             )

@@ -29,4 +29,4 @@ h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
 StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
 
 Session.__annotations__ = get_type_hints(Session)  # as written they mean something in their own file alone
-Session.__module__ = Target.__module__ = __name__  # in what is shown, in pickles and in the documentation
+Session.__module__ = __name__  # in what is shown, in pickles and in the documentation

@@ -108,12 +108,11 @@ class Session:
         self.program = self.machine.program(ir, self._device, ready)
         self._made_of = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.known = ir.edits.count
-        ir.frozen = True
         self._was_attached_stack: list[bool] = []
         self._has_run = False
         self._has_uploaded = False
-        self._known_host_data = ir.host_data_version
-        self._host_arrays = HostArrays(self.program)
+        self._known_host_data = ir.host_copies.version
+        self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
         if self.is_attached and self._is_here:
             self.weights_from_host()
@@ -263,7 +262,7 @@ class Session:
             ...         outputs = session.run({streams["images"]: images, streams["labels"]: labels})
         """
         self._check_unchanged("save")
-        with self._lock, self._ir.host_data_lock:
+        with self._lock, self._ir.host_copies.lock:
             if self.is_attached and self._has_run and not self._has_read_only_data():
                 self.weights_to_host()
             write(path, self._ir, self.program)
@@ -453,15 +452,15 @@ class Session:
     @property
     def _host_is_stale(self) -> bool:
         """Whether the host copies are not what this session last put there: it has run, or somebody else wrote them."""
-        return self._has_run or self._known_host_data != self._ir.host_data_version
+        return self._has_run or self._known_host_data != self._ir.host_copies.version
 
     def _has_read_only_data(self) -> bool:
         return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
 
     def _upload(self) -> None:
         _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
-        with self._ir.host_data_lock:
-            version = self._ir.host_data_version
+        with self._ir.host_copies.lock:
+            version = self._ir.host_copies.version
             self.program.upload()
         if not self._has_uploaded:
             self._has_uploaded = True
@@ -490,12 +489,12 @@ class Session:
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )
-        with self._lock, self._ir.host_data_lock:
+        with self._lock, self._ir.host_copies.lock:
             self._check_loaded("weights_to_host")
-            self._ir.host_data_version += 1  # whoever is interrupted from here on trusts the host copies no more
+            version = self._ir.host_copies.note()  # whoever is interrupted from here on trusts them no more
             self.program.download()
             _device_log.debug("Writing weights to host complete.")
-            self._has_run, self._known_host_data = False, self._ir.host_data_version
+            self._has_run, self._known_host_data = False, version
             for v in self._variables:
                 v._in_sync = True
                 if isinstance(v.data, np.memmap):
@@ -529,7 +528,7 @@ class Session:
                 raise ValueError(
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
-        with self._lock, self._ir.host_data_lock:
+        with self._lock, self._ir.host_copies.lock:
             if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
                 if self.is_attached and self._is_here:
                     self.weights_to_host()
@@ -575,11 +574,10 @@ class Session:
         def write() -> None:
             for t, data in checked.items():
                 np.copyto(t.data, data)
-            self._ir.host_data_version += 1
-            self._known_host_data = self._ir.host_data_version
+            self._known_host_data = self._ir.host_copies.note()
             self.program.is_loaded = False  # so that what interrupts the upload only puts it off
 
-        with self._lock, self._ir.host_data_lock:
+        with self._lock, self._ir.host_copies.lock:
             uninterrupted(write)
             if self.is_attached:
                 self.weights_from_host()

@@ -14,7 +14,7 @@ from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.base.names import camel
-from popxl.ops.kernels import of_elements
+from popxl.ops.kernels.elements import of_elements
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, like_first
 

@@ -15,8 +15,8 @@ from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.ops.kernels.sums import summed
 from popxl.ops.precision import rounded_once, wide_dtype, widened
-from popxl.ops.sums import summed
 
 # The one op -----------------------------------------------------------------------------------------------------------
 

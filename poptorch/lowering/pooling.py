@@ -17,7 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.ops.kernels import over_images
+from popxl.ops.kernels.elements import over_images
 from popxl.ops.precision import widened
 
 Table = NDArray[np.int32]

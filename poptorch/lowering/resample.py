@@ -15,7 +15,7 @@ import numpy as np
 import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
-from popxl.ops.kernels import computed_once
+from popxl.ops.kernels.elements import computed_once
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.resample import Taps, tapped, transposed
 

@@ -11,13 +11,14 @@ class EditCounter:
 
     Attributes:
         count: how many changes there have been.
-        known: how many there had been when the last session was made.
+        known: how many there had been when the last session was made; `None` before there was any.
     """
 
     __slots__ = ("count", "known")
 
     def __init__(self) -> None:
-        self.count = self.known = 0
+        self.count = 0
+        self.known: int | None = None
 
     def note(self) -> None:
         """Something has changed."""

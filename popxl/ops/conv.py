@@ -8,7 +8,7 @@ looked at; running it says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax import ShapeDtypeStruct
@@ -18,8 +18,8 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated
 from popxl.errors import PopxlError
-from popxl.ops.convolutions import Steps, convolved, transposed, weights_gradient
 from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
+from popxl.ops.kernels.convolutions import convolved, transposed, weights_gradient
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
 from popxl.values.shapes import integer, integers
 from popxl.values.spec import TensorSpec
@@ -150,8 +150,8 @@ def _conv_windows(
     **others: Any,
 ) -> tuple[Windows, ...]:
     n = len(t.shape) - 2
-    reaches = [step * (k - 1) + 1 for step, k in zip(_fitted(dilation, n, 1), _kernel(t, weight), strict=True)]
-    return windows_over(t.shape[2:], reaches, _fitted(stride, n, 1), _fitted(padding, 2 * n, 0), pad_type)
+    strides, pads, apart = _fitted(stride, n, 1), _fitted(padding, 2 * n, 0), _fitted(dilation, n, 1)
+    return windows_over(t.shape[2:], _kernel(t, weight), strides, pads, pad_type, dilation=apart)
 
 
 def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, ...]:
@@ -175,33 +175,18 @@ def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, 
     return (t.shape[0], filters, *(w.count for w in _conv_windows(t, weight, **how)))
 
 
-def _steps(windows: Sequence[Windows], dilation: tuple[int, ...]) -> Steps:
-    return Steps(
-        pads=[(w.begin, w.end) for w in windows],
-        strides=[w.stride for w in windows],
-        dilation=_fitted(dilation, len(windows), 1),
-        spread=(1,) * len(windows),
-        sizes=[w.count for w in windows],
-    )
+def _conv_lowering(t: Any, weight: Any, *, groups: int, **how: Any) -> Any:
+    return convolved("conv", t, weight, _conv_windows(t, weight, **how), groups)
 
 
-def _conv_lowering(t: Any, weight: Any, *, dilation: tuple[int, ...], groups: int, **how: Any) -> Any:
-    windows = _conv_windows(t, weight, dilation=dilation, **how)
-    return convolved("conv", t, weight, _steps(windows, dilation), groups)
+def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], groups: int, **how: Any) -> Any:
+    return transposed("conv", g, weight, _conv_windows(ShapeDtypeStruct(shape, g.dtype), weight, **how), groups)
 
 
-def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], dilation: Any, groups: int, **how: Any) -> Any:
-    windows = _conv_windows(ShapeDtypeStruct(shape, g.dtype), weight, dilation=dilation, **how)
-    begins, strides = [w.begin for w in windows], [w.stride for w in windows]
-    return transposed("conv", g, weight, shape[2:], begins, strides, _fitted(dilation, len(windows), 1), groups)
-
-
-def _weights_gradient(
-    g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, dilation: Any, groups: int, **how: Any
-) -> Any:
+def _weights_gradient(g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, groups: int, **how: Any) -> Any:
     """`shape` and `dtype` are those of the weight."""
-    windows = _conv_windows(t, ShapeDtypeStruct(shape, t.dtype), dilation=dilation, **how)
-    return weights_gradient("conv", g, t, shape, _steps(windows, dilation), groups)
+    windows = _conv_windows(t, ShapeDtypeStruct(shape, t.dtype), **how)
+    return weights_gradient("conv", g, t, shape, windows, groups)
 
 
 _conv_data_grad = OpKind(
@@ -343,8 +328,8 @@ def _crops(
     output_padding: tuple[int, ...],
     output_shape: tuple[int, ...],
     **others: Any,
-) -> list[tuple[int, int, int]]:
-    """Along each spatial axis: what is cropped from the full result at either side, and the size that it leaves.
+) -> list[tuple[int, int]]:
+    """Along each spatial axis: what is cropped from the full result before it, and the size that it leaves.
 
     The full result includes the output padding.
     """
@@ -352,7 +337,7 @@ def _crops(
     axes = zip(t.shape[2:], _kernel(t, weight), _fitted(stride, n, 1), _fitted(output_padding, n, 0), strict=True)
     full = [s * (d - 1) + k + more for d, k, s, more in axes]
     padding = _fitted(padding, 2 * n, 0)
-    cropped = [(b, e, size - b - e) for size, b, e in zip(full, padding, padding[n:], strict=False)]
+    cropped = [(b, size - b - e) for size, b, e in zip(full, padding, padding[n:], strict=False)]
     if not output_shape:
         return cropped
 
@@ -364,7 +349,7 @@ def _crops(
         result = (t.shape[0], weight.shape[1] * groups)
         if output_shape[:2] != result:
             raise PopxlError(f"`output_shape` is {output_shape}; expected it to begin with {result}.")
-        if output_shape[2:] == tuple(size for _, _, size in cropped):
+        if output_shape[2:] == tuple(size for _, size in cropped):
             return cropped
     if pad_type == "valid":
         raise PopxlError(
@@ -373,7 +358,14 @@ def _crops(
         )
     wanted = output_shape[-n:]
     larger_last = pad_type != "same_upper"
-    return [(*halves(size - wish, larger_last), wish) for size, wish in zip(full, wanted, strict=True)]
+    return [(halves(size - wish, larger_last)[0], wish) for size, wish in zip(full, wanted, strict=True)]
+
+
+def _transpose_windows(t: Any, weight: Any, *, stride: tuple[int, ...], **how: Any) -> tuple[Windows, ...]:
+    """The windows over the result, one for each element of `t`. What they reach beyond it is cropped."""
+    strides = _fitted(stride, len(t.shape) - 2, 1)
+    axes = zip(_crops(t, weight, stride=stride, **how), t.shape[2:], _kernel(t, weight), strides, strict=True)
+    return tuple(Windows(size, k, s, begin, s * (d - 1) + k - begin - size, d) for (begin, size), d, k, s in axes)
 
 
 def _conv_transpose_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, ...]:
@@ -390,24 +382,23 @@ def _conv_transpose_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> t
         )
     if channels % groups:
         raise PopxlError(f"the {channels} channels of `t` cannot be divided into {groups} groups.")
-    return (t.shape[0], depth * groups, *(size for _, _, size in _crops(t, weight, **how)))
+    return (t.shape[0], depth * groups, *(size for _, size in _crops(t, weight, **how)))
 
 
 def _conv_transpose_lowering(t: Any, weight: Any, *, groups: int, **how: Any) -> Any:
-    n = t.ndim - 2
-    crops = _crops(t, weight, groups=groups, **how)
-    begins, sizes = [b for b, _, _ in crops], [size for _, _, size in crops]
-    return transposed("conv_transpose", t, weight, sizes, begins, _fitted(how["stride"], n, 1), (1,) * n, groups)
+    return transposed("conv_transpose", t, weight, _transpose_windows(t, weight, groups=groups, **how), groups)
 
 
 def _conv_of(g: Any, t: Any, weight: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of the convolution that takes `g`, of the shape of the result, to the shape of `t`."""
-    crops, n = _crops(t, weight, **attributes), len(t.shape) - 2
-    stride = _fitted(attributes["stride"], n, 1)
-    sizes = zip(t.shape[2:], _kernel(t, weight), stride, crops, strict=True)
-    ends = [s * (d - 1) + k - begin - size for d, k, s, (begin, _, size) in sizes]
-    padding, groups = (*(begin for begin, _, _ in crops), *ends), attributes["groups"]
-    return {"stride": stride, "padding": padding, "dilation": (), "groups": groups, "pad_type": "not_set"}
+    windows = _transpose_windows(t, weight, **attributes)
+    return {
+        "stride": tuple(w.stride for w in windows),
+        "padding": (*(w.begin for w in windows), *(w.end for w in windows)),
+        "dilation": (),
+        "groups": attributes["groups"],
+        "pad_type": "not_set",
+    }
 
 
 _conv_transpose, _conv_transpose_pow2scaled = _declared(

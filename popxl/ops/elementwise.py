@@ -25,7 +25,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import Unary, binary, inplace, unary
-from popxl.ops.kernels import of_elements, quotient
+from popxl.ops.kernels.elements import of_elements, quotient
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec

@@ -19,7 +19,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated, Requirement
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.ops.kernels import Kernel
+from popxl.ops.kernels.kernel import Kernel
 from popxl.values.spec import TensorSpec
 
 # What the scaled ops share ------------------------------------------------------------------------------------------

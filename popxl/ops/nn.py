@@ -13,9 +13,9 @@ from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
-from popxl.ops import sums
+from popxl.ops.kernels import sums
+from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import wide_dtype, widened
-from popxl.ops.sums import largest, summed
 from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 

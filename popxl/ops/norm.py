@@ -12,8 +12,8 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED
 from popxl.errors import PopxlError
+from popxl.ops.kernels.sums import summed
 from popxl.ops.precision import wide_dtype
-from popxl.ops.sums import summed
 from popxl.values.shapes import integer, like_first, number
 from popxl.values.spec import TensorSpec
 

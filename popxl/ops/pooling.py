@@ -14,7 +14,8 @@ from jax import lax
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.ops.kernels import Kernel, over_images
+from popxl.ops.kernels.elements import over_images
+from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
 from popxl.values.shapes import integers, like_first

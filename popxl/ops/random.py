@@ -23,7 +23,7 @@ from popxl.core.traits import Drops
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
-from popxl.ops.kernels import quotient
+from popxl.ops.kernels.elements import quotient
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.values.spec import TensorSpec, brief

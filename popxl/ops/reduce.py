@@ -18,9 +18,9 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.ops.elementwise import sign, ties_grad
 from popxl.ops.families import reduction
+from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
-from popxl.ops.sums import largest, summed
 from popxl.values.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
 from popxl.values.spec import TensorSpec
 

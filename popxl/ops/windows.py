@@ -28,6 +28,8 @@ class Windows:
         reach, stride: see above. A kernel of 3 with dilation 2 reaches over 5 positions.
         begin, end: padding at either side; negative where the axis is cropped.
         count: how many windows there are. Not positive if not even one fits.
+        dilation: how far the elements of the kernel are apart.
+        spread: how far the elements of the input are apart; zeros lie between them, which `size` counts.
     """
 
     size: int
@@ -36,6 +38,8 @@ class Windows:
     begin: int
     end: int
     count: int
+    dilation: int = 1
+    spread: int = 1
 
     def inside(self) -> NDArray[np.int64]:
         """How many positions of each window are not padding."""
@@ -45,26 +49,32 @@ class Windows:
 
 def windows_over(
     sizes: Sequence[int],
-    reaches: Sequence[int],
+    kernel: Sequence[int],
     strides: Sequence[int],
     padding: Sequence[int],
     pad_type: str,
     ceil_mode: bool = False,
+    dilation: Sequence[int] | None = None,
 ) -> tuple[Windows, ...]:
     """The windows along each axis.
 
     Args:
-        sizes, reaches, strides: one for each axis.
+        sizes, kernel, strides, dilation: one for each axis; dilations are 1 by default.
         padding: all that is padded before, then all that is padded after; read for `not_set` only.
         pad_type: a `PadType`.
         ceil_mode: for `not_set`: as many windows as it takes to cover the end, which is padded for it. (Otherwise what
             is left over at the end is in no window.)
     """
-    axes = zip(sizes, reaches, strides, padding, padding[len(sizes) :], strict=False)
+    apart = (1,) * len(sizes) if dilation is None else dilation
+    pads = zip(padding, padding[len(sizes) :], strict=False)
+    axes = zip(sizes, kernel, strides, apart, pads, strict=False)
     return tuple(_windows(*axis, pad_type, ceil_mode) for axis in axes)
 
 
-def _windows(size: int, reach: int, stride: int, begin: int, end: int, pad_type: str, ceil_mode: bool) -> Windows:
+def _windows(
+    size: int, places: int, stride: int, dilation: int, pads: tuple[int, int], pad_type: str, ceil_mode: bool
+) -> Windows:
+    reach, (begin, end) = dilation * (places - 1) + 1, pads
     if pad_type in ("same_upper", "same_lower"):
         count = -(-size // stride)
         begin, end = halves(max((count - 1) * stride + reach - size, 0), larger_last=pad_type == "same_upper")
@@ -76,7 +86,7 @@ def _windows(size: int, reach: int, stride: int, begin: int, end: int, pad_type:
         count = span // stride + 1
         if ceil_mode and span % stride:
             count, end = count + 1, end + stride - span % stride
-    return Windows(size, reach, stride, begin, end, count)
+    return Windows(size, reach, stride, begin, end, count, dilation)
 
 
 def halves(total: int, larger_last: bool) -> tuple[int, int]:

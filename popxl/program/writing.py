@@ -38,7 +38,7 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     """See `Ir.save`."""
     path = Path(path)
     writer = _Writer()
-    with ir.host_data_lock:
+    with ir.host_copies.lock:
         program = writer.program(ir)
     arrays = safetensors_library().numpy.save(writer.arrays)
     program.arrays = f"{path.stem}-{digest(arrays)[:16]}.safetensors"

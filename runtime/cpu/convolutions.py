@@ -19,8 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops import convolutions
-from popxl.ops.convolutions import Steps, by_xla, check, widened_pair
+from popxl.ops.kernels import convolutions
+from popxl.ops.kernels.convolutions import by_xla, check, widened_pair
+from popxl.ops.windows import Windows
 from runtime.calls import kept
 from runtime.cpu.quick import quick_on_cpus
 
@@ -41,26 +42,27 @@ FEW_SUMS, FEW_PUT = 2**20, 2**22
 """Matrices of so many elements are added up in caches."""
 
 
-class Sliding(Steps):
-    """Steps, and what lies under the windows."""
+class Sliding(tuple[Windows, ...]):
+    """Windows along each spatial axis, and what lies under them."""
 
-    def rows_used(self, sizes: Sequence[int]) -> float:
-        """The share of the rows of a padded input, of these spatial sizes, at which windows begin."""
-        sizes = [spread * (size - 1) + 1 for size, spread in zip(sizes, self.spread, strict=True)]
-        padded = [begin + size + end for size, (begin, end) in zip(sizes, self.pads, strict=True)]
-        return math.prod(self.sizes[:-1]) / math.prod(padded[:-1])
+    __slots__ = ()
+
+    def rows_used(self) -> float:
+        """The share of the rows of a padded input at which windows begin."""
+        return math.prod(w.count for w in self[:-1]) / math.prod(w.begin + w.size + w.end for w in self[:-1])
 
     def padded(self, t: Any) -> Any:
         """An input of shape (N, C, d, ...) with its zeros, as (C, d, ..., N)."""
-        zeros = [(begin, end, spread - 1) for (begin, end), spread in zip(self.pads, self.spread, strict=True)]
+        zeros = [(w.begin, w.end, w.spread - 1) for w in self]
         return lax.pad(jnp.moveaxis(t, 0, -1), jnp.zeros((), t.dtype), [(0, 0, 0), *zeros, (0, 0, 0)])
 
     def under(self, t: Any, axis: int, place: int) -> Any:
         """The positions of a spatial axis that lie under that place of the kernel, for all windows, of a padded input
         whose last axes are d, ..., N."""
-        begin, stride = place * self.dilation[axis], self.strides[axis]
-        end = begin + stride * (self.sizes[axis] - 1) + 1
-        return lax.slice_in_dim(t, begin, end, stride, t.ndim - 1 - len(self.sizes) + axis)
+        w = self[axis]
+        begin = place * w.dilation
+        end = begin + w.stride * (w.count - 1) + 1
+        return lax.slice_in_dim(t, begin, end, w.stride, t.ndim - 1 - len(self) + axis)
 
     def all_under(self, t: Any, places: Sequence[int]) -> Any:
         """The same for the first spatial axes, as many as there are places."""
@@ -69,15 +71,16 @@ class Sliding(Steps):
         return t
 
 
-def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
+def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """As one expression, or row by row, where that is quicker."""
-    check(name, t, weight, steps.sizes)
+    counts = [w.count for w in windows]
+    check(name, t, weight, counts)
     t, weight = widened_pair(t, weight)
-    plain = partial(by_xla, steps=steps, groups=groups)
+    plain = partial(by_xla, windows=windows, groups=groups)
     places = math.prod(weight.shape[2:])
-    if _is_little(t, weight.shape, steps.sizes):
+    if _is_little(t, weight.shape, counts):
         return plain(t, weight)
-    sliding = Sliding(*steps)
+    sliding = Sliding(windows)
     if weight.shape[1] * places <= (FEW_TERMS if groups == 1 else FEW_TERMS_OF_GROUPS):
         form = _by_elements
     elif (
@@ -85,40 +88,30 @@ def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
         and places <= FEW_PLACES
         and min(weight.shape[:2]) <= FEW_CHANNELS
         and max(weight.shape[:2]) <= MANY_CHANNELS
-        and len(t) * len(weight) * math.prod(steps.sizes) <= FEW_SUMS
-        and sliding.rows_used(t.shape[2:]) >= 1 / 2
+        and len(t) * len(weight) * math.prod(counts) <= FEW_SUMS
+        and sliding.rows_used() >= 1 / 2
     ):
         form = _by_rows
     else:
         return plain(t, weight)
 
     def on_cpu(t: Any, weight: Any) -> Any:
-        return _batch_first(kept(partial(form, steps=sliding, groups=groups))(sliding.padded(t), weight))
+        return _batch_first(kept(partial(form, sliding=sliding, groups=groups))(sliding.padded(t), weight))
 
     return quick_on_cpus(on_cpu, plain)(t, weight)
 
 
-def transposed(
-    name: str,
-    t: Any,
-    weight: Any,
-    sizes: Sequence[int],
-    begins: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Any:
+def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """As one product of matrices for all places of the kernel, where that is quicker."""
-    check(name, t, weight, sizes)
+    check(name, t, weight, [w.size for w in windows])
     channels, depth, *kernel = weight.shape
 
     def plain(t: Any, weight: Any) -> Any:
-        return convolutions.transposed.plain(name, t, weight, sizes, begins, strides, dilation, groups)
+        return convolutions.transposed.plain(name, t, weight, windows, groups)
 
     def by_places(t: Any, weight: Any) -> Any:
         t, weight = widened_pair(t, weight)
-        shifts = [[place * step - b for place in range(k)] for k, step, b in zip(kernel, dilation, begins, strict=True)]
-        rooms = [size - 1 - s * (d - 1) for size, s, d in zip(sizes, strides, t.shape[2:], strict=True)]
+        rooms = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
 
         def all_places(t: Any, weight: Any) -> Any:
             """One product of matrices for all places of the kernel, whose results are added up where they belong."""
@@ -126,8 +119,8 @@ def transposed(
             zero = jnp.zeros((), put.dtype)
 
             def moved(places: tuple[int, ...]) -> Any:
-                befores = [along[place] for along, place in zip(shifts, places, strict=True)]
-                zeros = [(b, room - b, s - 1) for b, room, s in zip(befores, rooms, strides, strict=True)]
+                befores = [place * w.dilation - w.begin for place, w in zip(places, windows, strict=True)]
+                zeros = [(b, room - b, w.stride - 1) for b, room, w in zip(befores, rooms, windows, strict=True)]
                 return lax.pad(put[:, *places], zero, [(0, 0, 0), *zeros, (0, 0, 0)])
 
             return sum(moved(places) for places in _places(kernel))
@@ -140,7 +133,7 @@ def transposed(
         groups == 1
         and not _is_little(t, weight.shape, t.shape[2:])
         and depth <= FEW_CHANNELS
-        and depth * places < kernel[-1] * (channels + depth) * math.prod(strides)  # less than by rows
+        and depth * places < kernel[-1] * (channels + depth) * math.prod(w.stride for w in windows)  # less than by rows
         and channels * places > FEW_TERMS
         and places <= FEW_PLACES
         and put <= FEW_PUT
@@ -149,19 +142,24 @@ def transposed(
     return plain(t, weight)
 
 
-def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Steps, groups: int) -> Any:
+def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:
     """Place by place, of kernels for one channel each."""
     depth, *kernel = shape[1:]
 
     def plain(g: Any, t: Any) -> Any:
-        return convolutions.weights_gradient.plain(name, g, t, shape, steps, groups)
+        return convolutions.weights_gradient.plain(name, g, t, shape, windows, groups)
 
     def on_cpu(g: Any, t: Any) -> Any:
         g, t = widened_pair(g, t)
-        sliding = Sliding(*steps)
-        return kept(partial(_place_by_place, kernel=kernel, steps=sliding))(jnp.moveaxis(g, 0, -1), sliding.padded(t))
+        sliding = Sliding(windows)
+        return kept(partial(_place_by_place, kernel=kernel, sliding=sliding))(jnp.moveaxis(g, 0, -1), sliding.padded(t))
 
-    if groups > 1 and depth == 1 and math.prod(kernel) <= FEW_TERMS and not _is_little(t, shape, steps.sizes):
+    if (
+        groups > 1
+        and depth == 1
+        and math.prod(kernel) <= FEW_TERMS
+        and not _is_little(t, shape, [w.count for w in windows])
+    ):
         return quick_on_cpus(on_cpu, plain)(g, t)
     return plain(g, t)
 
@@ -179,31 +177,31 @@ def _places(kernel: Sequence[int]) -> Iterable[tuple[int, ...]]:
     return itertools.product(*map(range, kernel))
 
 
-def _by_elements(x: Any, weight: Any, steps: Sliding, groups: int) -> Any:
+def _by_elements(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
     """One expression for an element of the result, of all products that it is the sum of."""
     filters, depth, *kernel = weight.shape
     x = x.reshape(groups, 1, depth, *x.shape[1:])
     w = weight.reshape(groups, filters // groups, depth, *kernel, *(1,) * (len(kernel) + 1))
     total = sum(
-        w[:, :, channel, *places] * steps.all_under(x[:, :, channel], places)
+        w[:, :, channel, *places] * sliding.all_under(x[:, :, channel], places)
         for channel in range(depth)
         for places in _places(kernel)
     )
     return total.reshape(filters, *total.shape[2:])
 
 
-def _by_rows(x: Any, weight: Any, steps: Sliding, groups: int) -> Any:
+def _by_rows(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
     """One product of matrices: what lies under a row of the kernel is gathered, and multiplied with all rows of it.
     Their products are added up, shifted as the rows are."""
     filters, _, *kernel = weight.shape
     last = len(kernel) - 1
-    under = jnp.concatenate([steps.under(x, last, place) for place in range(kernel[last])])
+    under = jnp.concatenate([sliding.under(x, last, place) for place in range(kernel[last])])
     rows = jnp.moveaxis(weight, (0, 1), (last, -1)).reshape(-1, len(under))
     products = lax.dot(rows, under.reshape(len(under), -1)).reshape(*kernel[:last], filters, *under.shape[1:])
-    return sum(steps.all_under(products[places], places) for places in _places(kernel[:last]))
+    return sum(sliding.all_under(products[places], places) for places in _places(kernel[:last]))
 
 
-def _place_by_place(g: Any, x: Any, kernel: Sequence[int], steps: Sliding) -> Any:
+def _place_by_place(g: Any, x: Any, kernel: Sequence[int], sliding: Sliding) -> Any:
     """The gradient with respect to kernels for one channel each: for each place, a sum of products.
 
     Rows are added up eight by eight first, in vector instructions, as XLA keeps to the order of additions.
@@ -211,7 +209,7 @@ def _place_by_place(g: Any, x: Any, kernel: Sequence[int], steps: Sliding) -> An
     rows = g.reshape(len(x), -1, *g.shape[1:])
     sums = []
     for places in _places(kernel):
-        products, together = rows * steps.all_under(x[:, None], places), 1
+        products, together = rows * sliding.all_under(x[:, None], places), 1
         while together < 8 and products.shape[2] % 2 == 0:
             middle = products.shape[2] // 2
             products, together = products[:, :, :middle] + products[:, :, middle:], 2 * together

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 
 from popxl.base.files import replace_file
@@ -31,7 +30,8 @@ from popxl.ir import Ir
 from popxl.program.writing import fingerprint
 from runtime.files.bundle import pack, unpack
 from runtime.interrupts import scratch_folder
-from runtime.targets.devices import Device, DeviceType, processor
+from runtime.targets.devices import Device, DeviceType
+from runtime.targets.target import Target
 
 SUFFIX = ".popef"
 KIND = "popxl executables"
@@ -101,14 +101,13 @@ def _path(ir: Ir, device: Device) -> Path | None:
     except PopxlError as problem:
         _log.debug(f"The cache is not used: {problem}")
         return None
-    platform = device.jax_devices[0].client
-    target = [
-        *(jax.__version__, jaxlib.__version__, platform.platform, platform.platform_version),
-        *([each.id, each.device_kind] for each in device.jax_devices),
-        processor(device),
-        *(os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")),
-    ]
-    digest = hashlib.sha256(json.dumps([program, target]).encode()).hexdigest()
+    known = {
+        "program": program,
+        "made for": Target(device.jax_devices).made_for.model_dump(),
+        "devices": [each.id for each in device.jax_devices],
+        "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+    }
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     return Path(ir.options.cachePath, digest[:32] + SUFFIX)
 
 

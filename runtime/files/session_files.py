@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jaxlib
 from pydantic import BaseModel, ConfigDict
 
 from popxl.base.files import replace_file
 from popxl.base.log import Logger
-from popxl.base.version import VERSION
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir
 from popxl.program import reading, writing
@@ -26,10 +24,10 @@ from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
 from runtime.interrupts import scratch_folder
 from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
-from runtime.program.layout import Layout
 from runtime.program.program import Program
-from runtime.targets.devices import Device, find_device, processor
-from runtime.targets.offline import Target
+from runtime.targets import offline
+from runtime.targets.devices import Device, find_device
+from runtime.targets.target import VERSIONS, MadeFor, Target
 
 _log = Logger("session")
 
@@ -37,32 +35,6 @@ KIND = "popxl session"
 _IR = "ir"
 _ARRAYS = "arrays/"
 _EXECUTABLE = "executable/"
-
-
-class MadeFor(BaseModel):
-    """What a program was compiled with and for.
-
-    Attributes:
-        platform_version: of the drivers; "" if it was compiled where there are none, which any will do for.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    popxl: str
-    jax: str
-    jaxlib: str
-    platform: str
-    platform_version: str
-    processor: str
-    kinds: list[str]
-
-    def differences(self, other: MadeFor) -> str:
-        """What differs, in words."""
-        return "; ".join(
-            f"{name.replace('_', ' ')}: {ours!r} in the file, {theirs!r} here"
-            for name, ours in self
-            if (theirs := getattr(other, name)) != ours and (ours or name != "platform_version")
-        )
 
 
 class About(BaseModel):
@@ -83,22 +55,6 @@ class About(BaseModel):
     executables: list[Executable]
 
 
-def _versions() -> dict[str, str]:
-    return {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-
-
-def target_of(device: Device) -> MadeFor:
-    """What is compiled for this device is compiled for."""
-    client = device.jax_devices[0].client
-    return MadeFor(
-        **_versions(),
-        platform=client.platform,
-        platform_version=client.platform_version if device.target is None else "",
-        processor=processor(device),
-        kinds=[each.device_kind for each in device.jax_devices],
-    )
-
-
 def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     """Write a compiled program to a file; see `Session.save`."""
     if program.replicas.local_count < program.replicas.count:
@@ -108,7 +64,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         )
     compiled, keeps = program.compiled, can_be_kept(program.layout)
     if keeps and not compiled.is_fresh:
-        compiled = compiled_afresh(Layout(ir, program.layout.target))
+        compiled = compiled_afresh(program.layout)
     parts: dict[str, bytes] = {}
     with scratch_folder() as folder:
         writing.save(ir, folder / _IR)
@@ -120,7 +76,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
-        target=target_of(program.device),
+        target=program.layout.target.made_for,
         device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=compiled.layout.calls,
         executables=executables,
@@ -128,11 +84,13 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None) -> tuple[Ir, Device, Ready | None]:
+def read(
+    path: str | os.PathLike[str], device_desc: str | Device | offline.Target | None
+) -> tuple[Ir, Device, Ready | None]:
     """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
-        if differences := _other_versions(header["target"]):  # who may have written all the rest in another way
+        if differences := _differences(header["target"], VERSIONS):  # who may have written all the rest in another way
             raise PopxlError(_compiled(path, "by other versions", differences))
         about = About.model_validate(header)
         contents = [parts[f"{_EXECUTABLE}{number}"] for number in range(len(about.executables))]
@@ -148,7 +106,7 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None
             f"Session.load: {device.name} is not here, and XLA reads compiled programs back only where they run. Load "
             f"{os.fspath(path)!r} there; to look at the program, compile it again: `popxl.Session(popxl.Ir.load(...))`."
         )
-    if differences := about.target.differences(target_of(device)):
+    if differences := _differences(about.target.model_dump(), Target(device.jax_devices).made_for.model_dump()):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     if not contents:
         return ir, device, None
@@ -160,12 +118,12 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None
     return ir, device, Ready(about.calls, executables)
 
 
-def _other_versions(target: Mapping[str, object]) -> str:
-    """Which versions differ, in words."""
+def _differences(in_file: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """What differs, in words. Of a machine that was not there, the drivers are not known."""
     return "; ".join(
-        f"{name}: {target[name]!r} in the file, {ours!r} here"
-        for name, ours in _versions().items()
-        if target[name] != ours
+        f"{name.replace('_', ' ')}: {in_file[name]!r} in the file, {ours!r} here"
+        for name, ours in here.items()
+        if in_file[name] != ours and (in_file[name] or name != "platform_version")
     )
 
 

@@ -36,7 +36,7 @@ from popxl.graph import Graph
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
-from popxl.ops.kernels import in_forms
+from popxl.ops.kernels.kernel import in_forms
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
 from runtime.calls import kept

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from popxl.core.tensor import Tensor
-from popxl.ops.kernels import Form, Kernel
+from popxl.ops.kernels.kernel import Form, Kernel
 
 Array = Any
 

@@ -104,8 +104,11 @@ def compiled(
     """
     start = perf_counter()
     with layout.precision(), room_to_recurse(layout.main), keeping as is_taken, Watch() as watch:
-        build = _one_program if layout.steps is None else _plan
-        executable, ends, text = build(layout, executables, watch)
+        steps = layout.steps()
+        if steps is None:
+            executable, ends, text = _one_program(layout, executables, watch)
+        else:
+            executable, ends, text = _plan(layout, steps, executables, watch)
     if is_taken and isinstance(executable, Plan):
         _taken.update(executable.structures)
     return Compiled(layout, executable, ends, text, perf_counter() - start, is_taken)
@@ -204,10 +207,8 @@ def one_run(
 # As a plan -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _Built:
+def _plan(layout: Layout, steps: Steps, known: Sequence[Any] | None, watch: Watch) -> _Built:
     """The program as pieces that the host runs one after the other."""
-    steps = layout.steps
-    assert steps is not None
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {place: _channels_in(place, layout, steps) for place in layout.terms}
     # Of several places, some may have no streams; the only one always has its ends.

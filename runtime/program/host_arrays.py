@@ -14,7 +14,7 @@ from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.lowering.effects import sent
-from runtime.program.program import Described
+from runtime.program.layout import Layout
 
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
@@ -49,11 +49,11 @@ class HostArrays:
     """The arrays of the streams of one program.
 
     Args:
-        program: the program, which says what it expects.
+        layout: where what the program takes and gives lies.
     """
 
-    def __init__(self, program: Described) -> None:
-        layout = self._layout = program.layout
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._inputs = frozenset(layout.inputs)
         self._is_refused = any(count > layout.transfers for count in layout.counts.values())
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)

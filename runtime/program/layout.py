@@ -133,17 +133,27 @@ class Layout:
     # Where it is ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def steps(self) -> Steps | None:
-        """What the host does, if the program is a plan. What is compiled of it, the steps take: it is compiled once."""
-        if self._choice is None:
-            return None
+    def _planned(self) -> tuple[Mapping[Any, int], list[Steps]]:
+        """Where the steps of a plan find variables, streams and buffers; and such steps, until a plan takes them."""
+        steps = self._new_steps()
+        return steps.starts | steps.homes(), [steps]
+
+    def _new_steps(self) -> Steps:
+        assert self._choice is not None
         steps: Steps = done(Steps(self.main.ops, self._choice, self.changed, self.changed).planned())
         return steps
 
-    @cached_property
+    def steps(self) -> Steps | None:
+        """What the host does, if the program is a plan. Each plan has its own, where it keeps what it compiles."""
+        if self._choice is None:
+            return None
+        _, spare = self._planned
+        return spare.pop() if spare else self._new_steps()
+
+    @property
     def homes(self) -> Mapping[Any, int]:
         """Where the steps of a plan find variables, streams and buffers."""
-        return {} if self.steps is None else self.steps.starts | self.steps.homes()
+        return {} if self._choice is None else self._planned[0]
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

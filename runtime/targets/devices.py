@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import platform
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, Protocol, Self
 from weakref import WeakSet
 
@@ -286,16 +283,6 @@ def _described(description: str, count: int, ipus: int, best: int) -> Device:
         f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw', a kind of hardware "
         f"({', '.join(map(repr, PLATFORMS))}), a machine that is not here ({FORMS}) or a device object."
     )
-
-
-def processor(device: Device) -> str:
-    """What XLA may make use of on a CPU: its architecture, and a digest of its features, where they are known."""
-    if device.jax_devices[0].platform != "cpu":
-        return ""
-    features = Path("/proc/cpuinfo")
-    lines = features.read_text(encoding="utf-8", errors="replace").splitlines() if features.is_file() else []
-    known = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(known.split())).encode()).hexdigest()[:8]}"
 
 
 def devices_needed(ir: Ir) -> int:

@@ -1,21 +1,52 @@
-"""`Target`: what a program is compiled for."""
+"""`Target`: what a program is compiled for; `MadeFor`: the same in words, for what is kept in files."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pydantic import BaseModel, ConfigDict
 
+from popxl.base.version import VERSION
 from runtime.targets.replicas import AXIS, DescribedReplicas, DividedReplicas, Replicas
 
 HOST = "pinned_host"
 """What JAX calls the host's memory, where a device can reach it."""
+
+VERSIONS = {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+"""What programs are compiled with here."""
+
+
+class MadeFor(BaseModel):
+    """What an executable was compiled with and for. Where any of it differs, it is not to be run.
+
+    Attributes:
+        popxl, jax, jaxlib: the versions.
+        platform, platform_version: what XLA says of the devices. The version is that of the drivers: "" for devices
+            that are not here, whose drivers nobody knows.
+        processor: what XLA may make use of on a CPU.
+        kinds: the kind of each device.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    popxl: str
+    jax: str
+    jaxlib: str
+    platform: str
+    platform_version: str
+    processor: str
+    kinds: list[str]
 
 
 @dataclass(frozen=True)
@@ -57,6 +88,18 @@ class Target:
     def platform(self) -> str:
         """What kind of devices they are, as JAX names it: "cpu", say."""
         return self.devices[0].platform
+
+    @property
+    def made_for(self) -> MadeFor:
+        """What is compiled here for this target is made with and for."""
+        client = self.devices[0].client
+        return MadeFor(
+            **VERSIONS,
+            platform=client.platform,
+            platform_version=client.platform_version if self.is_here else "",
+            processor=_processor() if self.platform == "cpu" else "",
+            kinds=[device.device_kind for device in self.devices],
+        )
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -113,3 +156,11 @@ class Target:
         if not self.replicas.is_here and jax.tree.leaves(lowered.args_info):  # what takes nothing is for one device
             return lowered.compile(device_assignment=self.replicas.devices)
         return lowered.compile(compiler_options=self.compile_options)
+
+
+def _processor() -> str:
+    """The architecture of the CPU, and a digest of its features, where they are known."""
+    features = Path("/proc/cpuinfo")
+    lines = features.read_text(encoding="utf-8", errors="replace").splitlines() if features.is_file() else []
+    known = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(known.split())).encode()).hexdigest()[:8]}"

@@ -626,7 +626,7 @@ def test_host_copies_of_sessions_in_threads(at_once):
         for _ in range(20):
             session.run()
             session.weights_to_host()
-            with ir.host_data_lock:
+            with ir.host_copies.lock:
                 value_of(pair)
             session.weights_from_host()
 

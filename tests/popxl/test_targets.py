@@ -10,7 +10,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from runtime.program.compiled import compiled
+from runtime.program.compiled import compiled, compiled_afresh
 from runtime.program.layout import Layout
 from runtime.targets.target import Target
 
@@ -36,9 +36,15 @@ def test_each_ipu_of_a_replica_has_its_device(devices: tuple[jax.Device, ...]) -
     assert target.of_ipu(1, 3).replicas.count == 2
 
 
+def test_what_is_compiled_for_a_device_is_made_for_all_of_its_kind(devices: tuple[jax.Device, ...]) -> None:
+    made_for = Target(devices[:1]).made_for
+    assert made_for == Target(devices[1:2], 2).made_for != Target(devices[:2]).made_for
+    assert (made_for.jax, made_for.platform, made_for.kinds) == (jax.__version__, "cpu", ["cpu"])
+
+
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.Device, ...]) -> None:
-    """A function of arrays. It keeps none, and the variables stay as they are."""
+    """A function of arrays. It keeps none, the variables stay as they are, and the layout can be compiled again."""
     ir = popxl.Ir()
     ir.options.calledGraphs = calls
     with ir.main_graph:
@@ -49,10 +55,11 @@ def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.
         ops.host_store(popxl.d2h_stream((3,), popxl.float32, "y"), y)
     layout = Layout(ir, Target(devices[:1]))
     assert (layout.changed, layout.read, layout.calls) == ((w,), (b,), calls)
-    made = compiled(layout, nullcontext(False))
+    made, again = compiled(layout, nullcontext(False)), compiled_afresh(layout)
+    assert {*map(id, made.executables())}.isdisjoint(map(id, again.executables()))
     x, held = np.arange(3, dtype=np.float32), (jax.device_put(w.data, devices[0]),)
-    for _ in range(2):
-        held, (fetched,) = made.executable(held, (jax.device_put(b.data, devices[0]),), (x,))
+    for each in (made, again):
+        held, (fetched,) = each.executable(held, (jax.device_put(b.data, devices[0]),), (x,))
     np.testing.assert_array_equal(fetched, x * (x * 2 + 5) + 5)
     np.testing.assert_array_equal(held[0], fetched)
     np.testing.assert_array_equal([w.data, b.data], [[2] * 3, [5] * 3])

@@ -66,12 +66,11 @@ def main() -> int:
             result = tutorials(target) if area == "tutorials" else tested(area, target, options.part, options.thorough)
             found[area, target] = result | {"seconds": time.perf_counter() - start}
             print(f"{area} for {target}: {told(found[area, target])}", file=sys.stderr)
-    text = page(found, options.part, options.thorough)
+            if not options.print:  # each time: it takes hours
+                PAGE.parent.mkdir(exist_ok=True)
+                PAGE.write_text(page(found, options.part, options.thorough), encoding="utf-8")
     if options.print:
-        print(text)
-    else:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(text, encoding="utf-8")
+        print(page(found, options.part, options.thorough))
     return int(any(result["failed"] for result in found.values()))
 
 

@@ -32,9 +32,9 @@ TARGETS = ("tpu v5e", "gpu h100")
 HEAD = f"""\
 # What programs cost, beside the same by hand in JAX
 
-Written by `python -m tests.targets.compared`, with popxl {VERSION} and jax {jax.__version__}: on one chip, read off what
-was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are computed in float32
-here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a hundred steps.
+Written by `python -m tests.targets.compared`, with popxl {VERSION} and jax {jax.__version__}: on one chip, read off
+what was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are computed in
+float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a hundred steps.
 """
 
 Costs = dict[str, float]

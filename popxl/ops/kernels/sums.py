@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops.kernels import Kernel
+from popxl.ops.kernels.kernel import Kernel
 
 
 @Kernel

@@ -1,4 +1,4 @@
-"""Functions of arrays that ops are made of, and that a machine may compute in another form.
+"""`Kernel`: a function of arrays that ops are made of, and that a machine may compute in another form.
 
 Here each is plain JAX, and says what is meant. While a program is traced, a machine may put forms of its own in the
 place of some of them (`in_forms`): the same numbers, quicker there. Which these are, nobody knows here.
@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any
-
-import jax.numpy as jnp
 
 Form = Callable[..., Any]
 
@@ -43,34 +41,3 @@ def in_forms(forms: Mapping[Kernel, Form]) -> Iterator[None]:
         yield
     finally:
         _forms.reset(token)
-
-
-@Kernel
-def quotient(lhs: Any, rhs: Any) -> Any:
-    """lhs / rhs of floats, rounded once."""
-    return jnp.true_divide(lhs, rhs)
-
-
-@Kernel
-def computed_once(function: Callable[..., Any], *arrays: Any) -> Any:
-    """What a function makes of arrays, which takes long and is worth to be computed once for all that reads it."""
-    return function(*arrays)
-
-
-@Kernel
-def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
-    """What a function makes of images that goes over their spatial axes. The batch may be any axis but one of these.
-
-    Args:
-        function: of the number of the first spatial axis, and arrays. Gives an array or several, with the other axes as
-            they were.
-        axes: how many spatial axes there are, the last ones. Those of the batch and the channels, if any, come before.
-        *arrays: the images.
-    """
-    return function(arrays[0].ndim - axes, *arrays)
-
-
-@Kernel
-def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
-    """What a function of elements makes of an array, if it takes long."""
-    return function(t)

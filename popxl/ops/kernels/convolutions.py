@@ -4,85 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_lowercase
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from popxl.errors import PopxlError
-from popxl.ops.kernels import Kernel
+from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
-
-
-class Steps(NamedTuple):
-    """How windows lie, by entries for each spatial axis.
-
-    Attributes:
-        pads: zeros before and after; negative where it is cropped.
-        strides: between windows.
-        dilation: of the kernel.
-        spread: how far the elements of the input are apart; zeros lie between them.
-        sizes: of the result.
-    """
-
-    pads: Sequence[tuple[int, int]]
-    strides: Sequence[int]
-    dilation: Sequence[int]
-    spread: Sequence[int]
-    sizes: Sequence[int]
+from popxl.ops.windows import Windows
 
 
 @Kernel
-def convolved(name: str, t: Any, weight: Any, steps: Steps, groups: int) -> Any:
+def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """The convolution of arrays.
 
     Args:
         name: of the op, for errors.
         t, weight: of shape (N, C, d, ...) and (M, C / groups, k, ...).
-        steps: how windows lie.
+        windows: along each spatial axis of `t`.
         groups: of channels.
     """
-    check(name, t, weight, steps.sizes)
-    return by_xla(*widened_pair(t, weight), steps, groups)
+    check(name, t, weight, [w.count for w in windows])
+    return by_xla(*widened_pair(t, weight), windows, groups)
 
 
 @Kernel
-def transposed(
-    name: str,
-    t: Any,
-    weight: Any,
-    sizes: Sequence[int],
-    begins: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Any:
+def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """What a convolution is the gradient of, and has as its own: every element of `t` puts the kernel into the result.
 
     Args:
         name: of the op, for errors.
         t: of shape (N, C, d, ...).
         weight: of shape (C, channels of the result / groups, k, ...).
-        sizes: the spatial sizes of the result.
-        begins: how many positions are cropped before each axis of the result.
-        strides: between what neighbours put there.
-        dilation: of the kernel.
+        windows: along each spatial axis of the result, one for each element of `t`.
         groups: of channels.
     """
-    check(name, t, weight, sizes)
+    check(name, t, weight, [w.size for w in windows])
     channels, depth, *kernel = weight.shape
-    ends = [size - s * (d - 1) - 1 + b for size, s, d, b in zip(sizes, strides, t.shape[2:], begins, strict=True)]
 
     # A convolution of `t` with zeros between its elements: with the flipped kernel, its channels exchanged by group.
     grouped = weight.reshape(groups, channels // groups, depth, *kernel).swapaxes(1, 2)
     flipped = jnp.flip(grouped.reshape(depth * groups, channels // groups, *kernel), range(2, weight.ndim))
-    reaches = [step * (k - 1) for step, k in zip(dilation, kernel, strict=True)]
-    pads = [(reach - begin, end) for reach, begin, end in zip(reaches, begins, ends, strict=True)]
-    return convolved(name, t, flipped, Steps(pads, (1,) * len(pads), dilation, strides, sizes), groups)
+    return convolved(name, t, flipped, [_over_spread(w) for w in windows], groups)
+
+
+def _over_spread(w: Windows) -> Windows:
+    """The windows over the input of a transposed convolution, for those over its result: each has a kernel's elements
+    next to each other, and the input's are spread."""
+    size = w.stride * (w.count - 1) + 1
+    begin, end = w.reach - 1 - w.begin, w.size - size + w.begin
+    return Windows(size, w.reach, 1, begin, end, w.size, w.dilation, spread=w.stride)
 
 
 @Kernel
-def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Steps, groups: int) -> Any:
+def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:
     """The gradient with respect to the weight, of that shape, for the gradient `g` of the result of `convolved`."""
     depth, *kernel = shape[1:]
     batch, _, *sizes = t.shape
@@ -90,14 +66,15 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], steps: Ste
     # A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels.
     grouped = t.reshape(batch, groups, depth, *sizes)
     turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(depth, groups * batch, *sizes)
-    pads = [
-        (begin, step * (k - 1) + stride * (count - 1) + 1 - size - begin)
-        for (begin, _), step, k, stride, count, size in zip(
-            steps.pads, steps.dilation, kernel, steps.strides, steps.sizes, sizes, strict=True
-        )
-    ]
-    over = Steps(pads, steps.dilation, steps.strides, (1,) * len(pads), kernel)
+    over = [_under_places(w, k) for w, k in zip(windows, kernel, strict=True)]
     return convolved(name, turned, g.swapaxes(0, 1), over, groups).swapaxes(0, 1)
+
+
+def _under_places(w: Windows, count: int) -> Windows:
+    """For each place of a kernel a window: of what lies under that place, for all the windows `w`."""
+    reach = w.stride * (w.count - 1) + 1
+    end = w.dilation * (count - 1) + reach - w.size - w.begin
+    return Windows(w.size, reach, w.dilation, w.begin, end, count, w.stride)
 
 
 def check(name: str, t: Any, weight: Any, sizes: Sequence[int]) -> None:
@@ -117,17 +94,17 @@ def widened_pair(a: Any, b: Any) -> tuple[Any, Any]:
     return a.astype(wide), b.astype(wide)
 
 
-def by_xla(t: Any, weight: Any, steps: Steps, groups: int) -> Any:
+def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """With the channels last: XLA has quick code for that form everywhere, and does not always find it by itself."""
     n = t.ndim - 2
     axes = ascii_lowercase[:n]
     result = lax.conv_general_dilated(
         t.transpose(0, *range(2, n + 2), 1),
         weight.transpose(*range(2, n + 2), 1, 0),
-        steps.strides,
-        steps.pads,
-        steps.spread,
-        steps.dilation,
+        [w.stride for w in windows],
+        [(w.begin, w.end) for w in windows],
+        [w.spread for w in windows],
+        [w.dilation for w in windows],
         (f"N{axes}C", f"{axes}IO", f"N{axes}C"),
         groups,
     )

@@ -155,6 +155,25 @@ def test_the_first_and_the_last_layer_are_special() -> None:
     assert list(run.session.report.written_out.values()) == ["it is not called again and again in one pattern"] * 2
 
 
+def test_what_the_first_turn_makes_for_all() -> None:
+    """It uses twice what the others use once, so it is no turn like them."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights(count=TURNS + 1)
+        making, adding = (
+            graph_of(lambda w: ops.tanh(w), ws[0]),
+            graph_of(lambda x, a, b: x @ a + x @ b, x, ws[0], ws[0]),
+        )
+        (first,) = ops.call(making, ws[0])
+        (x,) = ops.call(adding, x, first, first)
+        for w in ws[1:]:
+            (own,) = ops.call(making, w)
+            (x,) = ops.call(adding, x, own, first)
+        return [x]
+
+    rolled(build, [TURNS])
+
+
 def test_some_layers_are_updated() -> None:
     """Their gradients are loops without updates, and what is updated lies between what is not."""
 

@@ -78,9 +78,10 @@ class _Laid:
 
     def _before(self, name: Tensor, of_turns: Sequence[Tensor]) -> Tensor:
         """What a turn hands on to the next one under a name."""
-        for source, handed in self._of_turns.items():
-            if handed[:-1] == of_turns[1:]:
-                return source
+        if of_turns[0] not in self._inside:
+            for source, handed in self._of_turns.items():
+                if handed[:-1] == of_turns[1:]:
+                    return source
         raise CannotRoll(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
 
     def _left(self, taken: Sequence[Taken], read_later: Container[Tensor]) -> Iterator[Made]:

@@ -60,10 +60,11 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
     """Overwrite a slot with the tensor."""
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     slots, value = channels.slots(buffer), sent(environment.read(op.inputs[0]), buffer.tensor_dtype)
+    room = slots.shape[1:]
+    if room != value.shape:  # whole blocks
+        value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
     if is_on_host(slots):
-        room = slots.shape[1:]
-        rows = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
-        value = jax.device_put(rows, jax.memory.Space.Host)
+        value = jax.device_put(value, jax.memory.Space.Host)
     channels.set_slots(buffer, lax.dynamic_update_index_in_dim(slots, value, offset, 0))
 
 
@@ -72,8 +73,9 @@ def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
     slots = channels.slots(buffer)
     slot = lax.dynamic_index_in_dim(slots, _offset(op, environment), keepdims=False)
     if is_on_host(slots):
-        rows = jax.device_put(slot, jax.memory.Space.Device)
-        slot = rows.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
+        slot = jax.device_put(slot, jax.memory.Space.Device)
+    if slot.shape != buffer.tensor_shape:  # whole blocks
+        slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return arrived(slot, buffer.tensor_dtype)
 
 

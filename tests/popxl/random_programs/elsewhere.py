@@ -19,7 +19,6 @@ from time import perf_counter
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX
-os.environ.setdefault("POPART_LOG_LEVEL", "ERR")  # programs are odd, and popxl would say so
 
 import popxl
 from popxl.errors import PopxlError

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import BaseModel, ConfigDict
 
 from popxl.base.version import VERSION
+from popxl.errors import PopxlError
 from runtime.targets.replicas import AXIS, DescribedReplicas, DividedReplicas, Replicas
 
 HOST = "pinned_host"
@@ -157,10 +158,22 @@ class Target:
             return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self, lowered: Any) -> Any:
-        """What XLA makes of a lowered function."""
-        if not self.replicas.is_here and jax.tree.leaves(lowered.args_info):  # what takes nothing is for one device
-            return lowered.compile(device_assignment=self.replicas.devices)
-        return lowered.compile(compiler_options=self.compile_options)
+        """What XLA makes of a lowered function.
+
+        Raises:
+            PopxlError: if XLA knows that it would not fit into the memory of a device that is not here.
+        """
+        try:
+            if not self.replicas.is_here and jax.tree.leaves(lowered.args_info):  # what takes nothing is for one device
+                return lowered.compile(device_assignment=self.replicas.devices)
+            return lowered.compile(compiler_options=self.compile_options)
+        except jax.errors.JaxRuntimeError as problem:
+            if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
+                raise
+            raise PopxlError(
+                f"Session: the program does not fit into the memory of a {self.devices[0].device_kind}: {problem} "
+                "`ir.memory()` says what needs how much; a remote buffer, more replicas or smaller batches may help."
+            ) from problem
 
 
 def _processor() -> str:

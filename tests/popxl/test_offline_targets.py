@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from popxl import ops
 from runtime.files.bundle import unpack
 from runtime.targets import compilers
 from runtime.targets.chip import Gpu, names, shipped
+from runtime.targets.target import Target as MadeForDevices
 
 V5E, H100 = "tpu v5e:2x2", "gpu h100:4"
 
@@ -153,6 +155,18 @@ def test_the_chips_of_several_hosts_are_in_one_mesh(description: str) -> None:
     assert (session.program.replicas.count, session.program.replicas.mesh.size) == (16, 16)
     assert len({device.process_index for device in session.program.devices}) > 1
     assert session.memory().variables == 5 * 7 * 4
+
+
+def test_what_does_not_fit_is_said() -> None:
+    class TooLarge:
+        def compile(self, **_: Any) -> None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM.")
+
+    device = jax.devices("cpu")[0]
+    with pytest.raises(popxl.errors.PopxlError, match="does not fit into the memory of a cpu: RESOURCE_EXHAUSTED: Ran"):
+        MadeForDevices((device,), is_here=False).compile(TooLarge())
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        MadeForDevices((device,)).compile(TooLarge())
 
 
 @pytest.mark.targets

@@ -28,7 +28,16 @@ from popxl.errors import (
     PopxlRuntimeError,
 )
 from popxl.program import debug_info
-from runtime.targets.devices import Device, DeviceType, all_devices, cpu_device, hardware_device, model_device
+from runtime.targets.devices import (
+    OFFLINE_DEVICE,
+    Device,
+    DeviceType,
+    all_devices,
+    cpu_device,
+    hardware_device,
+    model_device,
+    offline_device,
+)
 
 __all__ = [
     "AccumulateOuterFragmentSchedule",
@@ -146,6 +155,30 @@ class DeviceManager:
             options: `numIPUs` says how many, 1 by default. What else describes an IPU makes no difference here.
         """
         return model_device(int(str((options or {}).get("numIPUs", 1))))
+
+    def createOfflineIPUDevice(self, options: Mapping[str, object] | None = None) -> DeviceInfo:
+        """A machine that is not here: sessions compile for it, and cannot be run.
+
+        Args:
+            options: `target` says which, as `popxl.Target` does: "tpu v5e:2x2"; by default, the environment variable
+                `POPXL_OFFLINE_DEVICE` does. `numIPUs` says how many of its chips, by default all.
+
+        Raises:
+            ValueError: if nothing says which, or it has fewer chips.
+        """
+        described = (options or {}).get("target") or os.environ.get(OFFLINE_DEVICE)
+        if not described:
+            raise ValueError(
+                "DeviceManager.createOfflineIPUDevice: nothing says which machine to compile for. Pass it, "
+                f"`{{'target': 'tpu v5e:4x4'}}`, or set the environment variable {OFFLINE_DEVICE}."
+            )
+        target = popxl.Target(str(described))
+        count = int(str((options or {}).get("numIPUs", target.count)))
+        if not 1 <= count <= target.count:
+            raise ValueError(
+                f"DeviceManager.createOfflineIPUDevice: `numIPUs` is {count}; {target} has {target.count} chips."
+            )
+        return offline_device(target, count)
 
     def acquireAvailableDevice(self, numIpus: int = 1) -> DeviceInfo:
         """The best accelerators that JAX sees, else the CPU; attached.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 
 from poptorch.options import options_page
+from runtime.pipes import quiet_in_a_pipe
 
 
-def main() -> None:
+@quiet_in_a_pipe
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the page that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m poptorch", description=__doc__)
     parser.add_argument("page", choices=["options"])
-    parser.parse_args()
+    parser.parse_args(arguments)
     print(options_page(), end="")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -244,6 +244,13 @@ class Options(OptionsDict):
         expects="1, 2 or 21",
         shown="unset",
     )
+    target: str | None = setting(
+        None,
+        "the machine that models are compiled for, which need not be here, as `popxl.Target` describes it",
+        "useOfflineIpuTarget",
+        kind=str | None,
+        shown="unset",
+    )
     available_memory_proportion: dict[str, float] = setting(
         {},
         NO_EFFECT,
@@ -281,6 +288,16 @@ class Options(OptionsDict):
     def replication(self) -> int | Literal["popdist"]:
         """The number of replicas, as `popxl.Ir` takes it."""
         return self.replication_factor
+
+    @property
+    def product_precision(self) -> Literal["highest", "default"]:
+        """How exactly float32 numbers are multiplied, as `popxl.Ir.options.precision` takes it.
+
+        Half partials allow fewer digits, whether `Precision.setPartialsType` or the session option
+        `partialsTypeMatMuls` says so.
+        """
+        of_products = str(self._Popart.options.get("partialsTypeMatMuls", "")).lower()
+        return "default" if self.Precision.partials_type is torch.half or of_products == "half" else "highest"
 
     # Batches
 
@@ -428,13 +445,19 @@ class Options(OptionsDict):
         """Run on the device with this number."""
         return self._set(ipu_id=ipu_id)
 
-    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
+    def useOfflineIpuTarget(self, ipu_version: int | str = 2) -> Self:
         """Only compile, for no device of this machine; sets `ConnectionType.Never`.
 
         Args:
-            ipu_version: 1, 2 or 21.
+            ipu_version: 1, 2 or 21; or the machine to compile for, as `popxl.Target` describes it: "tpu v5e:2x2".
+
+        Example:
+            >>> options = poptorch.Options().useOfflineIpuTarget("gpu h100:8")
         """
-        return self._set(ipu_version=ipu_version, connection_type=ConnectionType.Never)
+        if isinstance(ipu_version, str):
+            popxl.Target(ipu_version)  # what is wrong with it is said now
+            return self._set(target=ipu_version, connection_type=ConnectionType.Never)
+        return self._set(ipu_version=ipu_version, target=None, connection_type=ConnectionType.Never)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
         """Accept a number of units that is no power of two, by rounding it up, where else it is an error."""

@@ -14,6 +14,9 @@ Example:
     5.0
 """
 
+from popxl.base import quiet as quiet  # imports JAX, which others expect to be there
+
+# isort: split
 from popxl import compat as compat  # private names that programs in use reach for
 from popxl import errors, fp8_utils, ops, transforms, utils
 from popxl import operators as operators  # gives tensors their operators
@@ -41,6 +44,7 @@ from popxl.core.remote_variables import (
 )
 from popxl.core.tensor import Tensor
 from popxl.dtypes import (
+    bfloat16,
     bool,
     complex64,
     complex128,
@@ -69,7 +73,7 @@ from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds
 from popxl.remote_buffer import RemoteBuffer, remote_buffer
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.session import GraphFunction, Session, to_jax
+from popxl.session import GraphFunction, Session, Target, to_jax
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
 from popxl.transforms.from_jax import from_jax
@@ -89,12 +93,14 @@ __all__ = [
     "ReplicaGrouping",
     "ReplicatedTensorSharding",
     "Session",
+    "Target",
     "Tensor",
     "TensorByRef",
     "TensorLocation",
     "TensorSpec",
     "TensorStorage",
     "TileSet",
+    "bfloat16",
     "bool",
     "complex64",
     "complex128",

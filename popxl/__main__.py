@@ -2,6 +2,9 @@
 
 popxl show train.py --layers 12      builds the program, compiles and runs nothing
 popxl report train.py --layers 12    runs the program, and reports on each of its sessions
+popxl --version                      the versions of what programs run with, and the devices that there are
+
+With `--target "tpu v5e:4x4"` programs are compiled for a machine that need not be here, and nothing is run.
 """
 
 import sys

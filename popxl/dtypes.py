@@ -95,8 +95,10 @@ class dtype:
 
     @property
     def short(self) -> str:
-        """The name used in printed graphs: `f32`, `u8`, `c64`, `bool`, `f8_143`."""
-        return "bool" if self._kind == "b" else self._kind + self._name.lstrip(string.ascii_lowercase)
+        """The name used in printed graphs: `f32`, `bf16`, `u8`, `c64`, `bool`, `f8_143`."""
+        if self._kind == "b":
+            return "bool"
+        return "b" * self._name.startswith("b") + self._kind + self._name.lstrip(string.ascii_lowercase)
 
     @property
     def itemsize(self) -> int:
@@ -112,6 +114,11 @@ class dtype:
     def is_floating_point(self) -> builtins.bool:
         """Whether this is a real floating point type, float8 included."""
         return self._kind == "f"
+
+    @property
+    def is_half(self) -> builtins.bool:
+        """Whether this is `float16` or `bfloat16`: ops compute these in float32, and round the result once."""
+        return self._kind == "f" and self.itemsize == 2
 
     def holds(self, value: Any) -> builtins.bool:
         """Whether a value is a plain number of the kind that the dtype holds: integers are floats, too."""
@@ -178,6 +185,11 @@ def check_dtype(value: Any, what: str) -> dtype:
     raise TypeError(f"{what} must be a popxl dtype such as popxl.float32; got {came:.200}. {remedy}")
 
 
+def kind_of(array_dtype: np.dtype[Any]) -> str:
+    """NumPy's letter for the kind of an array's dtype; `"f"` for bfloat16, too, of which NumPy knows no kind."""
+    return "f" if array_dtype == bfloat16.as_numpy() else array_dtype.kind
+
+
 def _declare(name: str, kind: str, host: Any = None, device: Any = None) -> dtype:
     declared: dtype = object.__new__(dtype)
     declared._name, declared._kind = name, kind
@@ -198,17 +210,20 @@ uint64 = _declare("uint64", "u")
 float8_143 = _declare("float8_143", "f", host=np_dtype_float8_143, device=ml_dtypes.float8_e4m3fnuz)
 float8_152 = _declare("float8_152", "f", host=np_dtype_float8_152, device=ml_dtypes.float8_e5m2fnuz)
 half = float16 = _declare("float16", "f")
+bfloat16 = _declare("bfloat16", "f", host=ml_dtypes.bfloat16)
 float = float32 = _declare("float32", "f")
 double = float64 = _declare("float64", "f")
 complex64 = _declare("complex64", "c")
 complex128 = _declare("complex128", "c")
 
-_ALL = (
+ALL = (
     *(bool, int8, int16, int32, int64, uint8, uint16, uint32, uint64),
-    *(float8_143, float8_152, float16, float32, float64, complex64, complex128),
+    *(float8_143, float8_152, float16, bfloat16, float32, float64, complex64, complex128),
 )
-_BY_NAME = {each.name: each for each in _ALL}
-_BY_NUMPY = {array_dtype: each for each in _ALL for array_dtype in (each.as_numpy(), each.as_jax())}
+"""All there are."""
+
+_BY_NAME = {each.name: each for each in ALL}
+_BY_NUMPY = {array_dtype: each for each in ALL for array_dtype in (each.as_numpy(), each.as_jax())}
 _BY_PYTHON_TYPE: dict[type, dtype] = {builtins.bool: bool, builtins.float: float32}
 _NOT_IN_TORCH = (uint16, uint32, uint64, float8_143, float8_152)
 

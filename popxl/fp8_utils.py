@@ -32,7 +32,7 @@ def host_pow2scale_cast_to_fp8(
     is on a device, so the bytes are the same.
 
     Args:
-        src: float16, float32 or float64; an array, a torch tensor or anything that `np.asarray` accepts.
+        src: float16, bfloat16, float32 or float64; an array, a torch tensor or anything that `np.asarray` accepts.
         dtype: `popxl.float8_143` or `popxl.float8_152`.
         log2_scale: an integer from -32 to 31.
         nan_on_overflow: see above.
@@ -51,7 +51,7 @@ def host_pow2scale_cast_to_fp8(
     name = "host_pow2scale_cast_to_fp8"
     float8 = _float8(name, dtype)
     values = as_array(src)
-    _check_source(name, values, "float16", "float32", "float64")
+    _check_source(name, values, "float16", "bfloat16", "float32", "float64")
 
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scaled = np.ldexp(values.astype(np.float32, copy=False), log2_scale)
@@ -68,7 +68,7 @@ def host_pow2scale_cast_from_fp8(src: Any, dtype: dtypes.dtype | None = None, lo
 
     Args:
         src: an array of one of the two structured dtypes.
-        dtype: `popxl.float16`, `popxl.float32` or `popxl.float64`.
+        dtype: `popxl.float16`, `popxl.bfloat16`, `popxl.float32` or `popxl.float64`.
         log2_scale: an integer from -32 to 31.
 
     Returns:
@@ -78,10 +78,10 @@ def host_pow2scale_cast_from_fp8(src: Any, dtype: dtypes.dtype | None = None, lo
         RuntimeError: if `src` or `dtype` is something else.
     """
     name = "host_pow2scale_cast_from_fp8"
-    if dtype not in (dtypes.float16, dtypes.float32, dtypes.float64):
+    if dtype not in (dtypes.float16, dtypes.bfloat16, dtypes.float32, dtypes.float64):
         raise RuntimeError(
             f"{name}: `dtype` is {dtype!r}. Expected the type to convert to: "
-            "popxl.float16, popxl.float32 or popxl.float64."
+            "popxl.float16, popxl.bfloat16, popxl.float32 or popxl.float64."
         )
     source = getattr(src, "dtype", None) if isinstance(src, np.ndarray) else None
     for float8 in (dtypes.float8_143, dtypes.float8_152):
@@ -121,6 +121,8 @@ def as_array(data: Any) -> NDArray[Any]:
     """Return `data` as a NumPy array without copying where that is possible; torch tensors are detached."""
     torch = sys.modules.get("torch")  # a tensor exists only where torch is imported
     if torch is not None and isinstance(data, torch.Tensor):
+        if data.dtype is torch.bfloat16:  # of which NumPy knows nothing: the same bytes
+            return as_array(data.detach().view(torch.int16)).view(dtypes.bfloat16.as_numpy())
         return np.asarray(data.numpy(force=True))
     return np.asarray(data)
 

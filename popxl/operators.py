@@ -6,13 +6,14 @@ Ops are made of tensors, so `popxl.core.tensor` knows none. Importing this file 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from popxl import ops
 from popxl.core.create import constant, operand_beside
 from popxl.core.tensor import Constant, HostScalarTensor, Tensor, TensorLike, Variable, taken_back_on_failure
+from popxl.dtypes import dtype as dtype_
 
 __all__ = ["Operators"]
 
@@ -39,6 +40,10 @@ _OPERATORS: dict[np.ufunc, Callable[[Tensor, Any], Any]] = {
     np.power: lambda t, other: t.__rpow__(other),
     np.bitwise_and: lambda t, other: t.__rand__(other),
     np.bitwise_or: lambda t, other: t.__ror__(other),
+    np.greater: lambda t, other: t < other,  # which is asked of the tensor, on the right
+    np.greater_equal: lambda t, other: t <= other,
+    np.less: lambda t, other: t > other,
+    np.less_equal: lambda t, other: t >= other,
     np.equal: lambda t, other: False,  # only tensors are equal, to themselves
     np.not_equal: lambda t, other: True,
 }
@@ -74,14 +79,6 @@ def _refusal(t: Tensor, name: str) -> TypeError:
     op = _NAMES.get(name, name)
     remedy = f"Use `ops.{op}`." if hasattr(ops, op) else f"There is no `ops.{op}`: write it with those that there are."
     return TypeError(f"NumPy's `{name}` takes arrays, and {t!r} is a tensor, to be computed by a session. {remedy}")
-
-
-def _not_compared(t: Tensor) -> TypeError:
-    """The error for `t > other`, whose truth a program would ask for next."""
-    return TypeError(
-        f"{t!r} has no order: while the program is written it has no numbers. `ops.greater(x, y)` is `x > y` for each "
-        "element, and `ops.greater(y, x)` is `x < y`; choose by the result with `ops.where` or `ops.conditional`."
-    )
 
 
 class Operators:
@@ -155,10 +152,17 @@ class Operators:
     def __invert__(self: Any) -> Tensor:
         return ops.logical_not(self)
 
-    def __gt__(self: Any, other: TensorLike) -> NoReturn:
-        raise _not_compared(self)
+    def __gt__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.greater, other)
 
-    __ge__ = __lt__ = __le__ = __gt__
+    def __ge__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.greater_equal, other)
+
+    def __lt__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.less, other)
+
+    def __le__(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, ops.less_equal, other)
 
     def __getitem__(self: Any, key: Any) -> Tensor:
         """Slices and integers, an integer tensor (a gather on axis 0), or a bool mask (other elements become 0)."""
@@ -207,6 +211,34 @@ class Operators:
     def flatten_(self: Any) -> Tensor:
         """`ops.flatten_` of this tensor: a view."""
         return ops.flatten_(self)
+
+    def astype(self: Any, dtype: dtype_) -> Tensor:
+        """`ops.cast` of this tensor."""
+        return ops.cast(self, dtype)
+
+    def sum(self: Any, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        """`ops.sum` of this tensor."""
+        return ops.sum(self, axis, keepdims)
+
+    def mean(self: Any, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        """`ops.mean` of this tensor."""
+        return ops.mean(self, axis, keepdims)
+
+    def max(self: Any, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        """`ops.max` of this tensor."""
+        return ops.max(self, axis, keepdims)
+
+    def min(self: Any, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        """`ops.min` of this tensor."""
+        return ops.min(self, axis, keepdims)
+
+    def std(self: Any, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        """`ops.std` of this tensor."""
+        return ops.std(self, axis, keepdims)
+
+    def var(self: Any, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+        """`ops.var` of this tensor."""
+        return ops.var(self, axis, keepdims)
 
     def detach(self: Any) -> Tensor:
         """`ops.detach` of this tensor: the same value, through which no gradient flows."""

@@ -59,12 +59,14 @@ class SessionOptions(BaseModel):
     throwIfLog2ScaleTensorNotInRange: bool = Field(
         default=True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
     )
-    calledGraphs: Literal["auto", "kept", "dispatched", "inlined"] = Field(
+    calledGraphs: Literal["auto", "kept", "dispatched", "rolled", "inlined"] = Field(
         default="auto",
         description="How called graphs are compiled. 'kept': in one program, in which each graph that is called from "
         "several places is compiled once. 'dispatched': each such graph by itself, and the host runs them one after "
-        "the other; compile time does not grow with the number of calls. 'inlined': every call as if it had been "
-        "written out. 'auto': dispatched, where much would be compiled again and again; kept otherwise.",
+        "the other; compile time does not grow with the number of calls. 'rolled': in one program, in which calls "
+        "that differ only in what they are given are turns of a loop, with their updates; variables that take the same "
+        "part lie in one array. 'inlined': every call as if it had been written out. 'auto': on CPUs dispatched, where "
+        "much would be compiled again and again, and kept otherwise; elsewhere rolled, where there is such a loop.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",
@@ -73,18 +75,31 @@ class SessionOptions(BaseModel):
         "results. 'one': one device stands for all IPUs. 'auto': several; but on CPUs only if there is enough work, as "
         "it has to be shared out. The numbers are the same.",
     )
-    remoteBuffers: Literal["host", "device"] = Field(
-        default="device",
+    remoteBuffers: Literal["auto", "host", "device"] = Field(
+        default="auto",
         description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "
-        "the device's, which is faster, as long as there is room. Where one device runs several replicas, always the "
-        "device's. The host's has been tried on CPUs only, so it has to be asked for.",
+        "the device's, which is faster, as long as there is room. 'auto': the host's; but a CPU has only one memory, "
+        "and is quicker without asking for it. An accelerator that runs several replicas cannot reach into the host's "
+        "memory for each of them: it has to be 'device' then, and a session says so.",
+    )
+    precision: Literal["highest", "high", "default"] = Field(
+        default="highest",
+        description="How exactly float32 numbers are multiplied in matrix products and convolutions: JAX's three "
+        "levels. 'highest': as float32, on every machine. 'high' and 'default': with fewer digits, where the machine "
+        "is quicker then. A TPU takes six passes of bfloat16 for 'highest', three for 'high', one for 'default'; a GPU "
+        "takes TensorFloat-32 for the last two. A CPU always computes with all digits. Sums are made in float32 in any "
+        "case. What an op says of itself, as `ops.matmul(..., partials_type=popxl.float16)` does, comes first.",
     )
     engineOptions: dict[str, str] = Field(
         default_factory=dict, description="A program compiled under other engine options is another one to the cache."
     )
     numIOTiles: int = 0
     enableStochasticRounding: bool = False
-    partialsTypeMatMuls: Literal["", "half", "float"] | str = ""
+    partialsTypeMatMuls: Literal["", "half", "float"] | str = Field(
+        default="",
+        description="'half': products that `ops.matmul` makes from now on are computed at the precision 'default', "
+        "unless they ask for another `partials_type`.",
+    )
     useHostCopyOps: bool = True
     aliasZeroCopy: bool = True
     enableExplicitMainLoops: bool = True

@@ -10,12 +10,14 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from runtime.lowering.functions import GraphFunction, to_jax
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.session import Session
+from runtime.targets.offline import Target
 
 __all__ = [
     "CompilationProgress",
     "GraphFunction",
     "Session",
     "StreamBufferMaps",
+    "Target",
     "compilation_progress",
     "d2hStreamBufferMaps",
     "h2dStreamBufferMaps",

@@ -22,5 +22,6 @@ def get_all_int_dtypes(include_signed: bool = True, include_unsigned: bool = Tru
 
 def get_all_dtypes() -> list[dtype]:
     """All dtypes but `bool`: integers, floats, complex numbers."""
-    floats = [dtypes.float8_143, dtypes.float8_152, dtypes.float16, dtypes.float32, dtypes.float64]
+    floats = [dtypes.float8_143, dtypes.float8_152, dtypes.float16, dtypes.bfloat16]
+    floats += [dtypes.float32, dtypes.float64]
     return get_all_int_dtypes() + floats + [dtypes.complex64, dtypes.complex128]

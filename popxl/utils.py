@@ -36,7 +36,7 @@ def to_numpy(
         x: a scalar, nested sequence, NumPy, JAX or torch array. A `np.memmap` is returned as it is if not `copy`, or
             refused, because a conversion would cut it off from its file.
         dtype: the type of the result, to which values are cast without a word about those that do not fit. For a
-            float8 type `x` must be of float16, float32 or float64, or hold float8 already. If `None`, NumPy infers it.
+            float8 type `x` must be a wider float, or hold float8 already. If `None`, NumPy infers it.
         downcast: where `dtype` is `None`, narrow 64-bit integers and floats to 32 bits.
         copy: if false, share memory with `x` where nothing needs to be converted.
         log2_scale: for float8, scale by `2**log2_scale` before rounding (default 0).
@@ -89,13 +89,13 @@ def to_numpy(
         target = dtype.as_numpy()
         if array.dtype == dtype.as_jax():
             array = to_host(array, dtype)
-        if array.dtype in (np.float16, np.float32, np.float64):
+        if array.dtype.name in ("float16", "bfloat16", "float32", "float64"):
             overflow_to_nan = nan_on_overflow is None or nan_on_overflow
             return host_pow2scale_cast_to_fp8(array, dtype, log2_scale or 0, overflow_to_nan)
         if array.dtype != target:
             raise TypeError(
-                f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected float16, float32 or "
-                "float64 data, or the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
+                f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected data of a "
+                "wider float, or of the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
             )
     else:
         target = dtype.as_numpy()
@@ -122,15 +122,18 @@ def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[A
         >>> narrowed(np.array([1.0, 2.5]), np.dtype(np.float32), "The rates").dtype
         dtype('float32')
     """
+    of_floats = dtypes.kind_of(target) == "f"
     try:
         with np.errstate(over="raise", under="ignore", invalid="ignore"):  # which costs less than to look at the result
             result = array.astype(target, order="C")
-        if target.kind == "f" or not (result != array).any():
+        if target.kind == "f" or (not of_floats and not (result != array).any()):
             return result
     except FloatingPointError:
         with np.errstate(over="ignore", invalid="ignore"):
             result = array.astype(target)
-    lost = np.isinf(result) & np.isfinite(array) if target.kind == "f" else result != array
+    lost = np.isinf(result) & np.isfinite(array) if of_floats else result != array
+    if not lost.any():  # bfloat16 does not tell NumPy that a number was too large
+        return result
     place = tuple(np.argwhere(lost)[0].tolist())
     at = f", at {list(place)}," if place else ""
     raise ValueError(

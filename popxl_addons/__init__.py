@@ -3,8 +3,10 @@
 Reading order: `dot_tree` (the form of all named collections), `variable_factory`, `graph`, `module`.
 """
 
+from popxl_addons import layers as layers
 from popxl_addons import named_replica_grouping as named_replica_grouping
 from popxl_addons import ops as ops
+from popxl_addons import optimizers as optimizers
 from popxl_addons import rts as rts
 from popxl_addons import transforms as transforms
 from popxl_addons.array_munging import (
@@ -57,6 +59,7 @@ from popxl_addons.route_tensor import is_subgraph, route_tensor_into_graph
 from popxl_addons.seed_variable import seed_variable as seed_variable
 from popxl_addons.streams import InputStreams, OutputStreams
 from popxl_addons.task_session import TaskSession, write_variables_pb
+from popxl_addons.training import Training, train_step
 from popxl_addons.transforms import (
     RemoteHandle,
     add_recompute_inputs,
@@ -98,6 +101,7 @@ __all__ = [
     "OutputStreams",
     "RemoteHandle",
     "TaskSession",
+    "Training",
     "VariableFactory",
     "WeightsDict",
     "add_recompute_inputs",
@@ -127,11 +131,13 @@ __all__ = [
     "host_load",
     "host_store",
     "is_subgraph",
+    "layers",
     "load_remote_graph",
     "named_buffers",
     "named_replica_grouping",
     "named_variable_buffers",
     "ops",
+    "optimizers",
     "overrides",
     "pad_axis",
     "pipelined_execution",
@@ -156,6 +162,7 @@ __all__ = [
     "tensor_parallel_input",
     "timer",
     "total_FLOPs",
+    "train_step",
     "transforms",
     "unshard",
     "unshard2D",

@@ -183,20 +183,28 @@ def read_info(directory: Path) -> dict[str, Any]:
     return info
 
 
+# NumPy's files have no word for bfloat16, and would say that these are just bytes: its name stands beside them.
+_BFLOAT16 = np.dtype([("bfloat16", "u2")])
+
+
+def _as_stored(array: np.ndarray) -> np.ndarray:
+    return array.view(_BFLOAT16) if array.dtype == popxl.bfloat16.as_numpy() else array
+
+
 # By hand: `np.savez` takes a name such as `file` for its own parameter, and `np.load` leaves a damaged file open.
 def _write_npz(path: Path, name: str, array: np.ndarray) -> None:
     with zipfile.ZipFile(path, "w") as archive, archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+        np.lib.format.write_array(file, _as_stored(np.asarray(array)), allow_pickle=False)
 
 
 def _read_npz(path: Path, name: str) -> np.ndarray:
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
             _check_claim(file, archive.getinfo(f"{name}.npy").file_size)
-            array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+            array = np.lib.format.read_array(file, allow_pickle=False)
             if file.read(1):  # to the end, where the archive's own sum is compared
                 raise ValueError("there is more than the array in it.")
-            return array
+            return array.view(popxl.bfloat16.as_numpy()) if array.dtype == _BFLOAT16 else array
     except OF_ARCHIVES as problem:
         raise UnreadableFileError(
             f"`{path}` is damaged: expected a NumPy archive with the array `{name}`. {problem}"

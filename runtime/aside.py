@@ -31,10 +31,10 @@ T = TypeVar("T")
 _Work = tuple[Future[Any], Callable[[], Any]]
 
 
-def lower(jitted: Any, *arguments: Any) -> Any:
-    """What ``jitted.lower(*arguments)`` gives. Signals are handled where ops are traced, or afterwards."""
+def lower(traced: Callable[[], Any]) -> Any:
+    """What a function gives that has JAX trace and lower. Signals are handled where ops are traced, or afterwards."""
     lowered: list[Any] = []
-    uninterrupted(lambda: lowered.append(jitted.lower(*arguments)))
+    uninterrupted(lambda: lowered.append(traced()))
     return lowered[0]
 
 

@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `popxl show` and `popxl report`. It is started by `popxl.__main__`."""
+"""What the command `popxl` does: `popxl show`, `popxl report` and `popxl --version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from types import TracebackType
 from popxl.base.pages import OnPage
 from popxl.context import get_current_context
 from popxl.core.recording import Op
+from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
-from runtime.program.machine import Machine, NothingRuns, PlanningMachine
+from runtime.costs.cost import cost_of
+from runtime.pipes import nobody_reads, quiet_in_a_pipe
+from runtime.program.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.program.program import Program, Ready
-from runtime.report import report_of
+from runtime.report import memory_of_program, report_of
 from runtime.session import Session
 from runtime.targets.devices import Device
+from runtime.targets.offline import FORMS, Target
+from runtime.versions import ShowVersions
 
 _EXAMPLES = """\
 examples:
@@ -30,6 +35,11 @@ examples:
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
   popxl report train.py --layers 12         run the program; options behind the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
+  popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
+  popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
+  popxl --version                           what programs run with here: for a report of a problem
+
+--target may stand right behind the file, too; a program that has such an option itself gets the second one.
 """
 
 _SHOW = """\
@@ -40,13 +50,22 @@ each Ir that it has built, and the memory that they need.
 _REPORT = "Run a program, and print the report of each session that it has made."
 
 
+@quiet_in_a_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the command line. Returns its exit code."""
     options = _parser().parse_args(arguments)
+    if options.target is None:
+        options.target, options.args = _target_of(options.args)
     file = Path(options.file)
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "does not exist"
         return _fail(f"{options.file!r} {why}; expected a Python file.", 2)
+    try:
+        target = None if options.target is None else Target(options.target)
+        if target is not None:
+            target.devices  # noqa: B018  # that there is no compiler is said now
+    except (ValueError, PopxlError) as problem:
+        return _fail(f"--target: {problem}", 2)
     for name in ("pictures", "pages"):
         folder = getattr(options, name)
         try:
@@ -55,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as problem:
             return _fail(f"--{name} {folder}: {problem}", 2)
     run = {"show": show, "report": report}[options.command]
-    return run(file, options.args, options.pictures, options.pages)
+    return run(file, options.args, options.pictures, options.pages, target)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report}")
     for name, text in (("show", _SHOW), ("report", _REPORT)):
         command = commands.add_parser(name, help=text, description=text)
@@ -72,22 +92,41 @@ def _parser() -> argparse.ArgumentParser:
             "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
         )
         command.add_argument("--pages", type=Path, metavar="FOLDER", help="write the reports there, as HTML pages")
+        command.add_argument(
+            "--target", metavar="MACHINE", help=f"compile for a machine that need not be here, and run nothing: {FORMS}"
+        )
         command.add_argument("file", metavar="FILE.py", help="the program")
         command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
     return parser
 
 
+def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The target among the arguments of a program, if they begin with it, and the others."""
+    if arguments[:1] == ["--target"] and len(arguments) > 1:
+        return arguments[1], arguments[2:]
+    if arguments and arguments[0].startswith("--target="):
+        return arguments[0].partition("=")[2], arguments[1:]
+    return None, arguments
+
+
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-def show(file: Path, arguments: Sequence[str], pictures: Path | None = None, pages: Path | None = None) -> int:
-    """Print the graphs of each Ir that a program builds, and their memory. Nothing is compiled or run.
+def show(
+    file: Path,
+    arguments: Sequence[str],
+    pictures: Path | None = None,
+    pages: Path | None = None,
+    target: Target | None = None,
+) -> int:
+    """Print the graphs of each Ir that a program builds, and their memory. Nothing is run; nor compiled, but for a
+    target: then what it costs there is printed, too.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if it builds no Ir.
     """
     irs: dict[Ir, None] = {}
-    machine = _Watching(PlanningMachine())
+    machine = _Watching(PlanningMachine() if target is None else TargetMachine(target))
     with _watching(machine, irs):
         stopped, code = _run(file, arguments)
     irs |= dict.fromkeys(ir for ir, _ in machine.programs)
@@ -95,31 +134,44 @@ def show(file: Path, arguments: Sequence[str], pictures: Path | None = None, pag
     for ir in irs:
         memory = ir.memory()
         print(f"\n=== {ir!r} ===\n\n{ir.main_graph}\n\n{memory}")
-        if ir in plans:
+        if ir in plans and target is not None:
+            compiled = plans[ir]
+            memory = memory_of_program(ir, compiled)
+            print(f"\nCompiled for {target}\n\n{memory}\n\n{cost_of(compiled)}")
+        elif ir in plans:
             way = "a plan of executables" if plans[ir].calls == "dispatched" else "one program"
             text = f"It would be compiled as {way}. {plans[ir].reason}"
             print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
         _write(memory, memory, f"memory_{ir.id}", pictures, pages)
     if stopped:
-        print(f"\nStopped at {stopped}: nothing is compiled or run.")
+        print(f"\nStopped at {stopped}: nothing is {'compiled or ' * (target is None)}run.")
     if not irs and not code:
         return _fail(f"{file} builds no Ir: there is nothing to show.", 1)
     return code
 
 
-def report(file: Path, arguments: Sequence[str], pictures: Path | None = None, pages: Path | None = None) -> int:
-    """Run a program, and print the report of each session that it has made.
+def report(
+    file: Path,
+    arguments: Sequence[str],
+    pictures: Path | None = None,
+    pages: Path | None = None,
+    target: Target | None = None,
+) -> int:
+    """Run a program, and print the report of each session that it has made. For a target, the program is run as far as
+    its first `session.run`.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if it makes no session.
     """
-    machine = _Watching(Machine())
+    machine = _Watching(Machine() if target is None else TargetMachine(target))
     with _watching(machine):
-        _, code = _run(file, arguments)
+        stopped, code = _run(file, arguments)
     for number, (ir, program) in enumerate(machine.programs):
         found = report_of(ir, program)
         print(f"\n=== session {number} ===\n\n{found}")
         _write(found, found.memory, f"session_{number}", pictures, pages)
+    if stopped:
+        print(f"\nStopped at {stopped}: nothing is run.")
     if not machine.programs and not code:
         return _fail(f"{file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1)
     return code
@@ -152,7 +204,7 @@ class _Watching(Machine):
         self._machine = machine
         self.programs: list[tuple[Ir, Program]] = []
 
-    def device(self, description: str | Device, ir: Ir) -> Device:
+    def device(self, description: str | Device | Target, ir: Ir) -> Device:
         return self._machine.device(description, ir)
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
@@ -197,6 +249,8 @@ def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
             print(end.code, file=sys.stderr)
         return "", end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as problem:
+        if isinstance(problem, BrokenPipeError) and nobody_reads():
+            raise
         frames = problem.__traceback__
         while frames is not None and not _is_of(frames, file):
             frames = frames.tb_next  # so that it begins in the program

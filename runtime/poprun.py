@@ -21,6 +21,8 @@ from typing import IO, Any
 
 from popxl.base.distributed import LOOPBACK, PREFIX, Instance
 from runtime.meetings import Meetings
+from runtime.pipes import quiet_in_a_pipe
+from runtime.versions import ShowVersions
 
 GRACE = 5.0
 """For how many seconds an instance may tidy up, once it has been told to end."""
@@ -54,7 +56,8 @@ Each instance builds the same program. Host arrays of streams are for its own re
 all, and after a run all instances have to ask for it, also if only one saves it.
 
 The first instance to fail ends the others, and its exit code becomes that of poprun: 128 plus the number of the
-signal, if it was killed by one. Stopping poprun, with Ctrl-C for example, stops all. Instances have no standard input.
+signal, if it was killed by one. Stopping poprun, with Ctrl-C for example, stops all, and so does the end of what reads
+their output. Instances have no standard input.
 
 Who can reach what:
   If all instances are on this machine, poprun and all instances listen on the loopback address (127.0.0.1) only. Other
@@ -73,6 +76,7 @@ _WITHOUT_MEANING = (
 ).split()
 
 
+@quiet_in_a_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run poprun with these arguments, by default those of the command line. Returns its exit code."""
     parser = _parser()
@@ -139,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--only-output-from-instance", type=int, metavar="I", help="show the output of this instance only")
     add("--verbose", "-v", "--vv", action="store_true", help="say how each instance is started")
+    add("--version", action=ShowVersions)
     for where in ("--mpi-global-args", "--mpi-local-args"):
         add(where, default="", metavar="ARGS", help="only `-x NAME[=VALUE]` in it is heeded, as --env")
     ignored = parser.add_argument_group("accepted, without effect", " ".join(_WITHOUT_MEANING))
@@ -267,7 +272,8 @@ class Launch:
                 index, code = ends.get()
             if index is None:
                 number = signal.Signals(-(code or 0))
-                return 128 + number, f"{number.name}: all instances are stopped."
+                nobody_reads = number == signal.SIGPIPE  # so nobody is told
+                return 128 + number, "" if nobody_reads else f"{number.name}: all instances are stopped."
             if code != 0:
                 index, code = self._first_to_fail(meetings, index, code)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
@@ -354,24 +360,32 @@ class Launch:
                 os.write(process.stdin.fileno(), f"{self._token}\n".encode())
         threading.Thread(target=lambda: ends.put((index, process.wait())), daemon=True).start()
         streams = ((process.stdout, 1), (process.stderr, 2)) if is_read else ()
-        readers = [threading.Thread(target=self._forward, args=(index, *pair), daemon=True) for pair in streams]
+        readers = [threading.Thread(target=self._forward, args=(index, *pair, ends), daemon=True) for pair in streams]
         for reader in readers:
             reader.start()
         return readers
 
-    def _forward(self, index: int, source: IO[bytes], target: int) -> None:
+    def _forward(self, index: int, source: IO[bytes], target: int, ends: Ends) -> None:
         """Copy the output of an instance to a file descriptor, with its number at the beginning of each line."""
+        with source:
+            try:
+                self._tag(index, source, target)
+            except BrokenPipeError:  # nobody reads on, so all are stopped
+                ends.put((None, -signal.SIGPIPE))
+                while os.read(source.fileno(), 1 << 16):  # else the instance would fail first, and say so
+                    pass
+
+    def _tag(self, index: int, source: IO[bytes], target: int) -> None:
         tag = f"[{index}] ".encode()
         begun: list[bytes] = []  # pieces of a line, which may be long
         started = _Started()
-        with source, contextlib.suppress(BrokenPipeError):  # nobody reads on, which closing tells the instance
-            while chunk := os.read(source.fileno(), 1 << 16):
-                *ends, rest = re.split(rb"(?<=[\n\r])(?!\n)", chunk)
-                lines = [b"".join((*begun, end)) for end in ends[:1]] + ends[1:]
-                self._write(target, b"".join(tag + line for line in lines if not started.have(line)))
-                begun = [*([] if ends else begun), rest]
-            if any(begun):
-                self._write(target, tag + b"".join(begun) + b"\n")
+        while chunk := os.read(source.fileno(), 1 << 16):
+            *ends, rest = re.split(rb"(?<=[\n\r])(?!\n)", chunk)
+            lines = [b"".join((*begun, end)) for end in ends[:1]] + ends[1:]
+            self._write(target, b"".join(tag + line for line in lines if not started.have(line)))
+            begun = [*([] if ends else begun), rest]
+        if any(begun):
+            self._write(target, tag + b"".join(begun) + b"\n")
 
     def _write(self, target: int, text: bytes) -> None:
         left = memoryview(text)

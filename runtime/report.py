@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.core.aliasing import callees_first, reachable
-from popxl.core.printing import definition
+from popxl.core.printing import definition, summary
 from popxl.core.recording import Op
 from popxl.core.traits import is_call
 from popxl.graph import Graph
@@ -37,9 +37,10 @@ from popxl.looking.memory import (
 )
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
+from runtime.costs.cost import Cost, cost_of
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
-from runtime.program.program import Program
+from runtime.program.program import CompiledProgram
 from runtime.timeline import Timeline
 
 
@@ -144,6 +145,24 @@ class GraphReport(_Part):
     text: str
 
 
+class LoopReport(_Part):
+    """Calls that are turns of a loop, with what comes with them.
+
+    Attributes:
+        graph: the graph that they are in; the name of the main graph is empty.
+        turns: how many there are.
+        ops: how many ops are in a turn; calls count as one.
+        calls: the graphs that a turn calls, in order.
+        text: a turn, in a few words.
+    """
+
+    graph: str
+    turns: int
+    ops: int
+    calls: tuple[str, ...]
+    text: str
+
+
 class WorkReport(_Part):
     """The ops of one type, those of all graphs together.
 
@@ -202,6 +221,52 @@ class PieceReport(_Part):
     seconds: float
 
 
+class TargetReport(_Part):
+    """The machine that a program was compiled for, which is not here.
+
+    Attributes:
+        description: how it was described.
+        chip: what one of its chips is called.
+        chips: how many it has.
+        used: how many of them the program uses.
+        capacity: the memory of a chip, in bytes.
+        with_buffers: what the program needs of it at most, if the remote buffers are there, too.
+        without_buffers: what it needs if they are in the host's memory.
+        fits: whether the program, as it was compiled, fits into the memory of a chip.
+        sources: where the figures of the chip are from.
+        cost: what a run of the program costs.
+    """
+
+    description: str
+    chip: str
+    chips: int
+    used: int
+    capacity: int
+    with_buffers: int
+    without_buffers: int
+    fits: bool
+    sources: tuple[str, ...]
+    cost: Cost
+
+    def page(self) -> Page:
+        """What reports show of it."""
+        fits = "The program fits." if self.fits else "The program does not fit."
+        rows = [
+            ["a chip has", bytes_text(self.capacity)],
+            ["needed, with remote buffers on the chip", bytes_text(self.with_buffers)],
+            ["needed, without them", bytes_text(self.without_buffers)],
+            ["code", bytes_text(self.cost.code_bytes) if self.cost.code_bytes is not None else "not said by XLA"],
+            ["kernels", str(self.cost.kernels)],
+            ["operations", f"{count_text(self.cost.flops)}FLOP"],
+            ["read and written", bytes_text(self.cost.bytes_accessed)],
+        ]
+        used = f"{self.used} of {self.chips} chips are used ({self.chip})."
+        told = f"{used} Nothing has run: the machine is not here. {fits}"
+        sources = f"Figures: {'; '.join(self.sources)}."
+        table = Table(["of each chip", ""], rows)
+        return Page(f"Target {self.description}", [told, table, *self.cost.details(), sources])
+
+
 class Report(OnPage, _Part):
     """What a compiled program consists of and needs. Sizes are bytes on one device.
 
@@ -212,19 +277,25 @@ class Report(OnPage, _Part):
         device: what was asked for.
         devices: the devices.
         replicas: how many there are, over all processes.
-        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept" or "inlined", one program.
+        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept", "rolled" or "inlined", one
+            program.
         reason: why so.
+        loops: of calls that are rolled.
+        written_out: of the calls that are not, if calls are rolled: the graphs, each with why.
         variables, buffers, streams, graphs: what the program has. The main graph comes first.
         collectives: what its replicas do together.
         size: how large it is, with and without outlining.
         work: floating point operations, by the types of ops, the most first.
         pieces: what was compiled, in the order in which it is first run.
+        precision: how float32 numbers are multiplied, and what fewer digits would be computed with; `None` on CPUs,
+            which compute with all of them.
         seconds: how long compiling took, with all around it.
         memory: what the program needs.
         runs: how often it has been run so far.
         run_seconds: how long the host was busy with these runs; devices go on working meanwhile, and afterwards.
         timeline: the last recording, if there is one.
         estimate: what the program would cost on IPUs; only for the device "ipu_model".
+        target: the machine that it was compiled for, and what it costs there; only where that is not here.
 
     Example:
         >>> session = popxl.Session(ir)
@@ -240,6 +311,8 @@ class Report(OnPage, _Part):
     replicas: int
     calls: str
     reason: str
+    loops: tuple[LoopReport, ...] = ()
+    written_out: dict[str, str] = {}
     variables: tuple[VariableReport, ...]
     buffers: tuple[BufferReport, ...]
     streams: tuple[StreamReport, ...]
@@ -248,12 +321,14 @@ class Report(OnPage, _Part):
     size: SizeReport
     work: tuple[WorkReport, ...]
     pieces: tuple[PieceReport, ...]
+    precision: str | None = None
     seconds: float
     memory: Memory
     runs: int
     run_seconds: float
     timeline: Timeline | None = None
     estimate: Estimate | None = None
+    target: TargetReport | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -289,6 +364,7 @@ class Report(OnPage, _Part):
             [
                 where,
                 self._facts(),
+                *([self.target.page()] if self.target is not None else []),
                 *self._schedule(),
                 self.memory.page(),
                 *self._compiled(),
@@ -336,7 +412,15 @@ class Report(OnPage, _Part):
             for p in self.pieces
         ]
         told = f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}."
-        return [Page("Compiled", [told, *Table.cut(columns, rows)])]
+        return [Page("Compiled", [told, *Table.cut(columns, rows), *self._rolled()])]
+
+    def _rolled(self) -> list[Page]:
+        loops = [[loop.text, loop.graph or "main graph", str(loop.turns), str(loop.ops)] for loop in self.loops]
+        left = [[graph, why] for graph, why in self.written_out.items()]
+        return [
+            *_section("Loops of calls", ["a turn", "in", "turns", "ops of a turn"], loops),
+            *_section("Calls that are written out", ["graph", "why"], left),
+        ]
 
     def _sizes(self) -> Page:
         size = self.size
@@ -352,7 +436,9 @@ class Report(OnPage, _Part):
         ]
         if rows:
             rows.insert(0, ["in all", str(sum(w.runs for w in self.work if w.flops)), count_text(total), ""])
-        return _section("Floating point operations", ["op", "in a run", "FLOP", "share"], rows)
+        table = Table.cut(["op", "in a run", "FLOP", "share"], rows)
+        told = [self.precision] if self.precision is not None else []
+        return [Page("Floating point operations", [*told, *table])] if table else []
 
     def _of_variables(self) -> list[Page]:
         rows = sorted(self.variables, key=lambda v: -v.bytes)
@@ -399,6 +485,7 @@ class Report(OnPage, _Part):
 _WAYS = {
     "dispatched": "A plan: the host runs {dispatches} pieces one after the other, {pieces} different ones.",
     "kept": "One program, in which graphs that are called from several places are compiled once.",
+    "rolled": "One program, in which calls that differ only in what they are given are turns of loops.",
     "inlined": "One program, in which every call is written out.",
 }
 
@@ -424,10 +511,11 @@ def _stream(stream: StreamReport) -> list[str]:
 # Of a program --------------------------------------------------------------------------------------------------------
 
 
-def report_of(ir: Ir, program: Program) -> Report:
+def report_of(ir: Ir, program: CompiledProgram) -> Report:
     """The report of a compiled program. See `Session.report`."""
     main, runs = ir.main_graph, runs_of(ir.main_graph)
     ops = _stood_for(main)
+    memory = memory_of_program(ir, program)
     return Report(
         program=repr(ir),
         device=program.device.name,
@@ -435,6 +523,8 @@ def report_of(ir: Ir, program: Program) -> Report:
         replicas=program.replicas.count,
         calls=program.calls,
         reason=program.reason,
+        loops=_loops(program),
+        written_out=_written_out(program),
         variables=_variables(ir, program),
         buffers=_buffers(program, runs),
         streams=_streams(program),
@@ -443,13 +533,71 @@ def report_of(ir: Ir, program: Program) -> Report:
         size=_size(main, program),
         work=_work(runs),
         pieces=_pieces(main, program, ops),
+        precision=_precision(ir.options.precision, program.layout.target.platform),
         seconds=program.compiled.seconds,
-        memory=memory_of_program(ir, program),
-        runs=program.runner.runs,
-        run_seconds=program.runner.run_seconds,
-        timeline=program.runner.timeline,
+        memory=memory,
+        runs=program.runs,
+        run_seconds=program.run_seconds,
+        timeline=program.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
+        target=_target(program, memory),
     )
+
+
+def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
+    rolling = program.layout.rolling
+    return tuple(
+        LoopReport(
+            graph=loop.ops[0].graph.name,
+            turns=len(loop.turns),
+            ops=len(loop.ops),
+            calls=tuple(callee.name for op in loop.ops for callee in op.called_graphs),
+            text=summary(loop.ops),
+        )
+        for loop in (() if rolling is None else rolling.loops)
+    )
+
+
+def _written_out(program: CompiledProgram) -> dict[str, str]:
+    rolling = program.layout.rolling
+    return {} if rolling is None else {graph.name: why for graph, why in rolling.left_alone.items()}
+
+
+def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:
+    """The machine that the program was compiled for, if that is not here."""
+    target = program.device.target
+    if target is None:
+        return None
+    return TargetReport(
+        description=str(target),
+        chip=target.chip.name,
+        chips=target.count,
+        used=len(program.devices),
+        capacity=target.chip.memory_bytes,
+        with_buffers=memory.device + memory.buffers_on_host,
+        without_buffers=memory.device - memory.buffers,
+        fits=memory.device <= target.chip.memory_bytes,
+        sources=target.chip.sources,
+        cost=cost_of(program),
+    )
+
+
+_MULTIPLYING = {
+    "tpu": {"highest": "six passes of bfloat16", "high": "three passes of bfloat16", "default": "one pass of bfloat16"},
+    "gpu": {"highest": "float32", "high": "TensorFloat-32", "default": "TensorFloat-32"},
+}
+"""What machines multiply float32 numbers with, at each precision."""
+
+
+def _precision(level: str, platform: str) -> str | None:
+    """How float32 numbers are multiplied, in a sentence or two."""
+    if platform not in _MULTIPLYING:
+        return None
+    ways = _MULTIPLYING[platform]
+    told = f"Products of float32 are computed at the precision {level!r}: in {ways[level]}."
+    if level == "default":
+        return told
+    return f"{told} `ir.options.precision = 'default'` would take {ways['default']}."
 
 
 def _stood_for(main: Graph) -> dict[Graph, int]:
@@ -490,7 +638,7 @@ def _collectives(runs: Counter[Graph]) -> tuple[CollectiveReport, ...]:
     return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in found.items())
 
 
-def _size(main: Graph, program: Program) -> SizeReport:
+def _size(main: Graph, program: CompiledProgram) -> SizeReport:
     written_out: dict[Graph, int] = {}
     for graph in callees_first(main):
         inner = (written_out[callee] for op in graph.ops for callee in op.called_graphs)
@@ -529,7 +677,7 @@ def _text_written_out(text: str) -> int | None:
     return len(text) - sum(map(len, bodies.values())) + lengths["main"]
 
 
-def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
+def _variables(ir: Ir, program: CompiledProgram) -> tuple[VariableReport, ...]:
     held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
     found = []
     for v in ir.main_graph.variables:
@@ -545,7 +693,7 @@ def _variables(ir: Ir, program: Program) -> tuple[VariableReport, ...]:
     return tuple(found)
 
 
-def _buffers(program: Program, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
+def _buffers(program: CompiledProgram, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
     traffic: defaultdict[RemoteBuffer, Counter[str]] = defaultdict(Counter)
     for op, count in _parts(runs):
         if op.kind.exchange == "buffer":
@@ -566,7 +714,7 @@ def _buffers(program: Program, runs: Counter[Graph]) -> tuple[BufferReport, ...]
     )
 
 
-def _streams(program: Program) -> tuple[StreamReport, ...]:
+def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
     copies = program.layout.transfers * program.replicas.per_device
     return tuple(
         StreamReport(
@@ -581,7 +729,7 @@ def _streams(program: Program) -> tuple[StreamReport, ...]:
     )
 
 
-def _pieces(main: Graph, program: Program, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
+def _pieces(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
     if not isinstance(program.executable, Plan):
         (executable,) = program.executables()
         text = len(program.text())
@@ -626,7 +774,7 @@ def _sizes(executable: Any) -> dict[str, Any]:
 # Its memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory_of_program(ir: Ir, program: Program) -> Memory:
+def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """What a compiled program needs. See `Session.memory`."""
     parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.ipus}
     per_replica = [*parts.values()]
@@ -651,7 +799,7 @@ def memory_of_program(ir: Ir, program: Program) -> Memory:
     )
 
 
-def _of_ipu(ir: Ir, program: Program, ipu: int) -> DeviceMemory:
+def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
     """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
 
     def here(thing: Any) -> bool:
@@ -679,7 +827,7 @@ def _of_ipu(ir: Ir, program: Program, ipu: int) -> DeviceMemory:
     )
 
 
-def _steps(ir: Ir, program: Program, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
+def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
     """The steps on the device of an IPU, and the values that are held there between them."""
     if not isinstance(program.executable, Plan):
         copies = program.replicas.per_device

@@ -26,13 +26,15 @@ from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.utils import narrowed
+from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
 from runtime.program.host_arrays import HostArrays, Outputs
-from runtime.program.machine import Machine
+from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
 from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
+from runtime.targets.offline import Target
 from runtime.timeline import Timeline
 
 __all__ = ["Session"]
@@ -52,9 +54,10 @@ class Session:
         ir: the program. It is taken as it is now. If it changes, sessions may be made of it again; one that was made
             before then runs what it was made of. As long as there is no other, `run` refuses.
         device_desc: `"cpu"`; `"ipu_model"` (the CPU too, with an estimate of what IPUs would need, in the report);
-            `"ipu_hw"`, the best accelerator that JAX sees, else the CPU; `"gpu"` or `"tpu"`, that one; or a device. On
-            one that is attached already the session can run at once. The environment variable `POPXL_OFFLINE_DEVICE`
-            goes before a string.
+            `"ipu_hw"`, the best accelerator that JAX sees, else the CPU; `"gpu"` or `"tpu"`, that one; a machine that
+            is not here, `"tpu v5e:4x4"` or a `popxl.Target`, for which the program is compiled and cannot be run; or a
+            device. On one that is attached already the session can run at once. The environment variable
+            `POPXL_OFFLINE_DEVICE` goes before a string.
         weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
 
     Raises:
@@ -79,10 +82,14 @@ class Session:
 
     machine: ClassVar[Machine] = Machine()
 
-    def __init__(self, ir: Ir, device_desc: str | Device = "cpu", weights_to_host_on_exit: bool = True) -> None:
+    def __init__(
+        self, ir: Ir, device_desc: str | Device | Target = "cpu", weights_to_host_on_exit: bool = True
+    ) -> None:
         self._prepare(ir, device_desc, weights_to_host_on_exit, None)
 
-    def _prepare(self, ir: Ir, device_desc: str | Device, weights_to_host_on_exit: bool, ready: Ready | None) -> None:
+    def _prepare(
+        self, ir: Ir, device_desc: str | Device | Target, weights_to_host_on_exit: bool, ready: Ready | None
+    ) -> None:
         if not isinstance(ir, Ir):
             raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
         if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
@@ -94,8 +101,9 @@ class Session:
             warn_of_doubts(ir.main_graph)
         self._ir = ir
         self._variables = ir.main_graph.variables
-        self.weights_to_host_on_exit = weights_to_host_on_exit and not self._has_read_only_data()
         self._device = self.machine.device(device_desc, ir)
+        comes_back = self._is_here and not self._has_read_only_data()
+        self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
         self._made_of = Snapshot(ir.main_graph)
@@ -106,7 +114,7 @@ class Session:
         self._known_host_data = ir.host_copies.version
         self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
-        if self.is_attached:
+        if self.is_attached and self._is_here:
             self.weights_from_host()
 
     def __repr__(self) -> str:
@@ -121,6 +129,11 @@ class Session:
     def is_attached(self) -> bool:
         """Whether the device is attached, and the program can run: inside a `with session:` block."""
         return self._device.isAttached
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether the device is: whether anything can be run at all."""
+        return self._device.target is None
 
     # Looking at it --------------------------------------------------------------------------------------------------
 
@@ -154,6 +167,28 @@ class Session:
             >>> [device.device for device in memory.devices]
         """
         return memory_of_program(self._ir, self.program)
+
+    def cost(self) -> Cost:
+        """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
+        estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
+
+        Two programs compiled for one target are so compared exactly, and on any machine.
+
+        Example:
+            >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
+            >>> print(cost)
+            >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
+        """
+        return cost_of(self.program)
+
+    def hlo(self) -> dict[str, str]:
+        """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
+
+        Example:
+            >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
+            ...     print(name, text.count("fusion("))
+        """
+        return texts(self.program)
 
     def recording(self) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
@@ -210,6 +245,10 @@ class Session:
         that came from a file or from a cache is compiled again to be written. One whose replicas talk to each other on
         several CPU devices is compiled again to be loaded, as XLA reads back such code wrongly.
 
+        What was compiled for a machine that is not here, a `popxl.Target`, is written for one that is: load it where
+        there are as many such chips, with the same versions of popxl and JAX. That could not be tried: XLA writes
+        these programs, and reads them only on a machine that has the chips.
+
         Raises:
             PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the
                 Ir has changed since the session was made.
@@ -232,7 +271,7 @@ class Session:
     def load(
         cls,
         path: str | os.PathLike[str],
-        device_desc: str | Device | None = None,
+        device_desc: str | Device | Target | None = None,
         weights_to_host_on_exit: bool = True,
     ) -> Self:
         """A session from a file that `save` has written. Its Ir is `session.ir`; streams are found there.
@@ -274,7 +313,8 @@ class Session:
             try:
                 if not was_attached:
                     self._device.attach()
-                    self.weights_from_host()
+                    if self._is_here:
+                        self.weights_from_host()
                 self._was_attached_stack.append(was_attached)
             except BaseException:
                 del self._was_attached_stack[depth:]
@@ -312,6 +352,8 @@ class Session:
         self._device = self.program.device = device
 
     def _check_attached(self, what: str) -> None:
+        if isinstance(self.program, ProgramElsewhere):
+            raise self.program.refusal(what)
         if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
 
@@ -488,7 +530,7 @@ class Session:
                 )
         with self._lock, self._ir.host_copies.lock:
             if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
-                if self.is_attached:
+                if self.is_attached and self._is_here:
                     self.weights_to_host()
                 elif self._has_run:
                     _log.warn(
@@ -526,6 +568,8 @@ class Session:
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
         checked = {t: self._new_data(t, data) for t, data in tensors.items()}
+        if self.is_attached:
+            self._check_attached("write_variable_data")
 
         def write() -> None:
             for t, data in checked.items():

@@ -3,6 +3,9 @@
 Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. So do the cases of a test marked
 `thorough(but_each=5)`, all but the first, the sixth and so on. They are left out, unless they are asked for: all of
 them by `-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests.
+
+Tests marked `targets` compile for TPUs and GPUs. They are left out where the compilers of the extras `tpu` and `gpu`
+are not installed.
 """
 
 import argparse
@@ -14,7 +17,9 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
@@ -60,15 +65,29 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The smoke test first: if it fails, nothing that follows is worth reading. Thorough tests only if asked for."""
     items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
+    if not has_compilers():
+        _leave_out(config, items, TARGETS_LEFT_OUT, [item for item in items if item.get_closest_marker("targets")])
     if "thorough" in config.getoption("markexpr"):
         return
     part, parts = config.getoption("thorough") or (0, 1)
-    left_out = [item for item in _thorough(items) if _part_of(item.nodeid, parts) != part]
+    _leave_out(config, items, LEFT_OUT, [item for item in _thorough(items) if _part_of(item.nodeid, parts) != part])
+
+
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], count: pytest.StashKey[int], left_out: list[pytest.Item]
+) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        config.stash[LEFT_OUT] = len(left_out)
+        config.stash[count] = len(left_out)
         without = set(left_out)
         items[:] = [item for item in items if item not in without]
+
+
+def has_compilers() -> bool:
+    """Whether the compilers of TPUs and GPUs are installed: the extras `tpu` and `gpu`."""
+    plugins = find_spec("jax_plugins")
+    found = {} if plugins is None else {info.name for info in iter_modules(plugins.submodule_search_locations)}
+    return find_spec("libtpu") is not None and any(name.startswith("xla_cuda") for name in found)
 
 
 def _part_of(name: str, parts: int) -> int:
@@ -90,21 +109,30 @@ def _thorough(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 LEFT_OUT = pytest.StashKey[int]()
 """How many thorough tests there are that do not run."""
 
+TARGETS_LEFT_OUT = pytest.StashKey[int]()
+"""How many tests need the compilers of TPUs and GPUs, and do not run."""
+
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:  # a process of pytest-xdist
-        output["thorough tests left out"] = session.config.stash.get(LEFT_OUT, 0)
+        output["left out"] = [session.config.stash.get(count, 0) for count in (LEFT_OUT, TARGETS_LEFT_OUT)]
 
 
 def pytest_testnodedown(node: Any) -> None:
     """A process of pytest-xdist has ended. All of them have left out the same tests."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("thorough tests left out", 0)
+    counts = getattr(node, "workeroutput", {}).get("left out", (0, 0))
+    node.config.stash[LEFT_OUT], node.config.stash[TARGETS_LEFT_OUT] = counts
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(
             f"{count} thorough tests left out; run them with `-m thorough`, or a tenth of them with `--thorough=1/10`."
+        )
+    if count := config.stash.get(TARGETS_LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{count} tests left out that compile for TPUs and GPUs; install the compilers with "
+            "`pip install -e '.[tpu,gpu]'`."
         )
 
 

@@ -1,11 +1,7 @@
 """The types of numbers that a device has, and torch tensors as arrays of them.
 
 What comes to the device as 64-bit numbers is narrowed. What comes back keeps the type that it had on the device:
-results that torch would give as int64 are int32.
-
-Of bfloat16, what is seen is bfloat16, and what is computed is float32: a number is rounded to bfloat16 where it becomes
-one (a cast, a constant), where it is kept (a parameter after each step of the optimiser, a buffer), and as a result of
-the model; not after each op, as PyTorch does. So parameters on the host are the same numbers as those on the device.
+results that torch would give as int64 are int32. Arrays of bfloat16 are of `ml_dtypes`, as NumPy has no such type.
 """
 
 from __future__ import annotations
@@ -13,14 +9,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+import popxl
 from poptorch.errors import createPoptorchError
+from popxl.fp8_utils import as_array
 
-__all__ = ["device_dtype", "to_numpy"]
+__all__ = ["device_dtype", "from_numpy", "to_numpy"]
 
 _DEVICE_DTYPES = {
     dtype: dtype
-    for dtype in (torch.float32, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-} | {torch.int64: torch.int32, torch.float64: torch.float32, torch.bfloat16: torch.float32}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int8, torch.uint8)
+} | {torch.bool: torch.bool, torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +28,7 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
         dtype: a type of the host.
 
     Returns:
-        int32 for int64, float32 for float64 and bfloat16, else the same type.
+        int32 for int64, float32 for float64, else the same type.
 
     Raises:
         Error: for a type that has no counterpart there, such as complex64.
@@ -61,4 +59,16 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
         dtype('int32')
     """
     wanted = _DEVICE_DTYPES.get(tensor.dtype) or device_dtype(tensor.dtype)
-    return (tensor if tensor.dtype is wanted else tensor.detach().to(wanted)).numpy(force=True)
+    return as_array(tensor if tensor.dtype is wanted else tensor.detach().to(wanted))
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """An array of numbers of a device as a tensor, which shares its memory.
+
+    Example:
+        >>> from_numpy(to_numpy(torch.ones(2, dtype=torch.bfloat16))).dtype
+        torch.bfloat16
+    """
+    if array.dtype == popxl.bfloat16.as_numpy():
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

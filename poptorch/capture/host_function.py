@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.base.dtypes import to_numpy
+from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.structures import Structure, structure_of
 from poptorch.errors import createPoptorchError
 
@@ -41,7 +41,7 @@ class HostFunction:
         if not self.problems:
             try:
                 with torch.no_grad():
-                    return self._checked(self.result(map(torch.from_numpy, given)), wanted)
+                    return self._checked(self.result(map(from_numpy, given)), wanted)
             except Exception as problem:  # whatever it is, and here nobody can catch it: `Compiled.run` raises it
                 self.problems.append(problem)
         return list(wanted)

@@ -34,7 +34,7 @@ from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_act
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
 
-__all__ = ["CANNOT_READ", "Again", "Tracer", "current", "going_on"]
+__all__ = ["CANNOT_READ", "Again", "Tracer", "autocast_dtype", "current", "going_on"]
 
 _OVERWRITING = frozenset(
     f"aten.{name}_"
@@ -49,6 +49,19 @@ CANNOT_READ = (
     "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
 )
 """What is said where a model reads a number."""
+
+
+_NARROWED = frozenset({"torch.linear", "torch.matmul", "torch.scaled_dot_product_attention"})
+"""Functions that `torch.autocast` computes in the narrower type, and that are kept whole in it."""
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """The type that `torch.autocast` computes products in, if it is on."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _narrowed(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
 
 
 class Tracer:
@@ -131,7 +144,12 @@ class Tracer:
 
     def function(self, whole: Whole, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A function of PyTorch that is kept whole, if functions are."""
-        if not self._keeps_whole:
+        narrow = autocast_dtype()
+        if self._keeps_whole and narrow is not None and whole.op in _NARROWED:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _narrowed(t, narrow), (args, kwargs))
+            with torch.autocast("cpu", enabled=False):
+                return self.function(whole, function, args, kwargs)
+        if not self._keeps_whole or narrow is not None:  # autocasting casts what functions are made of
             results = function(*args, **kwargs)
             return self.loss(results) if whole.op in LOSSES else results
         given = whole.arguments(function, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.linalg import linear
-from poptorch.lowering.nn import masked_softmax, softmax
+from poptorch.lowering.nn import softmax
 from poptorch.lowering.operands import broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.values.shapes import broadcast_shapes
 
 Optional = popxl.Tensor | None
 
@@ -23,43 +25,6 @@ def _transposed(t: popxl.Tensor) -> popxl.Tensor:
     """A tensor with its last two dimensions exchanged."""
     axes = tuple(range(len(t.shape)))
     return ops.transpose(t, (*axes[:-2], axes[-1], axes[-2]))
-
-
-@jax_op(title="AttentionMask", gradient={"scores": lambda g: g})
-def _masked(scores: Any, mask: Any) -> Any:
-    """Scores, without those at which a mask of bools is false; or plus a mask of numbers."""
-    if mask.dtype == jnp.bool_:
-        return jnp.where(mask, scores, -jnp.inf)
-    return scores + mask.astype(scores.dtype)
-
-
-@jax_op(title="CausalMask", gradient={"scores": lambda g: g})
-def _causal(scores: Any) -> Any:
-    """Scores, without those of keys that come after the query."""
-    return jnp.where(jnp.tri(scores.shape[-2], scores.shape[-1], dtype=bool), scores, -jnp.inf)
-
-
-def _weights(
-    query: popxl.Tensor, key: popxl.Tensor, mask: Optional, is_causal: bool, scale: float | None
-) -> popxl.Tensor:
-    """How much of each key each query gets."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = ops.matmul(query * scale, _transposed(key))
-    if is_causal:
-        scores = _causal(scores)
-    if mask is None:
-        return softmax(scores, -1)
-    return masked_softmax(_with_mask(scores, mask), axis=len(scores.shape) - 1)
-
-
-def _with_mask(scores: popxl.Tensor, mask: popxl.Tensor) -> popxl.Tensor:
-    if mask.dtype is popxl.bool:
-        return _masked(scores, mask)
-    return ops.add(scores, together(mask, scores.dtype))  # which may have a gradient
-
-
-def _dropped(t: popxl.Tensor, p: float) -> popxl.Tensor:
-    return ops.dropout(t, emission().seed(), p) if p else t
 
 
 @lowers("torch.scaled_dot_product_attention")
@@ -73,16 +38,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> popxl.Tensor:
-    if enable_gqa:  # each head of the keys serves several of the queries
-        times = query.shape[-3] // key.shape[-3]
-        key, value = _repeated(key, times=times), _repeated(value, times=times)
-    weights = _weights(query, key, attn_mask, is_causal, scale)
-    return ops.matmul(_dropped(weights, dropout_p), value)
-
-
-@jax_op(title="RepeatHeads")
-def _repeated(t: Any, *, times: int) -> Any:
-    return jnp.repeat(t, times, axis=-3)
+    given = [query, key, value]
+    own = 3 if enable_gqa else 2  # dimensions that are not those of the batch; each head of keys may serve several
+    batch = broadcast_shapes(*(t.shape[:-own] for t in given))
+    query, key, value = (t if t.shape[:-own] == batch else broadcast(t, shape=(*batch, *t.shape[-own:])) for t in given)
+    return ops.attention(query, key, value, attn_mask, is_causal, scale, dropout_p, _seed(dropout_p))
 
 
 # Several heads --------------------------------------------------------------------------------------------------------
@@ -161,24 +121,41 @@ def multi_head_attention_forward(
     if add_zero_attn:
         k, v = (_appended(t, popxl.constant(0.0, t.dtype), 2) for t in (k, v))
     more = (bias_k is not None) + add_zero_attn
-    scores = ops.matmul(q * (1 / math.sqrt(width // num_heads)), _transposed(k))
-    if attn_mask is not None:
-        mask = _wider(attn_mask, by=more) if more else attn_mask
-        if len(mask.shape) == 3:
-            mask = ops.reshape(mask, (batch, num_heads, *mask.shape[1:]))
-        scores = _left_out(scores, mask)
+    masks = [_wider(mask, by=more) if more else mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if attn_mask is not None and len(attn_mask.shape) == 3:
+        masks[0] = ops.reshape(masks[0], (batch, num_heads, *masks[0].shape[1:]))
     if key_padding_mask is not None:
-        mask = _wider(key_padding_mask, by=more) if more else key_padding_mask
-        scores = _left_out(scores, ops.reshape(mask, (batch, 1, 1, mask.shape[-1])))
-    masked = attn_mask is not None or key_padding_mask is not None
-    # PyTorch computes weights that are asked for otherwise: those of a query that sees no key are NaN.
-    attention = masked_softmax(scores, axis=3) if masked and not need_weights else softmax(scores, -1)
-    attention = _dropped(attention, dropout_p if training else 0)
-    mixed = ops.transpose(ops.matmul(attention, v), (2, 0, 1, 3))
-    out = linear(ops.reshape(mixed, (length, batch, width)), out_proj_weight, out_proj_bias)
+        masks[-1] = ops.reshape(masks[-1], (batch, 1, 1, masks[-1].shape[-1]))
+    dropout_p = dropout_p if training else 0.0
+
+    def output(mixed: popxl.Tensor) -> popxl.Tensor:
+        rows = ops.reshape(ops.transpose(mixed, (2, 0, 1, 3)), (length, batch, width))
+        out = linear(rows, out_proj_weight, out_proj_bias)
+        return ops.reshape(out, (length, width)) if single else out
+
+    if not need_weights:
+        return [output(ops.attention(q, k, v, _seen(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p)))]
+    scores = ops.matmul(q * (1 / math.sqrt(width // num_heads)), _transposed(k))
+    for mask in masks:
+        scores = _left_out(scores, mask)
+    # Not as above: the weights of a query that sees no key are NaN, as in PyTorch.
+    attention = softmax(scores, -1)
+    if dropout_p:
+        attention = ops.dropout(attention, emission().seed(), dropout_p)
+    out = output(ops.matmul(attention, v))
     if average_attn_weights:
         attention = ops.mean(attention, 1)
-    results = [out, attention] if need_weights else [out]
-    if single:
-        results = [ops.reshape(out, (length, width)), ops.reshape(attention, attention.shape[1:])][: len(results)]
-    return results
+    return [out, ops.reshape(attention, attention.shape[1:]) if single else attention]
+
+
+def _seen(masks: Sequence[popxl.Tensor]) -> Optional:
+    """Masks that say what is left out, as one that says what is seen: numbers to add, if one of them has numbers."""
+    if all(mask.dtype is popxl.bool for mask in masks):
+        return reduce(ops.logical_and, map(ops.logical_not, masks)) if masks else None
+    zero, lowest = popxl.constant(0.0), popxl.constant(-math.inf)
+    numbers = (ops.where(m, lowest, zero) if m.dtype is popxl.bool else together(m, popxl.float32) for m in masks)
+    return reduce(ops.add, numbers)
+
+
+def _seed(dropout: float) -> Optional:
+    return emission().seed() if dropout else None

@@ -18,7 +18,7 @@ import popxl
 from poptorch.base.dtypes import device_dtype
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.operands import broadcast, narrowed, reshaped
+from poptorch.lowering.operands import broadcast, reshaped
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
 from popxl.base.source import DebugRecord
@@ -49,6 +49,7 @@ def popxl_dtype(dtype: torch.dtype) -> popxl.dtype:
 _DTYPES = {
     torch.float32: popxl.float32,
     torch.float16: popxl.float16,
+    torch.bfloat16: popxl.bfloat16,
     torch.int32: popxl.int32,
     torch.int16: popxl.int16,
     torch.int8: popxl.int8,
@@ -212,8 +213,6 @@ class Emission:
             made = made if isinstance(made, tuple | list) else () if made is None else (made,)
             for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
                 t = _as(t, value)
-                if value.dtype is torch.bfloat16 and not any(v.dtype is torch.bfloat16 for v in node.inputs):
-                    t = narrowed(t)
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
 
     def _plain(self, argument: Any) -> Any:

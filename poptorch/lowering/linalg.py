@@ -54,13 +54,13 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     # Weights have a row for each result. Were they transposed, each product would keep a copy of them for its gradient.
     dimensions = (((input.ndim - 1,), (1,)), ((), ()))
-    out = lax.dot_general(input, weight, dimensions, precision=lax.Precision.HIGHEST)
+    out = lax.dot_general(input, weight, dimensions)
     return out if bias is None else out + bias
 
 
 @lowers("torch.linear")
 def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None) -> popxl.Tensor:
-    if weight.rank == 2 and input.dtype == weight.dtype and input.dtype in (popxl.float32, popxl.float16):
+    if weight.rank == 2 and input.dtype == weight.dtype and (input.dtype.is_half or input.dtype is popxl.float32):
         return _linear(input, weight) if bias is None else _linear(input, weight, bias)
     out = product(input, ops.transpose(weight))  # of integers, or of one row alone
     return out if bias is None else ops.add(*promoted(out, bias))
@@ -105,7 +105,7 @@ def einsum(equation: str, operands: Any) -> popxl.Tensor:
 
 @jax_op(title="Einsum")
 def _einsum(*operands: Any, equation: str) -> Any:
-    return jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST)  # halves are summed in float32
+    return jnp.einsum(equation, *operands)  # halves are summed in float32
 
 
 @lowers("torch.bilinear")

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import popxl
 from popxl import OpKind, ops
 
 __all__ = [
-    "as_bfloat16", "axes_of", "axis_of", "broadcast", "lined", "narrowed", "promoted", "reshaped", "together",
+    "axes_of", "axis_of", "broadcast", "lined", "promoted", "reshaped", "together",
 ]  # fmt: skip
 
 Number = bool | int | float
@@ -22,18 +21,9 @@ broadcast = OpKind(
     "Expand",
     lambda t, *, shape: jnp.broadcast_to(t, shape),
     key="poptorch.Expand",
-    gradient={"t": lambda g: g},  # autodiff sums it, with float16 in float32
+    gradient={"t": lambda g: g},  # autodiff sums it, with halves in float32
 )
 """A tensor in a larger shape, by the rules of broadcasting."""
-
-
-def as_bfloat16(x: Any) -> Any:
-    """An array of float32 with its numbers rounded to those that bfloat16 has, which the device has not."""
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-
-
-narrowed = OpKind("ToBFloat16", as_bfloat16, key="poptorch.ToBFloat16")
-"""The same of a tensor."""
 
 
 def promoted(*operands: popxl.Tensor | Number) -> tuple[popxl.Tensor, ...]:

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 import popxl
 from poptorch.base.logging_ import logger
@@ -29,7 +28,7 @@ from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.operands import narrowed, together
+from poptorch.lowering.operands import together
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.updates import Update
@@ -424,7 +423,7 @@ class Program:
             gradients = {name: by_parameter[t] for name, t in self._trained().items()}
         for name, value in self.written.items():
             new = found[id(value)]
-            ops.var_updates.copy_var_update_(tensors[name], narrowed(new) if value.dtype is torch.bfloat16 else new)
+            ops.var_updates.copy_var_update_(tensors[name], new)
         found |= {name: site.graph_to_parent(t) for name, t in self._model.anchored.items()}
         found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
         results = [found.get(_key(result.value)) for result in self._returned]

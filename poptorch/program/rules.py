@@ -18,7 +18,6 @@ import torch
 
 import popxl
 from poptorch import optim
-from poptorch.lowering.operands import as_bfloat16
 from popxl.errors import PopxlError
 from popxl.op import Colocated, Overwrites
 
@@ -235,23 +234,17 @@ def op_kind(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.O
 
 
 def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple[str, ...]) -> Callable[..., Any]:
-    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept.
-
-    The attribute `narrow` says that the parameter has bfloat16 numbers.
-    """
+    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept."""
     own = list(inspect.signature(formula).parameters.values())
     scale = inspect.Parameter("scale", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0)
-    narrow = inspect.Parameter("narrow", inspect.Parameter.KEYWORD_ONLY, default=False)
     last = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in own)
-    signature = inspect.Signature([*own[:last], scale, *own[last:], narrow])
+    signature = inspect.Signature([*own[:last], scale, *own[last:]])
 
     def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
         given = signature.bind(*operands, **named).arguments
-        is_narrow = given.pop("narrow", False)
         wide = {name: x.astype(jnp.float32) if hasattr(x, "astype") else x for name, x in given.items()}
         wide["g"] = wide["g"] * wide.pop("scale", 1.0)
-        w, *others = formula(**wide)
-        found = (as_bfloat16(w) if is_narrow else w, *others)
+        found = formula(**wide)
         return tuple(x for name, x in zip(changed, found, strict=False) if given.get(name) is not None)
 
     lowering.__signature__ = signature  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ import torch
 
 import popxl
 from poptorch import optim
-from poptorch.base.dtypes import device_dtype
+from poptorch.base.dtypes import device_dtype, from_numpy
 from poptorch.base.logging_ import logger
 from poptorch.errors import Error, createPoptorchError
 from poptorch.program.rules import (
@@ -85,7 +85,6 @@ __all__ = ["State", "Update"]
 Tensors = Mapping[str, popxl.Tensor]
 
 _ANEW = "To compile it anew, make a new wrapper or call `destroy()`."
-_NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
 STEP = "Step"
 """Name of the state that counts the steps."""
@@ -213,7 +212,6 @@ class Update:
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
         self.names = tuple(trained)
-        self._narrow = {name for name, p in trained.items() if p.dtype is torch.bfloat16}
         self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
 
     @property
@@ -317,7 +315,7 @@ class Update:
         Raises:
             Error: if parameters have made different numbers of steps, and the formula depends on these.
         """
-        found = {s.name: torch.from_numpy(s.value) for s in self.state if s.name in wanted}
+        found = {s.name: from_numpy(s.value) for s in self.state if s.name in wanted}
         steps: dict[str, float] = {}
         unknown: set[str] = set()
         for name in self.names:
@@ -433,8 +431,6 @@ class Update:
         others |= {number: read(self._key(name, number)) for number in self._rule.numbers}
         if self._rule.takes_count:
             others["t"] = state[STEP]
-        if name in self._narrow:
-            others["narrow"] = True
         self._rule.step(parameter, gradient, **others, scale=scale)
 
     def _gradient_scale(
@@ -482,7 +478,8 @@ class Update:
                 continue
             dtype = device_dtype(parameter.dtype) if combined else self._numbers[None, kept.type_from]
             fill = np.ones if kept.ones and self._numbers[None, kept.ones] else np.zeros
-            yield State(f"{kept.name}___{name}", fill(tuple(parameter.shape), _NUMPY[dtype]), name)
+            numbers = fill(tuple(parameter.shape), popxl.dtype.as_dtype(dtype).as_numpy())
+            yield State(f"{kept.name}___{name}", numbers, name)
 
     def _common(self) -> Iterator[State]:
         """What there is one of."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.base.dtypes import device_dtype, to_numpy
+from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
 from poptorch.base.structures import Structure, result_structure
 from poptorch.capture.host_function import HostFunction
 from poptorch.enums import OutputMode
@@ -33,6 +33,7 @@ from poptorch.run.captured import captured_model, constant_of, host_functions_of
 from poptorch.run.devices import chosen_device
 from poptorch.run.times import Times
 from popxl.errors import DeviceError
+from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
 from runtime.program.host_arrays import Outputs
 
@@ -155,7 +156,6 @@ class Compiled:
             (stream, self._is_in_turns(stream, result), self._shape_of_result(result))
             for stream, result in zip(ends.outputs, results, strict=True)
         ]
-        self._narrow = [i for i, leaf in enumerate(structure.leaves()) if leaf.dtype is torch.bfloat16]
         self._anchors = [result.anchor for result in results if result.anchor]
         self._count = len(results) - len(self._anchors) - len(rewritten)
         replicas = batching.groups.replicas
@@ -216,6 +216,7 @@ class Compiled:
             Result(program.spec(each).shape, program.count(each), label)
             for each, label in zip(returned, labels, strict=True)
         ]
+        ir.options.precision = options.product_precision
         options._Popart.apply(ir.options)
         if options.executable_cache is not None:
             ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
@@ -252,7 +253,7 @@ class Compiled:
         for i, stream, is_same, shape in self._inputs:
             t = tensors[i]
             if is_same and shape is not None and not t.requires_grad and t.is_contiguous():
-                feeds[stream] = t.numpy().reshape(shape)
+                feeds[stream] = as_array(t).reshape(shape)
             else:
                 feeds[stream] = self._fed(t, self.signature.leaves[i].name)
         given = ready = perf_counter()
@@ -265,7 +266,7 @@ class Compiled:
                     ready = perf_counter()
                 if is_in_turns:
                     array = array.swapaxes(0, 1)
-                results.append(torch.from_numpy(array.reshape(shape)))
+                results.append(from_numpy(array.reshape(shape)))
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
         self._moments = asked, given, ready, perf_counter()  # all at once, as other threads set them, too
@@ -324,12 +325,10 @@ class Compiled:
                     if tensors[i].shape != rows.shape:  # the `out` of a function, which gives it another
                         tensors[i].data = torch.empty(rows.shape, dtype=tensors[i].dtype)
                     tensors[i].copy_(rows)
-        if self.constants or self._narrow:
+        if self.constants:
             left = iter(of_model)
             count = self._count + len(self.constants)
             of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
-            for i in self._narrow:
-                of_model[i] = of_model[i].bfloat16()
         for t in of_model:
             t.__dict__.update(_OF_A_RESULT)
         return self.structure.rebuild(of_model)
@@ -449,8 +448,7 @@ class Compiled:
 
 def _memory(t: torch.Tensor) -> np.ndarray:
     """The memory of a tensor, as an array of numbers of whatever kind."""
-    t = t.detach()
-    return (t.view(torch.int16) if t.dtype is torch.bfloat16 else t).numpy()  # NumPy does not have that type
+    return as_array(t)
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:

@@ -28,11 +28,13 @@ def ipuHardwareVersion() -> int:
 
 def chosen_device(options: Options) -> str | popart.DeviceInfo:
     """The device that options ask for, as `popxl.Session` takes it: `"ipu_model"` is the CPU, `"ipu_hw"` the best there
-    is.
+    is; or a machine that is not here.
 
     Raises:
         poptorch.Error: if there is none with the number that they name.
     """
+    if options.target is not None:
+        return options.target
     if options.ipu_model:
         return "ipu_model"
     if options.ipu_id is None:

@@ -29,6 +29,7 @@ from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
 from poptorch.capture.attributes import Attributes
 from poptorch.capture.torch_private import uncompiled, without_modes
+from poptorch.capture.tracer import autocast_dtype
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
@@ -65,6 +66,16 @@ def _traced(name: str) -> Callable[[Method], Method]:
         return traced  # type: ignore[return-value]
 
     return decorate
+
+
+def _check_autocast(then: torch.dtype | None, now: torch.dtype | None) -> None:
+    """Check that a model is called within the `torch.autocast` that it was compiled in."""
+    if then != now:
+        compiled, called = (f"with torch.autocast to {d}" if d else "without torch.autocast" for d in (then, now))
+        raise createPoptorchError(
+            f"The model was compiled {compiled}, and is called {called}: the casts are a part of the program. Make a "
+            "wrapper for each, or call `destroy()` to compile it anew."
+        )
 
 
 class PoplarExecutor:
@@ -118,6 +129,7 @@ class PoplarExecutor:
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
         self._compilation_time: timedelta | None = None
+        self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = weights.Trainings(self._module)
         self._instrumented: weights.Instrumented | None = None
         self._trainer: Trainer | None = None
@@ -145,6 +157,8 @@ class PoplarExecutor:
                 if self._compiled is None:  # another thread may have compiled it
                     self.compile(*args, **kwargs)
         compiled = self._required
+        if self._autocast is not None:
+            _check_autocast(*self._autocast, autocast_dtype())
         tensors = compiled.signature.check(args, kwargs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
@@ -195,6 +209,7 @@ class PoplarExecutor:
             return
         start = perf_counter()
         hooks.pre_compile()
+        self._autocast = (autocast_dtype(),)
         self._instrument()
         self._check_named_buffers()
         with self._attributes.restored(), _progress_bar(self._options.show_compilation_progress_bar):

@@ -342,7 +342,7 @@ class Saved:
     def options(self) -> Options:
         """The options, for a device of this machine."""
         options = self._options.clone()
-        options._set(ipu_version=None)
+        options._set(ipu_version=None, target=None)
         if options.connection_type is ConnectionType.Never:
             options.connectionType(ConnectionType.Always)
         return options

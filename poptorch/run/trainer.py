@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import popxl
 from poptorch import optim
-from poptorch.base.dtypes import to_numpy
+from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import createPoptorchError
@@ -294,7 +294,7 @@ class Trainer:
     def _fetch(self) -> dict[str, State]:
         assert self._compiled is not None
         with torch.inference_mode(False):
-            state = {name: torch.from_numpy(array) for name, array in self._compiled.state().items()}
+            state = {name: from_numpy(array) for name, array in self._compiled.state().items()}
         return {"ipu_state": state, "ipu_param": {k: torch.tensor(v) for k, v in self._named_numbers().items()}}
 
     def _named_numbers(self) -> dict[str, float]:
@@ -318,7 +318,7 @@ class Trainer:
             return torch.tensor(numbers[name])
         state = self._compiled.state()
         if name in state:
-            return torch.from_numpy(state[name])
+            return from_numpy(state[name])
         return torch.tensor(numbers["lossScaling_FLOAT"] * state[LOSS_SCALE_FACTOR].item())
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.base.dtypes import to_numpy
+from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
@@ -104,7 +104,7 @@ def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], grou
                 "its shape while the model is compiled; call `destroy()` before it changes."
             )
     for name, value in values.items():
-        new = torch.from_numpy(np.require(value, requirements="W"))  # torch warns of memory that it must not write
+        new = from_numpy(np.require(value, requirements="W"))  # torch warns of memory that it must not write
         tensor = tensors[name]
         if new.shape != tensor.shape:  # one row for each replica, from now on
             tensor.data = new.to(tensor.dtype, copy=True)

@@ -240,7 +240,8 @@ class _PrecisionOptions(OptionsDict):
     stochastic_rounding: bool = setting(False, NO_EFFECT, "enableStochasticRounding")
     partials_type: torch.dtype = setting(
         torch.float,
-        NO_EFFECT,
+        "torch.half lets accelerators multiply float32 numbers with fewer digits, which is quicker; sums are made in "
+        "float32 in any case",
         "setPartialsType",
         valid=lambda dtype: dtype in (torch.float, torch.half),
         expects="torch.float or torch.half",
@@ -260,10 +261,11 @@ class _PrecisionOptions(OptionsDict):
         return self._set(stochastic_rounding=enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
-        """The type in which matrix products and convolutions accumulate.
+        """How exactly accelerators compute matrix products and convolutions of float32; on CPUs without effect.
 
         Args:
-            dtype: `torch.float` or `torch.half`.
+            dtype: `torch.float`, with all digits; or `torch.half`, with fewer, which is quicker: what
+                `popxl.Ir.options.precision` calls "highest" and "default". Sums are made in float32 in any case.
 
         Raises:
             ValueError: if it is another.
@@ -424,8 +426,8 @@ class _PopartOptions(OptionsDict):
 
     options: dict[str, Any] = setting(
         {},
-        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`) have their effect there, and "
-        "others none; a name that no session option has raises an Error",
+        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`, `precision`) have their "
+        "effect there, and others none; a name that no session option has raises an Error",
         "set",
     )
     patterns: dict[str, bool] = setting({}, NO_EFFECT, "setPatterns")

@@ -71,3 +71,29 @@ def written_inputs(graph: Graph) -> frozenset[int]:
     """Positions of the graph inputs whose storage running the graph writes to."""
     written = written_tensors(graph)
     return frozenset(i for i, t in enumerate(graph.inputs) if t in written)
+
+
+def changed_inputs(graph: Graph) -> frozenset[int]:
+    """Positions of the graph inputs that running the graph changes. What is passed on by reference to a graph that does
+    not change it is not among them, unlike in `written_inputs`."""
+    changed: dict[Graph, frozenset[int]] = {}
+    for each in callees_first(graph):
+        made_of = storages(each.ops) if any(op.modified for op in each.ops) else {}
+        inside = {op: _changed_by_runs(op, changed) if op.called_graphs else op.modified for op in each.ops}
+        written = {
+            s for op, positions in inside.items() for i in op.modified & positions for s in made_of[op.inputs[i]]
+        }
+        changed[each] = frozenset(i for i, t in enumerate(each.inputs) if t in written)
+    return changed[graph]
+
+
+def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
+    """Positions of the inputs of an op that the graphs change which it runs."""
+    return {i - len(run.own) + run.first for run in op.runs for i in changed[run.graph]}
+
+
+def overwritten(op: Op) -> frozenset[int]:
+    """Positions of the inputs that an op changes, whatever it takes by reference besides."""
+    return (
+        op.modified & _changed_by_runs(op, {g: changed_inputs(g) for g in op.called_graphs}) if op.runs else op.modified
+    )

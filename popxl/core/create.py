@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
 from popxl.base.log import Logger
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import get_current_context, user_frame
-from popxl.core.tensor import Constant, Tensor, Variable
-from popxl.dtypes import check_dtype
+from popxl.core.tensor import Constant, Tensor, Variable, taken_back_on_failure
+from popxl.dtypes import check_dtype, kind_of
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from popxl.replica_grouping import ReplicaGrouping
 
 _log = Logger("ir")
+T = TypeVar("T")
 
 __all__ = ["constant", "graph_input", "graph_output", "variable"]
 
@@ -128,7 +131,7 @@ def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
     Nobody has asked for that dtype. So a number that does not fit is warned of, and then cast.
     """
     array, target = as_array(data), t.dtype.as_numpy()
-    if array.dtype != target and array.dtype.kind in "iuf" and target.kind in "iuf":
+    if array.dtype != target and kind_of(array.dtype) in "iuf" and kind_of(target) in "iuf":
         _fitted(array, target, f"An operand of {t!r}")
     try:
         return constant(data, t.dtype)
@@ -138,6 +141,24 @@ def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
         raise TypeError(
             f"An operand of {t!r} is {data!r} ({type(data).__name__}); expected a tensor, a number or an array."
         ) from problem
+
+
+def with_numbers(op: Callable[..., T], *operands: Any) -> T:
+    """An op of operands of which some may be plain numbers, or arrays: these become constants beside the first tensor.
+
+    The graph forgets them if the op refuses its operands. What is neither is left for the op to refuse.
+    """
+    if all(isinstance(operand, Tensor) for operand in operands):
+        return op(*operands)
+    beside = next((operand for operand in operands if isinstance(operand, Tensor)), None)
+    with ExitStack() as stack:
+
+        def tensor(operand: Any) -> Any:
+            if isinstance(operand, Tensor) or beside is None or not isinstance(operand, Real | np.generic | np.ndarray):
+                return operand
+            return stack.enter_context(taken_back_on_failure(operand_beside(beside, cast(Any, operand))))
+
+        return op(*map(tensor, operands))
 
 
 def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:

@@ -1,12 +1,13 @@
 """The ops. Calling one adds it to the current graph."""
 
 from popxl.ops import collectives, var_updates
+from popxl.ops.attention import attention
 from popxl.ops.call import CallSiteInfo, call, call_with_info
 from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.conditional import conditional, conditional_with_info
 from popxl.ops.conv import PadType, conv, conv_pow2scaled, conv_transpose, conv_transpose_pow2scaled
 from popxl.ops.convert import cast, detach, detach_, identity, io_tile_copy, ipu_copy, rename
-from popxl.ops.cutting import concat, concat_, slice, slice_, split, subsample
+from popxl.ops.cutting import concat, concat_, slice, slice_, split, stack, subsample
 from popxl.ops.dynamic import dynamic_slice, dynamic_update, dynamic_update_
 from popxl.ops.elementwise import (
     abs,
@@ -18,6 +19,7 @@ from popxl.ops.elementwise import (
     clip,
     cos,
     div,
+    erf,
     exp,
     exp_,
     floor,  # noqa: F401
@@ -31,14 +33,19 @@ from popxl.ops.elementwise import (
     log,
     log2,  # noqa: F401
     maximum,
+    minimum,
     mul,
     negate,
     pow,
     relu,
     relu_,
+    rsqrt,
+    sigmoid,
     sign,
     sin,
+    softplus,
     sqrt,
+    square,
     sub,
     swish,
     swish_,
@@ -46,21 +53,25 @@ from popxl.ops.elementwise import (
 )
 from popxl.ops.float8 import pow2scale_cast_from_fp8, pow2scale_cast_to_fp8
 from popxl.ops.getitem import getitem  # noqa: F401
-from popxl.ops.host import host_load, host_store, init, print_tensor
+from popxl.ops.host import arange, host_load, host_store, init, print_tensor
 from popxl.ops.index import gather, groupedgather, tied_gather
 from popxl.ops.logic import (
     equal,
     greater,
+    greater_equal,
     isfinite,
     isinf,
     isnan,
+    less,
+    less_equal,
     logical_and,
     logical_not,
     logical_or,
+    not_equal,
     where,
 )
-from popxl.ops.matmul import matmul, matmul_pow2scaled
-from popxl.ops.nn import nll_loss, nll_loss_with_softmax_grad, softmax
+from popxl.ops.matmul import einsum, matmul, matmul_pow2scaled, outer
+from popxl.ops.nn import log_softmax, nll_loss, nll_loss_with_softmax_grad, softmax
 from popxl.ops.norm import batch_norm_inference, group_norm, layer_norm
 from popxl.ops.pooling import average_pool, max_pool
 from popxl.ops.random import dropout, random_normal, random_uniform, shaped_dropout, split_random_seed
@@ -75,9 +86,12 @@ from popxl.ops.reduce import (
     mean,
     median,
     min,
+    norm,
     prod,
+    std,
     sum,
     sumsquare,
+    var,
 )
 from popxl.ops.remote import remote_load, remote_load_, remote_store
 from popxl.ops.repeat import repeat, repeat_with_info
@@ -85,7 +99,7 @@ from popxl.ops.resample import interpolate, roi_align
 from popxl.ops.scaled_add import scaled_add, scaled_add_
 from popxl.ops.scatter import onehot, scatter
 from popxl.ops.scatter_reduce import grouped_scatter_reduce, scatter_reduce  # noqa: F401
-from popxl.ops.shape import flatten, flatten_, reshape, reshape_, squeeze, transpose, transpose_
+from popxl.ops.shape import flatten, flatten_, reshape, reshape_, squeeze, transpose, transpose_, tril, triu
 from popxl.ops.sorting import argmax, argmin, histogram, topk
 
 # Importable, and not in `__all__`, as in PopXL: floor, log2, remote_code_load. Ours, likewise: add_n, getitem,
@@ -96,8 +110,10 @@ __all__ = [
     "abs",
     "add",
     "add_",
+    "arange",
     "argmax",
     "argmin",
+    "attention",
     "average_pool",
     "batch_norm_inference",
     "call",
@@ -124,7 +140,9 @@ __all__ = [
     "dynamic_slice",
     "dynamic_update",
     "dynamic_update_",
+    "einsum",
     "equal",
+    "erf",
     "exp",
     "exp_",
     "flatten",
@@ -136,6 +154,7 @@ __all__ = [
     "geluerf",
     "geluerf_",
     "greater",
+    "greater_equal",
     "group_norm",
     "groupedgather",
     "histogram",
@@ -155,7 +174,10 @@ __all__ = [
     "l2",
     "lamb_square",
     "layer_norm",
+    "less",
+    "less_equal",
     "log",
+    "log_softmax",
     "logical_and",
     "logical_not",
     "logical_or",
@@ -169,11 +191,15 @@ __all__ = [
     "mean",
     "median",
     "min",
+    "minimum",
     "mul",
     "negate",
     "nll_loss",
     "nll_loss_with_softmax_grad",
+    "norm",
+    "not_equal",
     "onehot",
+    "outer",
     "pow",
     "pow2scale_cast_from_fp8",
     "pow2scale_cast_to_fp8",
@@ -192,20 +218,26 @@ __all__ = [
     "reshape",
     "reshape_",
     "roi_align",
+    "rsqrt",
     "scaled_add",
     "scaled_add_",
     "scatter",
     "scatter_reduce",
     "shaped_dropout",
+    "sigmoid",
     "sign",
     "sin",
     "slice",
     "slice_",
     "softmax",
+    "softplus",
     "split",
     "split_random_seed",
     "sqrt",
+    "square",
     "squeeze",
+    "stack",
+    "std",
     "sub",
     "subsample",
     "sum",
@@ -217,6 +249,9 @@ __all__ = [
     "topk",
     "transpose",
     "transpose_",
+    "tril",
+    "triu",
+    "var",
     "var_updates",
     "where",
 ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from popxl import dtypes
@@ -19,7 +18,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated
 from popxl.errors import PopxlError
-from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
+from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
 from popxl.ops.kernels.convolutions import convolved, transposed, weights_gradient
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
 from popxl.values.shapes import integer, integers
@@ -117,9 +116,7 @@ def _declared(
     """A convolution of floats, and that of scaled float8."""
 
     def pow2scaled(t: Any, weight: Any, log2_scale: Any, **attributes: Any) -> Any:
-        # Halves hold every float8, and their products are quick.
-        operands = (decode(t).astype(jnp.float16), decode(weight).astype(jnp.float16))
-        return lowering(*operands, **attributes) * pow2(log2_scale)
+        return lowering(as_factor(t), as_factor(weight), **attributes) * pow2(log2_scale)
 
     def spec(t: Any, weight: Any, **attributes: Any) -> TensorSpec:
         return TensorSpec(shape(t, weight, scaled=False, **attributes), t.dtype)

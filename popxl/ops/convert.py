@@ -26,7 +26,7 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
     target = data_type.as_jax()
     if data_type.is_int and jnp.issubdtype(t.dtype, jnp.floating):
         limits = jnp.iinfo(target)
-        wide = t.astype(wide_dtype(t))  # the limits are beyond float16
+        wide = t.astype(wide_dtype(t))  # the limits are beyond float16, and finer than bfloat16
         # As a float the largest integer may be rounded up, out of range: what reaches it is not converted, but chosen.
         lowest, largest = (np.asarray(limit, wide.dtype) for limit in (limits.min, limits.max))
         whole = jnp.clip(jnp.trunc(wide), lowest, largest).astype(target)

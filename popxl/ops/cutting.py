@@ -14,6 +14,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import View
 from popxl.errors import PopxlError
+from popxl.ops.shape import reshape
 from popxl.values.shapes import integer, integer_or_integers, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -251,6 +252,45 @@ def concat_(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
         >>> ops.exp_(ops.concat_([a, b]))                    # overwrites a and b
     """
     return _concat_(*_alike("concat_", ts), axis=integer(axis, "concat_: `axis`"))
+
+
+_stack = OpKind(
+    "Stack",
+    lambda *ts, axis: jnp.stack(ts, axis),
+    shape=lambda *ts, axis: _stacked(*ts, axis=axis),
+    gradient={"ts": lambda g, i, axis, operand_spec: reshape(slice(g, i, i + 1, 1, axis % g.rank), operand_spec.shape)},
+)
+
+
+def _stacked(*ts: Any, axis: int) -> TensorSpec:
+    first, at = ts[0], one_axis(axis, len(ts[0].shape) + 1)
+    for t in ts:
+        if t.shape != first.shape:
+            raise PopxlError(f"the shapes {first.shape} and {t.shape} differ; tensors of one shape are stacked.")
+    return TensorSpec((*first.shape[:at], len(ts), *first.shape[at:]), first.dtype)
+
+
+def stack(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
+    """Join tensors along a new axis.
+
+    Args:
+        ts: tensors of one dtype and shape.
+        axis: where the new dimension is in the result; negative ones count from the back.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        ValueError: if there are no tensors.
+        TypeError: if the dtypes differ.
+        PopxlError: if the shapes differ, or there is no such axis.
+
+    See also: `numpy.stack`.
+
+    Example:
+        >>> pairs = ops.stack([x, y], axis=-1)
+    """
+    return _stack(*_alike("stack", ts), axis=integer(axis, "stack: `axis`"))
 
 
 def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:

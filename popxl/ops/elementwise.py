@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from popxl import dtypes
-from popxl.core.create import constant, operand_beside
+from popxl.core.create import constant, operand_beside, with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
@@ -38,6 +39,9 @@ clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
 )
 ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
+rsqrt_grad = OpKind("RsqrtGrad", rounded_once(lambda g, out: g * -0.5 * out * out * out), shape=like_first)
+sigmoid_grad = OpKind("SigmoidGrad", rounded_once(lambda g, out: g * out * (1 - out)), shape=like_first)
+softplus_grad = OpKind("SoftplusGrad", rounded_once(lambda g, t: g * jax.nn.sigmoid(t)), shape=like_first)
 tanh_grad = OpKind("TanhGrad", rounded_once(lambda g, out: g * (1 - out * out)), shape=like_first)
 # Not (g · lhs) / rhs²: the square leaves the range of a float long before the quotients do.
 divisor_grad = OpKind("DivisorGrad", rounded_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
@@ -57,6 +61,12 @@ ceil = unary(
     "ceil", jnp.ceil, "The next integer above. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.ceil"
 )
 cos = unary("cos", jnp.cos, "Cosine of an angle in radians.", see="numpy.cos")
+erf = unary(
+    "erf",
+    lambda t: of_elements(lax.erf, t),
+    "The error function, 2/√π times the integral of exp(-x²) from 0 to t.",
+    see="scipy.special.erf",
+)
 exp = unary("exp", jnp.exp, "e to the power of t.", lambda g, out: g * out, see="numpy.exp")
 floor = unary(
     "floor", jnp.floor, "The next integer below. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.floor"
@@ -83,6 +93,10 @@ relu = unary(
     lambda g, out: relu_grad(g, out),
     see="torch.nn.functional.relu",
 )
+rsqrt = unary("rsqrt", lax.rsqrt, "1 / √t.", lambda g, out: rsqrt_grad(g, out), see="torch.rsqrt")
+sigmoid = unary(
+    "sigmoid", jax.nn.sigmoid, "1 / (1 + exp(-t)).", lambda g, out: sigmoid_grad(g, out), see="torch.sigmoid"
+)
 sign: Unary = unary(
     "sign",
     lambda t: (t > 0).astype(t.dtype) - (t < 0).astype(t.dtype),
@@ -91,7 +105,16 @@ sign: Unary = unary(
     see="numpy.sign",
 )
 sin = unary("sin", jnp.sin, "Sine of an angle in radians.", see="numpy.sin")
+softplus = unary(
+    "softplus",
+    jax.nn.softplus,
+    "log(1 + exp(t)), in a form that does not overflow.",
+    lambda g, t: softplus_grad(g, t),
+    kind="SoftPlus",  # programs have declared an op of their own that is called Softplus
+    see="torch.nn.functional.softplus",
+)
 sqrt = unary("sqrt", jnp.sqrt, "Square root; NaN for negative t.", lambda g, out: g / (out * 2), see="numpy.sqrt")
+square = unary("square", jnp.square, "t · t.", lambda g, t: g * t * 2, see="numpy.square")
 swish = unary("swish", jax.nn.silu, "t / (1 + exp(-t)), also called SiLU.", see="torch.nn.functional.silu")
 tanh = unary("tanh", jnp.tanh, "Hyperbolic tangent.", lambda g, out: tanh_grad(g, out), see="numpy.tanh")
 
@@ -105,17 +128,16 @@ swish_ = inplace(swish, "swish_", "swish_inplace_out")
 
 
 def _product(lhs: Any, rhs: Any) -> TensorSpec:
-    """As `broadcast`; and a float16 tensor may be scaled by a float32 number, giving float16."""
-    names = {lhs.dtype.name: lhs, rhs.dtype.name: rhs}
-    if names.keys() == {"float16", "float32"} and names["float32"].nelms == 1:
-        shape = broadcast_shapes(lhs.shape, rhs.shape)
-        return TensorSpec(shape, names["float16"].dtype, meta_shape_of(lhs, rhs))
+    """As `broadcast`; and a half may be scaled by a float32 number, giving that half."""
+    for t, factor in ((lhs, rhs), (rhs, lhs)):
+        if t.dtype.is_half and factor.dtype is dtypes.float32 and factor.nelms == 1:
+            return TensorSpec(broadcast_shapes(lhs.shape, rhs.shape), t.dtype, meta_shape_of(lhs, rhs))
     return broadcast(lhs, rhs)
 
 
 def _times(g: Tensor, factor: Tensor, spec: TensorSpec) -> Tensor:
-    """g · factor for an operand. Where that was broadcast, float16 is not rounded before the sum that follows."""
-    if g.dtype is dtypes.float16 and (spec.shape, spec.dtype) != (g.shape, g.dtype):
+    """g · factor for an operand. Where that was broadcast, a half is not rounded before the sum that follows."""
+    if g.dtype.is_half and (spec.shape, spec.dtype) != (g.shape, g.dtype):
         g, factor = cast_if_needed(g, dtypes.float32), cast_if_needed(factor, dtypes.float32)
     return g * factor
 
@@ -129,7 +151,7 @@ sub = binary("sub", jnp.subtract, "lhs - rhs.", {"lhs": lambda g: g, "rhs": lamb
 mul = binary(
     "mul",
     jnp.multiply,
-    "lhs · rhs. A float16 tensor may be multiplied by a float32 tensor of one element; the result is float16.",
+    "lhs · rhs. A float16 or bfloat16 tensor may be multiplied by a float32 tensor of one element; its dtype stays.",
     {
         "lhs": lambda g, rhs, lhs_spec: _times(g, rhs, lhs_spec),
         "rhs": lambda g, lhs, rhs_spec: _times(g, lhs, rhs_spec),
@@ -184,6 +206,13 @@ _max = OpKind(
     result="maximum_out",
     gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
 )
+_min = OpKind(
+    "Min",
+    lambda *ts: functools.reduce(jnp.minimum, ts),
+    shape=broadcast,
+    result="minimum_out",
+    gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
+)
 _pow = OpKind(
     "Pow",
     rounded_once(lambda t, e: t**e),
@@ -204,15 +233,15 @@ def is_sum(op: Op) -> bool:
 
 
 def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
-    """Bounds as float32; for float16 no larger than its largest number, if anything is bounded at all.
+    """Bounds as float32; for halves no larger than their largest number, if anything is bounded at all.
 
     For integers they are the outermost integers of the range, exactly.
     """
     if isinstance(t, Tensor) and t.dtype.is_int:
         return _whole(min, t, math.ceil), _whole(max, t, math.floor)
     bounds = (min, max)
-    half = isinstance(t, Tensor) and t.dtype is dtypes.float16 and not all(map(math.isinf, bounds))
-    largest = 65504 if half else math.inf
+    half = isinstance(t, Tensor) and t.dtype.is_half and not all(map(math.isinf, bounds))
+    largest = float(jnp.finfo(t.dtype.as_jax()).max) if half else math.inf
     with np.errstate(over="ignore"):
         lowest, highest = (float(np.float32(np.clip(bound, -largest, largest))) for bound in bounds)
     return lowest, highest
@@ -317,13 +346,14 @@ def log2(t: Tensor) -> Tensor:
     return div(log(t), log(constant(2, t.dtype)))
 
 
-def maximum(*ts: Tensor) -> Tensor:
+def maximum(*ts: TensorLike) -> Tensor:
     """The largest of several tensors, elementwise.
 
     Every operand that is equal to the largest receives the whole gradient there; ties are not split.
 
     Args:
-        *ts: one or more tensors of one dtype, whose shapes broadcast.
+        *ts: one or more tensors of one dtype, whose shapes broadcast. Beside a tensor there may be numbers and arrays,
+            which become constants of its dtype.
 
     Returns:
         A new tensor of the broadcast shape.
@@ -335,11 +365,24 @@ def maximum(*ts: Tensor) -> Tensor:
     See also: `numpy.maximum`.
 
     Example:
-        >>> z = ops.maximum(x, y)
+        >>> z = ops.maximum(x, 0.0)
     """
     if not ts:
         raise ValueError("maximum: at least one tensor is needed; none was given.")
-    return _max(*ts)
+    return with_numbers(_max, *ts)
+
+
+def minimum(*ts: TensorLike) -> Tensor:
+    """The smallest of several tensors, elementwise: as `maximum`.
+
+    See also: `numpy.minimum`.
+
+    Example:
+        >>> z = ops.minimum(x, 6.0)
+    """
+    if not ts:
+        raise ValueError("minimum: at least one tensor is needed; none was given.")
+    return with_numbers(_min, *ts)
 
 
 def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:

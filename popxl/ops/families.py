@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 from popxl.base.names import camel
+from popxl.core.create import with_numbers
 from popxl.core.declaration import OpKind
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Tensor, TensorLike
 from popxl.ops.precision import rounded_once, widened
 from popxl.values.shapes import (
     broadcast,
@@ -36,11 +37,11 @@ class Unary(Protocol):
 
 
 class Binary(Protocol):
-    """An op of two tensors."""
+    """An op of two tensors, one of which may be a number."""
 
     kind: OpKind
 
-    def __call__(self, lhs: Tensor, rhs: Tensor) -> Tensor: ...
+    def __call__(self, lhs: TensorLike, rhs: TensorLike) -> Tensor: ...
 
 
 class Reduction(Protocol):
@@ -75,7 +76,7 @@ def unary(
 
     Args:
         name: name of the public function.
-        lowering: JAX function of the array `t`, which gets float16 as float32.
+        lowering: JAX function of the array `t`, which gets halves as float32.
         meaning: first line of the docstring.
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
@@ -116,7 +117,7 @@ def inplace(op: Unary | Binary, name: str, result: str) -> Any:
         f"from now on. To read it in a defined order use the alias, or\n    `popxl.in_sequence()`. "
         f"Autodiff refuses graphs with this op.\n\nExample:\n    >>> y = ops.{name}(x{'' if first == 't' else ', y'})"
     )
-    return _unary(kind, name, doc) if first == "t" else _binary(kind, name, doc)
+    return _unary(kind, name, doc) if first == "t" else _binary(kind, name, doc, overwrites=True)
 
 
 def binary(
@@ -132,7 +133,7 @@ def binary(
 ) -> Binary:
     """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast.
 
-    Arguments as for `unary`, but `lowering` gets float16 as it is.
+    Arguments as for `unary`, but `lowering` gets halves as they are.
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
     result = result or f"{name}_out"
@@ -143,15 +144,22 @@ def binary(
     return _binary(
         declaration,
         name,
-        f"{meaning}\n\nArgs:\n    lhs, rhs: tensors whose shapes broadcast, of one dtype.\n\nReturns:\n"
+        f"{meaning}\n\nArgs:\n    lhs, rhs: tensors whose shapes broadcast, of one dtype. "
+        "One of them may be a number or an array,\n        "
+        "which becomes a constant of the dtype of the other.\n\nReturns:\n"
         f"    A new tensor of the broadcast shape: {returns}.\n\nRaises:\n    PopxlError: if the shapes do not "
         f"broadcast{refused}.{also}\n\nExample:\n    >>> z = ops.{name}(x, y)",
     )
 
 
-def _binary(kind: OpKind, name: str, doc: str) -> Binary:
-    def op(lhs: Tensor, rhs: Tensor) -> Tensor:
-        return kind(lhs, rhs)
+def _binary(kind: OpKind, name: str, doc: str, overwrites: bool = False) -> Binary:
+    def op(lhs: TensorLike, rhs: TensorLike) -> Tensor:
+        if isinstance(lhs, Tensor):
+            if isinstance(rhs, Tensor):  # nearly always, so it comes first
+                return kind(lhs, rhs)
+        elif overwrites:
+            return kind(lhs, rhs)  # which refuses it
+        return with_numbers(kind, lhs, rhs)
 
     return public(op, kind, name, doc)
 
@@ -166,7 +174,7 @@ def reduction(
 ) -> Reduction:
     """Declare a reduction of `t` over `axis`.
 
-    `lowering(t, axes, keepdims)` gets the axes as a tuple, and float16 as float32: the result is rounded once.
+    `lowering(t, axes, keepdims)` gets the axes as a tuple, and halves as float32: the result is rounded once.
     """
 
     def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:

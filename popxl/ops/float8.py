@@ -19,6 +19,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated, Requirement
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
+from popxl.ops.kernels.kernel import Kernel
 from popxl.values.spec import TensorSpec
 
 # What the scaled ops share ------------------------------------------------------------------------------------------
@@ -74,6 +75,15 @@ def decode(t: Any) -> Any:
     return t.astype(jnp.float32)
 
 
+@Kernel
+def as_factor(t: Any) -> Any:
+    """The values of a float8 array as what accelerators multiply exactly and quickly: float16, which holds all of them.
+
+    Units for float8 know other formats: theirs end at 448 where float8_143 ends at 240, and have fewer tiny numbers.
+    """
+    return t.astype(jnp.float16)
+
+
 def pow2(k: Any) -> Any:
     """2**k as float32, exactly. (`jnp.exp2` is an ulp off for some integers on some machines.)"""
     return jnp.ldexp(np.float32(1), k)
@@ -99,7 +109,8 @@ def _conversion(name: str, accepted: tuple[dtype_, ...]) -> OpKind:
 
 
 def _either(accepted: tuple[dtype_, ...]) -> str:
-    return " or ".join(f"popxl.{dtype.name}" for dtype in accepted)
+    *others, last = (f"popxl.{dtype.name}" for dtype in accepted)
+    return f"{', '.join(others)} or {last}"
 
 
 def _check(name: str, log2_scale: Tensor, data_type: dtype_, accepted: tuple[dtype_, ...]) -> None:
@@ -109,7 +120,7 @@ def _check(name: str, log2_scale: Tensor, data_type: dtype_, accepted: tuple[dty
 
 
 _FLOAT8 = (dtypes.float8_143, dtypes.float8_152)
-_WIDER = (dtypes.float16, dtypes.float32)
+_WIDER = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
 
 _to_fp8 = _conversion("Pow2ScaleThenCast", _WIDER)
 _from_fp8 = _conversion("CastThenPow2Scale", _FLOAT8)
@@ -123,7 +134,7 @@ def pow2scale_cast_to_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) -> T
     becomes zero; there is no negative zero. No gradient: autodiff refuses it.
 
     Args:
-        t: float16 or float32 tensor of any shape.
+        t: float16, bfloat16 or float32 tensor of any shape.
         log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
         data_type: `popxl.float8_143` or `popxl.float8_152`.
 
@@ -155,7 +166,7 @@ def pow2scale_cast_from_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) ->
     Args:
         t: float8 tensor of any shape.
         log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
-        data_type: `popxl.float16` or `popxl.float32`.
+        data_type: `popxl.float16`, `popxl.bfloat16` or `popxl.float32`.
 
     Returns:
         A new tensor of the shape of `t`, named `<name of t>_<dtype>`.

@@ -1,24 +1,29 @@
-"""Ops that make tensors from outside the graph, or hand them out: `init`, the host streams, printing.
+"""Ops that make tensors of nothing or from outside the graph, or hand them out: `init`, host streams, printing.
 
-Their meaning needs the machine, so they only declare their specs here; `runtime.lowering.effects` carries them out.
+The meaning of most needs the machine: they only declare their specs here, and `runtime.lowering.effects` carries them
+out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn
 
 import jax.numpy as jnp
+import numpy as np
 
+from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Effect, Exchange
+from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.values.shapes import integers, like_first
+from popxl.values.shapes import integers, like_first, number
 from popxl.values.spec import TensorSpec
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
@@ -88,6 +93,54 @@ print_tensor_kind: OpKind = OpKind(
         )
     },
 )
+
+
+def _spaced(*, start: float, step: float, count: int, dtype: dtype_) -> Any:
+    # Halves are rounded once; whole numbers stay exact.
+    wide = jnp.promote_types(dtype.as_jax(), jnp.float32) if dtype.is_floating_point else dtype.as_jax()
+    return (jnp.arange(count, dtype=wide) * np.asarray(step, wide) + np.asarray(start, wide)).astype(dtype.as_jax())
+
+
+_arange = OpKind(
+    "Arange",
+    _spaced,
+    shape=lambda *, start, step, count, dtype: TensorSpec((count,), dtype),
+    gradient=None,
+)
+
+
+def arange(start: float, stop: float | None = None, step: float = 1, dtype: dtype_ | None = None) -> Tensor:
+    """Evenly spaced numbers: `start`, `start + step`, ... up to, and without, `stop`.
+
+    Args:
+        start: the first number; if it is the only argument, the end, and the first number is 0.
+        stop: the end.
+        step: from one number to the next; negative to count down.
+        dtype: int32 by default, or float32 if one of the numbers is no integer.
+
+    Returns:
+        A new tensor of rank 1, which the program makes when it runs.
+
+    Raises:
+        TypeError: if one of them is no number, or `dtype` no popxl dtype of numbers.
+        ValueError: for a step of 0.
+
+    See also: `numpy.arange`.
+
+    Example:
+        >>> positions = ops.arange(128)
+    """
+    begin, end = (0, start) if stop is None else (start, stop)
+    given = {"start": begin, "stop": end, "step": step}
+    begin, end, step = (number(value, f"arange: `{name}`") for name, value in given.items())
+    if step == 0:
+        raise ValueError("arange: `step` is 0; expected another number.")
+    if dtype is None:
+        dtype = dtypes.int32 if all(isinstance(value, int) for value in (begin, end, step)) else dtypes.float32
+    check_dtype(dtype, "arange: `dtype`")
+    if not (dtype.is_int or dtype.is_floating_point) or dtype.is_float8:
+        raise TypeError(f"arange: `dtype` is {dtype.name}; expected an integer type, or a float of 16 bits or more.")
+    return _arange(start=begin, step=step, count=max(math.ceil((end - begin) / step), 0), dtype=dtype)
 
 
 def init(
@@ -193,8 +246,9 @@ def print_tensor(
 ) -> Tensor:
     """Write a tensor to standard error each time the op runs, and pass it on.
 
-    Lines come in the order in which the ops run. Of several replicas each prints its own, and in any order: only under
-    `session.debugging()` they come one replica after the other.
+    Lines come in the order in which the ops run; beside remote buffers in the host's memory JAX does not promise that.
+    Of several replicas each prints its own, and in any order: only under `session.debugging()` they come one replica
+    after the other.
 
     Args:
         t: tensor of any shape.

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl import dtypes
-from popxl.core.create import constant
+from popxl.core.create import constant, with_numbers
 from popxl.core.declaration import OpKind
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Tensor, TensorLike
 from popxl.core.traits import REFUSED
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.families import Binary, binary, public, unary
@@ -45,17 +45,41 @@ equal = binary(
 )
 
 
+def _comparison(name: str, relation: Callable[[Any, Any], Any], meaning: str, kind: str = "") -> Binary:
+    """Declare a comparison of two tensors of one dtype."""
+
+    def shape(lhs: Any, rhs: Any) -> TensorSpec:
+        same_dtype(lhs, rhs)
+        return predicate(lhs, rhs)
+
+    return binary(name, relation, meaning, REFUSED, kind=kind, shape=shape, see=f"numpy.{name}")
+
+
+greater_equal = _comparison(
+    "greater_equal", jnp.greater_equal, "Whether lhs ≥ rhs, elementwise; false wherever one of them is NaN."
+)
+less = _comparison("less", jnp.less, "Whether lhs < rhs, elementwise; false wherever one of them is NaN.")
+less_equal = _comparison(
+    "less_equal", jnp.less_equal, "Whether lhs ≤ rhs, elementwise; false wherever one of them is NaN."
+)
+not_equal = _comparison("not_equal", jnp.not_equal, "Whether lhs ≠ rhs, elementwise.")
+
+
 def _logical(name: str, kind: str, lowering: Callable[[Any, Any], Any], meaning: str) -> Binary:
     """Declare an op of two truth values."""
     declaration = OpKind(kind, lowering, shape=predicate, gradient=REFUSED)
 
-    def op(lhs: Tensor, rhs: Tensor) -> Tensor:
+    def of_tensors(lhs: Tensor, rhs: Tensor) -> Tensor:
         declaration.check(lhs, rhs)
         return declaration(cast_if_needed(lhs, dtypes.bool), cast_if_needed(rhs, dtypes.bool))
 
+    def op(lhs: TensorLike, rhs: TensorLike) -> Tensor:
+        return with_numbers(of_tensors, lhs, rhs)
+
     doc = (
         f"{meaning} Operands that are not bool are converted: anything but 0 is true.\n\nArgs:\n    lhs, rhs: tensors "
-        "whose shapes broadcast.\n\nReturns:\n    A bool tensor of the broadcast shape.\n\nSee also: "
+        "whose shapes broadcast; one of them may be a bool.\n\nReturns:\n    A bool tensor of the broadcast shape."
+        "\n\nSee also: "
         f"`numpy.{name}`.\n\nExample:\n    >>> c = ops.{name}(a, b)"
     )
     return public(op, declaration, name, doc)
@@ -82,11 +106,12 @@ def _selection(condition: Any, lhs: Any, rhs: Any) -> TensorSpec:
     return TensorSpec(broadcast_shapes(condition.shape, lhs.shape, rhs.shape), lhs.dtype, meta_shape_of(lhs, rhs))
 
 
-def greater(input: Tensor, other: Tensor) -> Tensor:
+def greater(input: TensorLike, other: TensorLike) -> Tensor:
     """Whether input > other, elementwise; false wherever one of them is NaN.
 
     Args:
-        input, other: tensors whose shapes broadcast, of one dtype. That is found out when the program is compiled.
+        input, other: tensors whose shapes broadcast, of one dtype. That is found out when the program is compiled. One
+            of them may be a number or an array, which becomes a constant of the dtype of the other.
 
     Returns:
         A bool tensor of the broadcast shape.
@@ -97,9 +122,9 @@ def greater(input: Tensor, other: Tensor) -> Tensor:
     See also: `numpy.greater`.
 
     Example:
-        >>> mask = ops.greater(x, y)
+        >>> mask = ops.greater(x, 0.5)                       # the same as x > 0.5
     """
-    return _greater(input, other)
+    return with_numbers(_greater, input, other)
 
 
 def isfinite(t: Tensor) -> Tensor:
@@ -139,12 +164,13 @@ def logical_not(t: Tensor) -> Tensor:
     return _not(cast_if_needed(t, dtypes.bool))
 
 
-def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
+def where(condition: Tensor, lhs: TensorLike, rhs: TensorLike) -> Tensor:
     """`lhs` where the condition is true, else `rhs`, elementwise.
 
     Args:
         condition: bool tensor, or one that is converted: anything but 0 is true. No gradient flows to it.
-        lhs, rhs: tensors of one dtype. The three shapes broadcast.
+        lhs, rhs: tensors of one dtype. The three shapes broadcast. One of them may be a number or an array, which
+            becomes a constant of the dtype of the other.
 
     Returns:
         A new tensor of the broadcast shape.
@@ -155,7 +181,11 @@ def where(condition: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
     See also: `numpy.where`.
 
     Example:
-        >>> z = ops.where(mask, x, y)
+        >>> z = ops.where(mask, x, 0.0)
     """
-    _where.check(condition, lhs, rhs)
-    return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)
+
+    def chosen(lhs: Tensor, rhs: Tensor) -> Tensor:
+        _where.check(condition, lhs, rhs)
+        return _where(cast_if_needed(condition, dtypes.bool), lhs, rhs)
+
+    return with_numbers(chosen, lhs, rhs)

@@ -1,7 +1,8 @@
-"""The matrix product, of floats and of float8."""
+"""Products: of matrices, of floats and of float8; outer ones, and any that `einsum` can say."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,14 @@ from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
+from popxl.core.tracing import abstract_evaluation
 from popxl.core.traits import REFUSED, Colocated
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.convert import cast_if_needed
-from popxl.ops.float8 import SCALE, check_float8, check_scale, decode, pow2
+from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
+from popxl.ops.precision import wide_dtype
 from popxl.ops.shape import reshape, transpose
 from popxl.values.shapes import broadcast_shapes, given, same_dtype
 from popxl.values.spec import TensorSpec
@@ -31,8 +34,8 @@ def _matmul(
         return jnp.matmul(lhs, rhs)
     if lhs.dtype != rhs.dtype:
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    # By themselves accelerators multiply float32 with fewer digits, as half partials allow.
-    precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else lax.Precision.HIGHEST
+    # Half partials allow fewer digits. Otherwise the session says how exactly numbers are multiplied.
+    precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else None
     wide = jnp.promote_types(wanted, jnp.float32)
     return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
 
@@ -45,7 +48,7 @@ def _shape(
     if partials_type not in (None, dtypes.float16, dtypes.float32):
         raise ValueError(f"`partials_type` is {partials_type!r}; expected popxl.float16 or popxl.float32.")
     result = _product(lhs, rhs)
-    if not {lhs.dtype, rhs.dtype} <= {dtypes.float16, dtypes.float32}:
+    if not any(a.dtype.is_half and b.dtype is dtypes.float32 for a, b in ((lhs, rhs), (rhs, lhs))):
         same_dtype(lhs, rhs)
     return TensorSpec(result, output_type or lhs.dtype)
 
@@ -83,15 +86,15 @@ def _rhs_gradient(g: Tensor, lhs: Tensor, rhs_spec: TensorSpec) -> Tensor:
 
 
 def _to_be_summed(lhs: Tensor, rhs: Tensor, spec: TensorSpec) -> Tensor:
-    """A product for an operand: where that was broadcast, float16 is not rounded before the sum that follows."""
+    """A product for an operand: where that was broadcast, a half is not rounded before the sum that follows."""
     summed = broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]) != spec.shape[:-2]
-    return matmul(lhs, rhs, output_type=dtypes.float32 if summed and lhs.dtype is dtypes.float16 else None)
+    return matmul(lhs, rhs, output_type=dtypes.float32 if summed and lhs.dtype.is_half else None)
 
 
 def _in_the_wider(*ts: Tensor) -> Iterator[Tensor]:
-    """Two tensors in the wider of their dtypes: products may have another than their operands."""
-    wider = max((t.dtype for t in ts), key=lambda dtype: dtype.itemsize)
-    return (cast_if_needed(t, wider) for t in ts)
+    """Two tensors in a dtype that holds both: products may have another than their operands."""
+    wider = jnp.promote_types(*(t.dtype.as_jax() for t in ts))
+    return (cast_if_needed(t, dtype_.as_dtype(wider)) for t in ts)
 
 
 def _flipped(t: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ def matmul(
     Args:
         lhs: of shape `(..., m, k)`, or `(k,)`: a row, whose dimension is dropped from the result.
         rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result. Of the dtype of
-            `lhs`; only float16 and float32 go together, too.
+            `lhs`; only a half (float16 or bfloat16) and float32 go together, too.
         available_memory_proportion: accepted for programs that tune memory; without effect.
         output_type: dtype of the result; that of `lhs` by default.
         partials_type: float32 (the default, unless the session option `partialsTypeMatMuls` says `"half"`) or
@@ -165,12 +168,93 @@ def _partials(partials_type: dtype_ | None) -> dtype_ | None:
     return dtypes.float16 if option.lower() == "half" else None
 
 
+# Of several tensors -------------------------------------------------------------------------------------------------
+
+
+def _table(lhs: Any, rhs: Any) -> TensorSpec:
+    same_dtype(lhs, rhs)
+    return TensorSpec((math.prod(lhs.shape), math.prod(rhs.shape)), lhs.dtype)
+
+
+_outer = OpKind(
+    "Outer",
+    jnp.outer,
+    shape=_table,
+    operands=("lhs", "rhs"),
+    gradient={
+        "lhs": lambda g, lhs_spec, rhs: reshape(g @ reshape(rhs, (-1,)), lhs_spec.shape),
+        "rhs": lambda g, lhs, rhs_spec: reshape(reshape(lhs, (-1,)) @ g, rhs_spec.shape),
+    },
+)
+
+
+def _contracted(*ts: Any, subscripts: str) -> Any:
+    if not jnp.issubdtype(ts[0].dtype, jnp.floating):
+        return jnp.einsum(subscripts, *ts)
+    return jnp.einsum(subscripts, *ts, preferred_element_type=wide_dtype(*ts)).astype(ts[0].dtype)
+
+
+def _contracted_spec(*ts: Any, subscripts: str) -> TensorSpec | tuple[TensorSpec, ...]:
+    same_dtype(*ts)
+    return abstract_evaluation(_einsum.on_arrays(None, {"subscripts": subscripts}), [t.spec for t in ts])
+
+
+_einsum: OpKind = OpKind("Einsum", _contracted, shape=_contracted_spec)
+
+
+def einsum(subscripts: str, *ts: Tensor) -> Tensor:
+    """The sum of products that `subscripts` says, as in NumPy. Sums are made in float32 and rounded once.
+
+    Args:
+        subscripts: a letter for each dimension of each operand, and after `->` those of the result: `"bqd,bkd->bqk"`.
+            Letters that the result lacks are summed over. `...` stands for any dimensions.
+        *ts: one or more tensors of one dtype.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        TypeError: if `subscripts` is no string.
+        ValueError: if no tensor is given.
+        PopxlError: if the subscripts do not fit the shapes, or the dtypes differ.
+
+    See also: `numpy.einsum`.
+
+    Example:
+        >>> products = ops.einsum("ik,jk->ij", x, x)
+    """
+    if not isinstance(subscripts, str):
+        raise TypeError(f"einsum: `subscripts` must be a string; got {subscripts!r} ({type(subscripts).__name__}).")
+    if not ts:
+        raise ValueError("einsum: at least one tensor is needed; none was given.")
+    return _einsum(*ts, subscripts=subscripts)
+
+
+def outer(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """Each element of `lhs` times each of `rhs`, in a table.
+
+    Args:
+        lhs, rhs: tensors of one dtype, of any shape.
+
+    Returns:
+        A new tensor of shape `(lhs.nelms, rhs.nelms)`.
+
+    Raises:
+        PopxlError: if the dtypes differ.
+
+    See also: `numpy.outer`.
+
+    Example:
+        >>> products = ops.outer(x, x)
+    """
+    return _outer(lhs, rhs)
+
+
 # Of float8 ----------------------------------------------------------------------------------------------------------
 
 
 def _scaled_matmul(lhs: Any, rhs: Any, log2_scale: Any, **hints: Any) -> Any:
-    # Products of float8 are exact at any precision that a machine may choose for float32; sums are made in float32.
-    return jnp.matmul(decode(lhs), decode(rhs)) * pow2(log2_scale)
+    return jnp.matmul(as_factor(lhs), as_factor(rhs), preferred_element_type=jnp.float32) * pow2(log2_scale)
 
 
 _pow2scaled_kind = OpKind(

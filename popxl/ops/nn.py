@@ -15,7 +15,7 @@ from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
 from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import largest, summed
-from popxl.ops.precision import wide_dtype, widened
+from popxl.ops.precision import rounded_once, wide_dtype, widened
 from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -75,6 +75,43 @@ def softmax(t: Tensor, axis: int) -> Tensor:
         >>> probs = ops.softmax(logits, axis=-1)
     """
     return _softmax(t, axis=integer(axis, "softmax: `axis`"))
+
+
+_log_softmax_grad = OpKind(
+    "LogSoftmaxGrad",
+    rounded_once(lambda g, out, *, axis: g - jnp.exp(out) * summed(g, (axis % g.ndim,), keepdims=True)),
+    shape=like_first,
+)
+_log_softmax = OpKind(
+    "LogSoftmax",
+    rounded_once(lambda t, *, axis: sums.log_softmax(t, axis % t.ndim)),
+    shape=_has_axis,
+    operands=("t",),
+    gradient={"t": lambda g, out, axis: _log_softmax_grad(g, out, axis=axis)},
+)
+
+
+def log_softmax(t: Tensor, axis: int) -> Tensor:
+    """The logarithm of the softmax along one axis: `t - log(sum(exp(t)))`, in a form that does not overflow.
+
+    Unlike `softmax` it never normalises over the axes after `axis`, too.
+
+    Args:
+        t: tensor of rank 1 or more.
+        axis: the dimension to normalise over; negative ones count from the back.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        PopxlError: if there is no such axis.
+
+    See also: `torch.nn.functional.log_softmax`.
+
+    Example:
+        >>> scores = ops.log_softmax(logits, axis=-1)
+    """
+    return _log_softmax(t, axis=integer(axis, "log_softmax: `axis`"))
 
 
 # Negative log likelihood --------------------------------------------------------------------------------------------
@@ -435,6 +472,7 @@ __all__ = [
     "REDUCTION_TYPE",
     "cross_entropy",
     "cross_entropy_with_grad",
+    "log_softmax",
     "nll_loss",
     "nll_loss_with_softmax_grad",
     "softmax",

@@ -58,7 +58,7 @@ def batch_norm_inference(
     Args:
         t: float tensor of shape `(N, C, D1, ...)`, rank 3 or more.
         scale, bias: of shape `(C,)`.
-        mean, var: of shape `(C,)`; they may be float32 where `t` is float16.
+        mean, var: of shape `(C,)`; they may be float32 where `t` is a half.
         epsilon: added to the variance.
         momentum: accepted, as it belongs to the training form; without effect.
 
@@ -133,7 +133,7 @@ def _group_norm_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of `t`, `weight` and `bias`.
 
-    The mean may be rounded, to float16 say, and so may the inverse standard deviation, which need not even be in
+    The mean may be rounded, to a half say, and so may the inverse standard deviation, which need not even be in
     range there. So the mean only says where `t` is about, `x = t - mean`; what it is beyond the decimals, and the
     deviation, come out of sums of `x`.
     """

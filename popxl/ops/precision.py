@@ -1,4 +1,5 @@
-"""What is computed wider than it is stored: float16 in float32, rounded once, to what the op declares."""
+"""What is computed wider than it is stored: halves (float16, bfloat16) in float32, rounded once, to what the op
+declares."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ def wide_dtype(*arrays: Any) -> Any:
 
 
 def widened(t: Any) -> Any:
-    """The array; float16 as float32."""
-    return t.astype(jnp.float32) if t.dtype == jnp.float16 else t
+    """The array; a half as float32."""
+    return t.astype(jnp.float32) if is_half(t) else t
+
+
+def is_half(t: Any) -> bool:
+    """Whether an array is of float16 or bfloat16."""
+    return t.dtype in (jnp.float16, jnp.bfloat16)
 
 
 def rounded_once(function: F) -> F:
-    """The function with float16 computed as float32."""
+    """The function with halves computed as float32."""
 
     @functools.wraps(function)
     def widely(*arrays: Any, **attributes: Any) -> Any:

@@ -29,18 +29,18 @@ from popxl.values.shapes import broadcast_shapes, integer, integers, like_first,
 from popxl.values.spec import TensorSpec, brief
 
 
-def _key(seed: Any) -> Any:
+def key_of(seed: Any) -> Any:
     """The key that a seed is. The generator is named, so that JAX's settings do not choose another."""
     return jax.random.wrap_key_data(seed.astype(jnp.uint32), impl="threefry2x32")
 
 
-def _drawn(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) -> Any:
+def drawn(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) -> Any:
     """What `draw` draws from a seed. JAX knows two ways to count through a sequence; this is the one that shards."""
     with jax.threefry_partitionable(True):
-        return draw(_key(seed), *how, **parameters)
+        return draw(key_of(seed), *how, **parameters)
 
 
-def _check_seed(seed: Any, any_integers: bool = False) -> None:
+def check_seed(seed: Any, any_integers: bool = False) -> None:
     if seed.shape != (2,) or not (seed.dtype is dtypes.uint32 or (any_integers and seed.dtype.is_int)):
         raise ValueError(
             f"expected a seed, a uint32 tensor of shape (2,) such as `popxl.create_seeds` makes; got {brief(seed)}."
@@ -51,13 +51,13 @@ def _check_seed(seed: Any, any_integers: bool = False) -> None:
 
 
 def _seed_spec(seed: Any, modifier: Any = 0) -> TensorSpec:
-    _check_seed(seed)
+    check_seed(seed)
     return like_first(seed)
 
 
 _modify_random_seed = OpKind(
     "ModifyRandomSeed",
-    lambda seed, modifier=0: jax.random.key_data(jax.random.fold_in(_key(seed), modifier)),
+    lambda seed, modifier=0: jax.random.key_data(jax.random.fold_in(key_of(seed), modifier)),
     shape=_seed_spec,
     result="modified_seed",
     gradient=None,
@@ -96,20 +96,20 @@ def split_random_seed(seed: Tensor, n: int = 2) -> tuple[Tensor, ...]:
 
 
 def _sample_spec(seed_tensor: Any, *, shape: tuple[int, ...], dtype: dtype_, **parameters: float) -> TensorSpec:
-    _check_seed(seed_tensor)
+    check_seed(seed_tensor)
     if any(size < 0 for size in shape):
         raise ValueError(f"`shape` is {shape}; expected sizes of 0 or more.")
     if dtype.is_float8 or not dtype.is_floating_point:
-        raise ValueError(f"`dtype` is {dtype!r}; expected popxl.float32 or popxl.float16.")
+        raise ValueError(f"`dtype` is {dtype!r}; expected popxl.float32, popxl.float16 or popxl.bfloat16.")
     return TensorSpec(shape, dtype)
 
 
 def _sampler(name: str, draw: Callable[..., Any], result: str) -> OpKind:
-    """An op that draws a tensor of its own. float16 is drawn as float32, and rounded."""
+    """An op that draws a tensor of its own. Halves are drawn as float32, and rounded."""
 
     def lowering(seed_tensor: Any, *, shape: tuple[int, ...], dtype: dtype_, **parameters: float) -> Any:
         wide = jnp.promote_types(dtype.as_jax(), jnp.float32)
-        return _drawn(draw, seed_tensor, shape, wide, **parameters)
+        return drawn(draw, seed_tensor, shape, wide, **parameters)
 
     return OpKind(name, lowering, shape=_sample_spec, result=result, gradient=None)
 
@@ -145,8 +145,8 @@ def random_uniform(
     Args:
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same numbers.
         shape: of the result.
-        low, high: ends of the interval. `high` itself is not drawn, but in float16 a number may be rounded to it.
-        dtype: `popxl.float32` or `popxl.float16`; `None` means float32.
+        low, high: ends of the interval. `high` itself is not drawn, but in halves a number may be rounded to it.
+        dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
 
     Returns:
         A new tensor. No gradient flows.
@@ -177,7 +177,7 @@ def random_normal(
         shape: of the result.
         mean: their mean.
         std: their standard deviation.
-        dtype: `popxl.float32` or `popxl.float16`; `None` means float32.
+        dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
 
     Returns:
         A new tensor. No gradient flows.
@@ -201,7 +201,7 @@ def _dropped(t: Any, seed_tensor: Any, shape: tuple[int, ...], ratio: float) -> 
     if not ratio:
         return t
     # Compared as integers: whether JAX computes in 64 bits makes no difference to them.
-    bits = _drawn(jax.random.bits, seed_tensor, shape, jnp.uint32)
+    bits = drawn(jax.random.bits, seed_tensor, shape, jnp.uint32)
     kept = bits >= np.uint32(min(round(ratio * 2**32), 2**32 - 1))
     wide = wide_dtype(t)
     # Chosen element by element because XLA multiplies by the inverse of a constant, which may round differently.
@@ -210,7 +210,7 @@ def _dropped(t: Any, seed_tensor: Any, shape: tuple[int, ...], ratio: float) -> 
 
 
 def _like_t(t: Any, seed_tensor: Any, **attributes: Any) -> TensorSpec:
-    _check_seed(seed_tensor, any_integers=True)
+    check_seed(seed_tensor, any_integers=True)
     return like_first(t)
 
 
@@ -239,7 +239,7 @@ _shaped_dropout: OpKind = OpKind(
 )
 
 
-def _probability(value: float, what: str) -> float:
+def probability(value: float, what: str) -> float:
     if not 0 <= number(value, what) < 1:
         raise ValueError(f"{what} is {value!r}; expected a probability from 0 to below 1.")
     return float(value)
@@ -269,7 +269,7 @@ def dropout(t: Tensor, seed_tensor: Tensor, p: float) -> Tensor:
         >>> seed, s = ops.split_random_seed(seed)
         >>> h = ops.dropout(h, s, p=0.1)
     """
-    return _dropout(t, seed_tensor, p=_probability(p, "dropout: `p`"))
+    return _dropout(t, seed_tensor, p=probability(p, "dropout: `p`"))
 
 
 def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: float) -> Tensor:
@@ -296,4 +296,4 @@ def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: 
         >>> y = ops.shaped_dropout(x, seed, (2, 1), 0.5)
     """
     parts = integers(shape, "shaped_dropout: `shape`")
-    return _shaped_dropout(t, seed_tensor, shape=parts, ratio=_probability(ratio, "shaped_dropout: `ratio`"))
+    return _shaped_dropout(t, seed_tensor, shape=parts, ratio=probability(ratio, "shaped_dropout: `ratio`"))

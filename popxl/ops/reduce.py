@@ -16,7 +16,7 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.ops.elementwise import sign, ties_grad
+from popxl.ops.elementwise import abs, sign, ties_grad
 from popxl.ops.families import reduction
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, widened
@@ -48,6 +48,11 @@ def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     # The dtype of the sum is said because JAX's choice would depend on what else is in the program.
     dtype = jnp.promote_types(t.dtype, jnp.int32 if jnp.issubdtype(t.dtype, jnp.signedinteger) else jnp.uint32)
     return jax.lax.div(jnp.sum(t, axis=axes, keepdims=keepdims, dtype=dtype), jnp.asarray(count, dtype))
+
+
+def _var(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    deviation = t - _mean(t, axes, keepdims=True)
+    return _mean(deviation * deviation, axes, keepdims)
 
 
 sum = reduction(
@@ -91,6 +96,26 @@ l1 = reduction(
     "The sum of the absolute values of the elements.",
     lambda g, t, axis: spread(g, t, axis) * sign(t),
 )
+var = reduction(
+    "var",
+    _var,
+    "The mean of the squares of what the elements are off their mean: divided by their number.",
+)
+
+
+def _std_pullback(g: Any, t: Any, out: Any, *, axis: tuple[int, ...] | None) -> Any:
+    axes = reduction_axes(axis, t.ndim)
+    slope = (t - _mean(t, axes, keepdims=True)) / (out * math.prod(t.shape[d] for d in axes))
+    return jnp.where(out == 0, 0, g * slope)
+
+
+std_grad = OpKind("ReduceStdGrad", rounded_once(_std_pullback), shape=lambda g, t, out, *, axis: like_first(t))
+std = reduction(
+    "std",
+    lambda t, axes, keepdims: jnp.sqrt(_var(t, axes, keepdims)),
+    "The square root of `var`. Its gradient is 0 where all elements are equal.",
+    lambda g, t, out, axis: std_grad(spread(g, t, axis), t, spread(out, t, axis), axis=axis),
+)
 l2_grad = OpKind("ReduceL2Grad", rounded_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
 l2 = reduction(
     "l2",
@@ -112,6 +137,37 @@ logsumexp = reduction(
     "The natural logarithm of the sum of the exponentials of the elements, in a form that does not overflow.",
     kind="ReduceLogSumExp",
 )
+
+
+def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
+    """The norm of the elements, as of one vector: of some axes, or of all.
+
+    Args:
+        t: tensor of any shape.
+        ord: 1 for the sum of the absolute values, 2 for the root of the sum of the squares, `math.inf` for the
+            largest absolute value.
+        axis: the dimension to reduce, or several; negative ones count from the back; `None` means all.
+        keepdims: keep the reduced dimensions, with size 1.
+
+    Returns:
+        A new tensor of the same dtype.
+
+    Raises:
+        ValueError: for another `ord`.
+        PopxlError: if there is no such axis.
+
+    See also: `numpy.linalg.norm`, `torch.linalg.vector_norm`.
+
+    Example:
+        >>> length = ops.norm(gradient)
+    """
+    if ord == 1:
+        return l1(t, axis, keepdims)
+    if ord == 2:
+        return l2(t, axis, keepdims)
+    if ord == math.inf:
+        return max(abs(t), axis, keepdims)
+    raise ValueError(f"norm: `ord` is {ord!r}; expected 1, 2 or math.inf.")
 
 
 def _order(shape: tuple[int, ...], axis: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:

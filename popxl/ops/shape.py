@@ -1,4 +1,4 @@
-"""Ops that reorder axes and change sizes: reshape, squeeze, transpose, and their view forms.
+"""Ops that reorder axes and change sizes: reshape, squeeze, transpose, and their view forms; and triangles.
 
 A function with a trailing underscore gives a *view*: the result shares storage with its operand, so that what is
 written to either is seen through the other. Each view op says how to read the view from its base (its lowering) and
@@ -8,7 +8,7 @@ how to write the view back into the base (`put`); nothing else in popxl needs to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import View
 from popxl.errors import PopxlError
-from popxl.values.shapes import integers
+from popxl.values.shapes import integer, integers, like_first
 from popxl.values.spec import TensorSpec
 
 # Reshape ------------------------------------------------------------------------------------------------------------
@@ -223,3 +223,54 @@ def _permutation(t: Tensor, permutation: Iterable[int] | None) -> tuple[int, ...
     if min(order, default=0) < 0 or len(set(order)) < len(order):
         raise ValueError(f"transpose: `permutation` {order} has to name each dimension of {t!r} once, from 0 on.")
     return order
+
+
+# Triangles ----------------------------------------------------------------------------------------------------------
+
+
+def _matrices(t: Any, *, k: int) -> TensorSpec:
+    if len(t.shape) < 2:
+        raise PopxlError(f"expected a matrix, or several in the last two dimensions; it has rank {len(t.shape)}.")
+    return like_first(t)
+
+
+def _triangle(name: str, function: Callable[..., Any]) -> OpKind:
+    kind: OpKind = OpKind(
+        name, lambda t, *, k: function(t, k), shape=_matrices, gradient={"t": lambda g, k: kind(g, k=k)}
+    )
+    return kind
+
+
+_tril, _triu = _triangle("Tril", jnp.tril), _triangle("Triu", jnp.triu)
+
+
+def tril(t: Tensor, k: int = 0) -> Tensor:
+    """The lower triangle of each matrix; zeros above it.
+
+    Args:
+        t: tensor of shape `(..., m, n)`.
+        k: the last diagonal that is kept: 0 is the main one, 1 the next above it.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        PopxlError: if `t` has less than 2 dimensions.
+
+    See also: `numpy.tril`.
+
+    Example:
+        >>> lower = ops.tril(x)
+    """
+    return _tril(t, k=integer(k, "tril: `k`"))
+
+
+def triu(t: Tensor, k: int = 0) -> Tensor:
+    """The upper triangle of each matrix, from the diagonal `k` on; zeros below it. Otherwise as `tril`.
+
+    See also: `numpy.triu`.
+
+    Example:
+        >>> upper = ops.triu(x, k=1)
+    """
+    return _triu(t, k=integer(k, "triu: `k`"))

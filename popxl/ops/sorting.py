@@ -91,7 +91,7 @@ def _ranks(t: Any, largest: bool) -> Any:
     """Numbers in the order of the elements, or in the opposite order. Equal elements have equal numbers."""
     if not jnp.issubdtype(t.dtype, jnp.floating):
         return t if largest else ~t  # unlike -t, this neither overflows nor wraps
-    t = widened(t)  # XLA sorts float16 as a whole, a hundred times as long
+    t = widened(t)  # XLA sorts halves as a whole, a hundred times as long
     # JAX tells 0 from -0 here, and one NaN from another.
     t = jnp.where(jnp.isnan(t), jnp.nan, jnp.where(t == 0, jnp.zeros((), t.dtype), t))
     return t if largest else -t
@@ -183,8 +183,8 @@ def _counted(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> A
 def _bins(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> TensorSpec:
     if not all(low < high for low, high in pairwise(levels)):
         raise ValueError(f"`levels` have to increase from each to the next; got {levels}.")
-    if t.dtype not in (dtypes.float16, dtypes.float32):
-        raise PopxlError("only float16 and float32 tensors are counted; convert `t` with `ops.cast`.")
+    if not (t.dtype.is_half or t.dtype is dtypes.float32):
+        raise PopxlError("only tensors of float16, bfloat16 and float32 are counted; convert `t` with `ops.cast`.")
     return TensorSpec((len(levels) + 1,), dtypes.uint32)
 
 
@@ -198,7 +198,7 @@ def histogram(t: Tensor, levels: Iterable[float], absolute_of_input: bool) -> Te
     in the last bin. No gradient flows.
 
     Args:
-        t: float16 or float32 tensor of any shape.
+        t: float16, bfloat16 or float32 tensor of any shape.
         levels: the bounds between the bins, increasing. They are converted to the dtype of `t`.
         absolute_of_input: count the absolute values of the elements.
 

@@ -44,6 +44,7 @@ from popxl.program.saved import (
     SavedProgram,
     SavedTensor,
     Stamp,
+    arrays_in,
     safetensors_library,
 )
 from popxl.remote_buffer import RemoteBuffer
@@ -85,7 +86,7 @@ def load(path: str | os.PathLike[str], ir: Ir, traces: bool = True) -> None:
         found = digest(arrays)[:16]
         if not program.arrays.endswith(f"-{found}.safetensors"):
             raise ValueError(f"{program.arrays!r} is not what was written; its digest is {found}")
-        numbers = library.numpy.load(arrays)
+        numbers = arrays_in(arrays)
     except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
         raise _unreadable(path, problem) from problem
     try:

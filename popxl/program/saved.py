@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from popxl import dtypes
 from popxl.options import SessionOptions
 
 FORMAT = 2
@@ -110,3 +112,12 @@ def safetensors_library() -> Any:
     import safetensors.numpy
 
     return safetensors
+
+
+def arrays_in(content: bytes) -> dict[str, np.ndarray]:
+    """The arrays in a file of numbers, by name. `KeyError` for a dtype that no tensor has."""
+    found = safetensors_library().deserialize(content)
+    return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"]) for name, t in found}
+
+
+_DTYPES = {dtype.short.upper(): dtype.as_numpy() for dtype in dtypes.ALL if not (dtype.is_float8 or dtype.is_complex)}

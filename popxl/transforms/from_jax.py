@@ -61,7 +61,7 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
         - `popxl.OpKind("Name", fn)` makes `fn` one op that nobody looks into. Take it for kernels, for functions with
-          an effect or with values that no tensor can hold (random keys, bfloat16), and where one name says enough.
+          an effect or with values that no tensor can hold (random keys), and where one name says enough.
         - `popxl.to_jax(graph)` goes the other way.
 
     Args:
@@ -181,7 +181,7 @@ def _spec(aval: Any) -> TensorSpec | None:
     """The spec for a type of JAX, if there is one."""
     try:
         return TensorSpec(tuple(map(int, aval.shape)), dtype.as_dtype(np.dtype(aval.dtype)))
-    except (AttributeError, TypeError, ValueError):  # tokens; random keys; bfloat16 and the like
+    except (AttributeError, TypeError, ValueError):  # tokens; random keys; narrow integers and the like
         return None
 
 
@@ -313,7 +313,7 @@ def _as_op(equation: JaxprEqn) -> tuple[OpKind, Sequence[Any], dict[str, Any]]:
     operands = list(dict.fromkeys(value for value in equation.invars if not isinstance(value, Literal)))
     alone = called.replace(constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation])
     name = called.debug_info.func_name
-    return _function_kind(_last(name)), operands, {"function": Function(name, jaxpr_as_fun(ClosedJaxpr(alone, ())))}
+    return _function_kind(_last(name)), operands, {"function": Function(name, ClosedJaxpr(alone, ()))}
 
 
 @cache
@@ -321,7 +321,7 @@ def _kind(primitive: Primitive) -> OpKind:
     """The declaration of a primitive. Made once."""
 
     def lowering(*operands: Any, **attributes: Any) -> Any:
-        return primitive.bind(*operands, **{name: _parameter(value) for name, value in attributes.items()})
+        return primitive.bind(*operands, **{n: _multiplying(n, _parameter(v)) for n, v in attributes.items()})
 
     gradient = None if primitive.name == "stop_gradient" else VJP
     return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient)
@@ -332,7 +332,7 @@ def _function_kind(name: str) -> OpKind:
     """The declaration of a function that has its own derivative, for all of this name. Made once."""
 
     def lowering(*operands: Any, function: Function) -> Any:
-        results = function.code(*operands)
+        results = jaxpr_as_fun(_multiplying("", function.code))(*operands)
         return results[0] if len(results) == 1 else results
 
     return _declared(name or "function", lowering, f"jax.function.{name}", VJP)
@@ -395,4 +395,21 @@ def _parameter(value: Any) -> Any:
         parts = tuple(map(_parameter, value))
         found = getattr(jax.lax, parts[0], None) if parts and isinstance(parts[0], str) else None
         return found(*parts[1:]) if isinstance(found, type) and issubclass(found, tuple) else parts
+    return value
+
+
+def _multiplying(name: str, value: Any) -> Any:
+    """A parameter, with products as exact as JAX is set to make them, where the function said nothing. It was traced
+    when the graph was built; the session says it when it lowers the graph."""
+    if name == "precision" and value is None:
+        settings: Any = jax.config
+        level = settings.jax_default_matmul_precision
+        return None if level is None else (jax.lax.Precision(level),) * 2
+    if isinstance(value, ClosedJaxpr):
+        return value.replace(jaxpr=_multiplying(name, value.jaxpr))
+    if isinstance(value, Jaxpr):
+        equations = [e.replace(params={n: _multiplying(n, v) for n, v in e.params.items()}) for e in value.eqns]
+        return value.replace(eqns=equations)
+    if type(value) is tuple:  # of branches, say
+        return tuple(_multiplying("", part) for part in value)
     return value

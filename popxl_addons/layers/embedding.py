@@ -87,3 +87,42 @@ class Embedding(Module):
             array([ 0, 32, 64, 96], dtype=int32)
         """
         return np.arange(n_shards, dtype=np.int32) * np.int32(Embedding.get_vocab_shard_size(vocab_size, n_shards))
+
+
+class TiedEmbedding(Module):
+    """The rows of a table that indices pick, and the table, for the logits at the end of a model: ``x @ table.T``.
+
+    Variable: `weight` of shape (vocab_size, hidden_size), a truncated normal distribution with the standard deviation
+    0.02. Its gradient is the sum of both uses.
+
+    Args:
+        dtype: dtype of the table.
+        vocab_size: number of rows.
+        hidden_size: their length.
+
+    Example:
+        >>> class Bigrams(Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = TiedEmbedding(popxl.float32, vocab_size=100, hidden_size=4)
+        ...     def build(self, tokens):
+        ...         x, table = self.embedding(tokens)
+        ...         return x @ table.T
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = Bigrams().create_graph(popxl.TensorSpec((2, 3), popxl.int32))
+        >>> facts.keys_flat(), graph.graph.outputs[0].shape
+        (['embedding.weight'], (2, 3, 100))
+    """
+
+    def __init__(self, dtype: popxl.dtype, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+
+    def build(self, indices: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
+        """Integer `indices` of any shape to (\\*indices.shape, hidden_size); and the table."""
+        table = self.add_variable_input(
+            "weight", partial(truncated_normal, self.vocab_size, self.hidden_size), self.dtype
+        )
+        return ops.gather(table, indices), table

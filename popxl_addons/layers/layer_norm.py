@@ -1,4 +1,4 @@
-"""Normalisation of each row."""
+"""Normalisation over the last axis."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ if TYPE_CHECKING:
 
 
 class LayerNorm(Module):
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, for each row of a matrix. See also ``torch.nn.LayerNorm``.
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, over the last axis. See also ``torch.nn.LayerNorm``.
 
-    Variables, of the dtype of `x`: `weight` and `bias`, of the length of a row; ones and zeros.
+    Variables, of the dtype of `x`: `weight` and `bias`, of the length of the last axis; ones and zeros.
 
     Example:
         >>> with popxl.Ir().main_graph:
-        ...     facts, graph = LayerNorm().create_graph(popxl.TensorSpec((5, 4), popxl.float32))
+        ...     facts, graph = LayerNorm().create_graph(popxl.TensorSpec((2, 5, 4), popxl.float32))
         >>> facts.weight.shape, facts.bias.shape
         ((4,), (4,))
     """
 
     def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
-        """`x` of shape (N, C), normalised. `ValueError` for another rank."""
-        if x.rank != 2:
-            raise ValueError(
-                f"LayerNorm: `x` has the shape {x.shape}; expected a matrix (N, C). To normalise over the last axis, "
-                "make one with `x.reshape((-1, x.shape[-1]))`."
-            )
-        weight = self.add_variable_input("weight", partial(np.ones, x.shape[1]), x.dtype)
-        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[1]), x.dtype)
-        return ops.layer_norm(x, weight, bias, eps)
+        """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
+        if not x.rank:
+            raise ValueError("LayerNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
+        weight = self.add_variable_input("weight", partial(np.ones, x.shape[-1]), x.dtype)
+        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[-1]), x.dtype)
+        if x.rank == 2:
+            return ops.layer_norm(x, weight, bias, eps)
+        return ops.layer_norm(x.reshape((-1, x.shape[-1])), weight, bias, eps).reshape(x.shape)
 
     @staticmethod
     def torch_mapping(

@@ -27,7 +27,7 @@ def fp8_amax_scale(src: popxl.Tensor, dtype: popxl.dtype = popxl.float8_143) -> 
     the scale 31.
 
     Args:
-        src: float16 or float32 tensor of any shape.
+        src: float16, bfloat16 or float32 tensor of any shape.
         dtype: `popxl.float8_143` or `popxl.float8_152`.
 
     Returns:

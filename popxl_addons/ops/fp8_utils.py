@@ -34,9 +34,9 @@ float8_definitions = {popxl.float8_143: float8_143_def, popxl.float8_152: float8
 
 
 def check_scale_arguments(function: str, src: popxl.Tensor, dtype: popxl.dtype) -> None:
-    """`RuntimeError` unless a scale of this name can be chosen: for a float16 or float32 tensor and a float8 format."""
-    if not isinstance(src, popxl.Tensor) or src.dtype not in (popxl.float16, popxl.float32):
-        raise RuntimeError(f"{function}: `src` is {src!r}; expected a tensor of float16 or float32.")
+    """`RuntimeError` unless a scale can be chosen: for a tensor of a half or float32, and a float8 format."""
+    if not isinstance(src, popxl.Tensor) or not (src.dtype.is_half or src.dtype is popxl.float32):
+        raise RuntimeError(f"{function}: `src` is {src!r}; expected a tensor of float16, bfloat16 or float32.")
     if dtype not in float8_definitions:
         raise RuntimeError(f"{function}: `dtype` is {dtype!r}; expected popxl.float8_143 or popxl.float8_152.")
 

@@ -1,5 +1,10 @@
-"""Optimisers: graphs that update one variable in place."""
+"""Optimisers: as a whole, for all variables of a model; and a graph that updates one variable in place.
 
+`schedules` has learning rates that change from step to step.
+"""
+
+from popxl_addons.optimizers import schedules
 from popxl_addons.optimizers.adam import AdamOptimizerStep
+from popxl_addons.optimizers.whole import adafactor, adamw, from_optax, global_norm, lion, sgd
 
-__all__ = ["AdamOptimizerStep"]
+__all__ = ["AdamOptimizerStep", "adafactor", "adamw", "from_optax", "global_norm", "lion", "schedules", "sgd"]

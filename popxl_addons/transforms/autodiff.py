@@ -68,6 +68,7 @@ def autodiff_with_accumulation(
     grads_required: Iterable[popxl.Tensor] | None = None,
     called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
     replica_groupings: NamedReplicaGrouping | None = None,
+    dtype: popxl.dtype | None = None,
 ) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
     """A gradient graph that takes some gradients into running means, in variables of its own, and returns the others.
 
@@ -86,6 +87,7 @@ def autodiff_with_accumulation(
         called_graphs_grad_info: as for `autodiff`.
         replica_groupings: by `<name>`, which replicas share an accumulator's initial value; by default all. Further
             names are ignored, and those of pieces, which no two replicas share.
+        dtype: dtype of the means; by default that of each tensor.
 
     Returns:
         Factories of the variables, and the gradient graph, with the same names in `args`.
@@ -135,7 +137,7 @@ def autodiff_with_accumulation(
         counter = state("mean_accum_counter", (), popxl.float32, None)
         for (name, t), gradient in zip(accumulated.to_dict().items(), gradients, strict=True):
             group = groups.get(name) if not t.meta_shape else grad.graph.ir.replica_grouping(group_size=1)
-            mean = state(f"accum.{name}", t.shape, t.dtype, group)
+            mean = state(f"accum.{name}", t.shape, t.dtype if dtype is None else dtype, group)
             ops.var_updates.accumulate_mean_(mean, gradient, counter)
         ops.var_updates.accumulate_(counter, popxl.constant(1, popxl.float32))
     return factories, grad

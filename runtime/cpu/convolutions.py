@@ -75,8 +75,8 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
     """As one expression, or row by row, where that is quicker."""
     counts = [w.count for w in windows]
     check(name, t, weight, counts)
-    t, weight, precision = widened_pair(t, weight)
-    plain = partial(by_xla, windows=windows, groups=groups, precision=precision)
+    t, weight = widened_pair(t, weight)
+    plain = partial(by_xla, windows=windows, groups=groups)
     places = math.prod(weight.shape[2:])
     if _is_little(t, weight.shape, counts):
         return plain(t, weight)
@@ -110,7 +110,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         return convolutions.transposed.plain(name, t, weight, windows, groups)
 
     def by_places(t: Any, weight: Any) -> Any:
-        t, weight, _ = widened_pair(t, weight)
+        t, weight = widened_pair(t, weight)
         rooms = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
 
         def all_places(t: Any, weight: Any) -> Any:
@@ -150,7 +150,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
         return convolutions.weights_gradient.plain(name, g, t, shape, windows, groups)
 
     def on_cpu(g: Any, t: Any) -> Any:
-        g, t, _ = widened_pair(g, t)
+        g, t = widened_pair(g, t)
         sliding = Sliding(windows)
         return kept(partial(_place_by_place, kernel=kernel, sliding=sliding))(jnp.moveaxis(g, 0, -1), sliding.padded(t))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from popxl.ops import pooling
+from popxl.ops import float8, pooling
 from popxl.ops.kernels import convolutions, elements, sums
 from popxl.ops.kernels.kernel import Form, Kernel
 from runtime.cpu import convolutions as of_convolutions
@@ -20,6 +20,7 @@ FORMS: Mapping[Kernel, Form] = {
     elements.of_elements: of_elements.of_elements,
     elements.over_images: of_elements.over_images,
     elements.quotient: of_elements.quotient,
+    float8.as_factor: float8.decode,
     pooling.over_windows: over_windows_by_axes,
     sums.largest: of_sums.largest,
     sums.summed: of_sums.summed,

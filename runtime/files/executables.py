@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config
 from jax._src.compiler import get_compile_options
-from jax._src.interpreters.pxla import UnloadedMeshExecutable, _get_layouts_from_executable, get_dispatch_layouts
+from jax._src.interpreters.pxla import UnloadedMeshExecutable, _get_layouts_from_executable, is_default_layout
 from jax._src.lib import xla_client
 from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -226,6 +226,7 @@ def restored(about: Executable, content: bytes, devices: Sequence[jax.Device]) -
     layouts, result_layouts = _get_layouts_from_executable(
         executable, [None] * len(inputs), [None] * len(results), 0, inputs, results
     )
+    placed_inputs = zip(layouts, input_shardings, inputs, strict=True)
     loaded = UnloadedMeshExecutable(
         xla_executable=executable,
         device_list=device_list,
@@ -243,7 +244,7 @@ def restored(about: Executable, content: bytes, devices: Sequence[jax.Device]) -
         kept_var_idx=set(used),
         mut=None,
         xla_in_layouts=layouts,
-        dispatch_in_layouts=get_dispatch_layouts(layouts, input_shardings, inputs),
+        dispatch_in_layouts=[None if is_default_layout(*each) else each[0] for each in placed_inputs],
         xla_out_layouts=result_layouts,
         all_args_info=None,
         pgle_profiler=None,

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 from pydantic import BaseModel, ConfigDict
 
 from popxl.base.files import replace_file
@@ -25,7 +26,8 @@ from runtime.interrupts import scratch_folder
 from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
 from runtime.program.program import Program
 from runtime.targets.devices import Device, find_device
-from runtime.targets.target import VERSIONS, MadeFor, Target
+from runtime.targets.offline import Target
+from runtime.targets.target import VERSIONS, MadeFor, made_for
 
 _log = Logger("session")
 
@@ -75,14 +77,14 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
         target=program.layout.target.made_for,
-        device=program.device.name,
+        device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=compiled.layout.calls,
         executables=executables,
     )
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tuple[Ir, Device, Ready | None]:
+def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None) -> tuple[Ir, Device, Ready | None]:
     """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
@@ -97,21 +99,29 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | None) -> tupl
             f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}"
         ) from problem
     device = find_device(about.device if device_desc is None else device_desc, ir)
-    if differences := _differences(about.target.model_dump(), Target(device.jax_devices).made_for.model_dump()):
+    if device.target is not None:
+        raise PopxlError(
+            f"Session.load: {device.name} is not here, and XLA reads compiled programs back only where they run. Load "
+            f"{os.fspath(path)!r} there; to look at the program, compile it again: `popxl.Session(popxl.Ir.load(...))`."
+        )
+    if differences := _differences(about.target.model_dump(), made_for(device.jax_devices).model_dump()):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     if not contents:
         return ir, device, None
     _log.debug(f"Loading serialized PopART executable from {os.fspath(path)}")
-    executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    try:
+        executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
+    except jax.errors.JaxRuntimeError as problem:
+        raise PopxlError(_compiled(path, "in a way that XLA does not read here", str(problem))) from problem
     return ir, device, Ready(about.calls, executables)
 
 
 def _differences(in_file: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """What differs, in words."""
+    """What differs, in words. Of a machine that was not there, the drivers are not known."""
     return "; ".join(
         f"{name.replace('_', ' ')}: {in_file[name]!r} in the file, {ours!r} here"
         for name, ours in here.items()
-        if in_file[name] != ours
+        if in_file[name] != ours and (in_file[name] or name != "platform_version")
     )
 
 

@@ -20,6 +20,15 @@ from runtime.targets.replicas import AXIS, Replicas
 
 Array = Any
 
+LANES = 128
+"""TPUs hold arrays in rows of so many numbers. Of chunks that are no whole rows, they would sum all of all replicas."""
+
+BLOCK = 32 * LANES
+"""A chunk of whole blocks is summed as it lies; others XLA would pad, and shift what it has summed between TPUs."""
+
+FEW = 8 * LANES
+"""So few numbers for each replica a TPU sums whole in any case, as nothing is quicker, and blocks would be padding."""
+
 
 def group_of(replicas: Replicas, stride: int, size: int) -> Group:
     """The group of each of these replicas, as they run.
@@ -107,8 +116,14 @@ class _OnMesh(_Several):
     def combined_chunk(self, t: Array, op: str) -> Array:
         if op not in _TERMS:
             return super().combined_chunk(t, op)
-        terms = self.chunks(_TERMS[op](t), chunk_size(t.size, self.size))
-        return self._finished(lax.psum_scatter(terms, AXIS, axis_index_groups=self._groups), op)
+        length = chunk_size(t.size, self.size)
+        terms = self.chunks(_TERMS[op](t), length)
+        if length <= FEW:
+            total = lax.psum_scatter(terms, AXIS, axis_index_groups=self._groups)
+        else:
+            rows = jnp.pad(terms, ((0, 0), (0, -length % BLOCK))).reshape(-1, LANES)
+            total = lax.psum_scatter(rows, AXIS, axis_index_groups=self._groups, tiled=True).reshape(-1)[:length]
+        return self._finished(total, op)
 
     def _finished(self, total: Array, op: str) -> Array:
         return share(total, self.size) if op == "mean" else total

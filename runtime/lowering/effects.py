@@ -212,8 +212,17 @@ def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) ->
     if op.attributes["print_self"]:
         running = True if channels.running is None else channels.running
         replica = lax.axis_index(AXIS) if lowering.is_shared else 0  # or what is the same for all is printed once
-        jax.debug.callback(write, value, running, replica, ordered=lowering.replicas.count == 1)  # JAX: of one device
+        if lowering.replicas.is_here or lowering.replicas.device.platform == "tpu":
+            jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
+        else:
+            _called_on_gpu(value, jnp.asarray(running), jnp.asarray(replica))
     environment.write(op.outputs[0], value)
+
+
+def _called_on_gpu(*operands: Array) -> None:
+    """What calls Python back on a GPU, where one is only compiled for. JAX writes the same, with the number of the
+    function; but for that it wants a GPU (jax-ml/jax#23971)."""
+    jax.ffi.ffi_call("xla_ffi_python_gpu_callback", (), has_side_effect=True)(*operands, index=np.uint64(0))
 
 
 def _write(text: str) -> None:
@@ -231,7 +240,7 @@ def _formatted(
     open_bracket: str,
     close_bracket: str,
 ) -> str:
-    if array.dtype.itemsize == 1 and array.dtype.kind == "V" or array.dtype.name.startswith("float8"):
+    if array.dtype.kind == "V" or array.dtype.name.startswith("float8"):  # of which NumPy knows little
         array = array.astype(np.float32)
     number = {
         "auto": None,

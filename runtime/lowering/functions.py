@@ -302,7 +302,7 @@ class _MainFunction(GraphFunction):
         self._check(channels)
         stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
         fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
-        return fetched, {v.name: environment.values[v] for v in self._variables if v.name in self.written}
+        return fetched, {v.name: environment.read(v) for v in self._variables if v.name in self.written}
 
 
 def _host_value(v: Variable) -> Array:

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from popxl.base.names import identifier
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import callees_first, reachable, written_inputs
+from popxl.core.aliasing import callees_first, changed_inputs, reachable, written_inputs
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -44,6 +45,9 @@ from runtime.lowering import effects
 from runtime.lowering.collectives import group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import MachineParts, Order, parts_for
+from runtime.lowering.rolled import AsWritten, Rolled, roll
+from runtime.lowering.scopes import Scopes, of_op
+from runtime.lowering.stacks import Row, Stack, put_back, read
 from runtime.targets.replicas import Replicas
 
 Array = Any
@@ -64,42 +68,56 @@ def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
 
 
 class Environment:
-    """The current value of every storage of one graph, while it runs."""
+    """The current value of every storage of one graph, while it runs; or the row of a stack that has it."""
 
-    def __init__(self, values: Mapping[Tensor, Array], order: Order) -> None:
+    def __init__(self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor]) -> None:
         self.values = dict(values)
         self._order = order
+        self._same = same
 
     def note(self, op: Op) -> None:
         """Note that an op has read its operands: what overwrites them comes after its result."""
         result = next((t for t in op.outputs if t in self.values), None)
         if result is not None:  # it is no view, say
             for t in op.inputs:
-                self._order.note(_seen_through(t)[0], result, self.values[result])
+                self._order.note(self._seen_through(t)[0], result, self.read(result))
 
     def note_call(self, op: Op, results: Results) -> None:
         """The same of the ops of a graph that an op has called."""
         for i, computed in results.computed.items():
-            self._order.note_within(_seen_through(op.inputs[i])[0], computed)
+            self._order.note_within(self._seen_through(op.inputs[i])[0], computed)
 
     def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
         """What was computed last from inputs of the graph, by position."""
         return self._order.computed_from(inputs)
 
+    def place(self, t: Tensor) -> Array | Row:
+        """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
+        storage, views = self._seen_through(t)
+        place = None if views else self.values.get(storage)
+        return place if isinstance(place, Row) else self.read(t)
+
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
-        storage, views = _seen_through(t)
+        storage, views = self._seen_through(t)
         value = self._storage(storage)
         for view in views:
             value = view.apply([value])
         return value
+
+    def put(self, t: Tensor, place: Array | Row) -> None:
+        """Give a tensor that an op makes its first value; or a row that nobody else has."""
+        if isinstance(place, Row):
+            self.values[t] = place
+        else:
+            self.write(t, place)
 
     def write(self, t: Tensor, value: Array) -> None:
         """Change a tensor: its storage, or the part of it that the views between show."""
         changes = [(t, value)]
         while changes:
             t, value = changes.pop()
-            storage, views = _seen_through(t)
+            storage, views = self._seen_through(t)
             bases = [self._storage(storage)] if views else []
             for view in views[:-1]:
                 bases.append(view.apply([bases[-1]]))
@@ -107,7 +125,11 @@ class Environment:
                 (value,) = view.put([base], value)
             joined = view_of(storage)
             if joined is None:
-                self.values[storage] = self._order.overwriting(storage, value)
+                value, place = self._order.overwriting(storage, value), self.values.get(storage)
+                if isinstance(place, Row):
+                    place.write(value)
+                else:
+                    self.values[storage] = value
             else:
                 parts = joined.put([self.read(base) for base in joined.inputs], value)
                 changes += reversed(list(zip(joined.inputs, parts, strict=True)))
@@ -121,13 +143,27 @@ class Environment:
             if not isinstance(t, Constant):
                 raise no_value(t)
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
-        return self.values[t]
+        return read(self.values[t])
+
+    def _seen_through(self, t: Tensor) -> tuple[Tensor, list[Op]]:
+        """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""
+        views = []
+        t = t.origin
+        while True:
+            view = view_of(t)
+            if t in self._same:
+                t = self._same[t].origin
+            elif view is not None and len(view.inputs) == 1:
+                views.append(view)
+                t = view.inputs[0].origin
+            else:
+                return t, views[::-1]
 
     def _joined(self, op: Op) -> Nested[Array]:
         """What a view of several tensors shows; they may be such views themselves."""
         parts = []
         for base in op.inputs:
-            storage, views = _seen_through(base)
+            storage, views = self._seen_through(base)
             joined = view_of(storage)
             part = self._storage(storage) if joined is None else (yield self._joined(joined))
             for view in views:
@@ -139,16 +175,6 @@ class Environment:
 def no_value(t: Tensor) -> PopxlError:
     """The error for a storage that nothing gives a value."""
     return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
-
-
-def _seen_through(t: Tensor) -> tuple[Tensor, list[Op]]:
-    """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end the chain."""
-    views = []
-    t = t.origin
-    while (view := view_of(t)) is not None and len(view.inputs) == 1:
-        views.append(view)
-        t = view.inputs[0].origin
-    return t, views[::-1]
 
 
 def view_of(t: Tensor) -> Op | None:
@@ -167,9 +193,14 @@ class Results:
         computed: what was computed last from inputs, by position; of a graph whose call is not kept.
     """
 
-    outputs: tuple[Array, ...]
-    written: dict[int, Array]
+    outputs: tuple[Any, ...]
+    written: dict[int, Any]
     computed: dict[int, Array] = field(default_factory=dict)
+
+    def read(self) -> Results:
+        """The same, with nothing in rows."""
+        written = {i: read(place) for i, place in self.written.items()}
+        return Results(tuple(map(read, self.outputs)), written, self.computed)
 
 
 class Lowering:
@@ -177,9 +208,12 @@ class Lowering:
 
     Args:
         ops: what the program runs.
-        options: those of the Ir; they switch some of the checks that ops make of their operands.
+        options: those of the Ir; they say how exactly ops multiply, and switch some of the checks of their operands.
         keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
         replicas: those that run the program; what is lowered is the program of one of them.
+        scheduling: says what is carried out of a graph, in order: its ops, or loops of them.
+        in_order: whether a single replica prints in the order of the ops. JAX (0.10.2) cannot lower an order of effects
+            along with results in the host's memory.
     """
 
     def __init__(
@@ -188,11 +222,16 @@ class Lowering:
         options: SessionOptions,
         keep_calls: bool = True,
         replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
+        scheduling: AsWritten = AsWritten(),  # noqa: B008  # it has no state
+        in_order: bool = True,
     ) -> None:
         self.replicas = replicas
+        self.scheduling = scheduling
+        self.prints_in_order = in_order and replicas.count == 1  # JAX: of one device
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
+        self._scopes = Scopes()
 
     @cached_property
     def _machine(self) -> MachineParts:
@@ -203,15 +242,20 @@ class Lowering:
         """Whether it is traced once for several replicas, which one device runs."""
         return self.replicas.count > 1 and self.replicas.mesh is None
 
-    def run(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Environment:
+    def run(self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels) -> Environment:
         """Run ops of one graph, in order. Returns what is in its storages afterwards."""
         return done(self.running(ops, values, channels))
 
-    def running(self, ops: Iterable[Op], values: Mapping[Tensor, Array], channels: Channels) -> Nested[Environment]:
+    def running(
+        self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
+    ) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values, self._machine.order())
-        for op in (part for each in ops for part in each.parts):
+        environment = Environment(values, self._machine.order(), self.scheduling.same)
+        for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
+            if isinstance(op, Rolled):
+                roll(self, op, environment, channels)
+                continue
             inside = self.carry_out(op, environment, channels)
             if inside is not None:
                 yield inside
@@ -228,7 +272,7 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, channels)
-            with in_forms(self._machine.forms):
+            with in_forms(self._machine.forms), jax.default_matmul_precision(self._options.precision):
                 results = self.apply(op, operands)
         except PopxlError:  # says what it has to say
             raise
@@ -249,7 +293,8 @@ class Lowering:
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            return op.apply(operands, attributes | {"group": group})
+            with of_op(op):
+                return op.apply(operands, attributes | {"group": group})
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 
@@ -265,20 +310,34 @@ class Lowering:
         """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
         return done(self.calling(graph, inputs, channels))
 
-    def calling(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
-        """The same, as work that is nested."""
+    def calling(
+        self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels, in_rows: bool = False
+    ) -> Nested[Results]:
+        """The same, as work that is nested.
+
+        Args:
+            graph: the graph.
+            inputs: for its inputs, values; or rows, which are overwritten where it overwrites these.
+            channels: what it uses besides.
+            in_rows: what it gives may be in rows, too.
+        """
         if graph not in self._kept or (channels.running is not None and effects.prints(graph)):
-            return (yield self._inline(graph, inputs, channels))
+            results = yield self._inline(graph, inputs, channels)
+            return results if in_rows else results.read()
         streams = channels_of(graph)
-        outputs, written, used = self._function(graph)(tuple(inputs), channels.take(streams))
+        outputs, written, used = self._function(graph)(tuple(map(read, inputs)), channels.take(streams))
         channels.put_back(streams, used)
         return Results(outputs, written)
 
-    def _inline(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Nested[Results]:
-        environment = yield self.running(graph.ops, dict(zip(graph.inputs, inputs, strict=True)), channels)
+    def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
+        given = dict(zip(graph.inputs, inputs, strict=True))
+        with self._scopes.of_graph(graph):
+            environment = yield self.running(self.scheduling.schedule(graph), given, channels)
+        count = Counter(t.origin for t in graph.outputs)
+        own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(
-            tuple(environment.read(t) for t in graph.outputs),
-            {i: environment.values[graph.inputs[i]] for i in written_inputs(graph)},
+            tuple((environment.place if o else environment.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
+            {i: environment.place(graph.inputs[i]) for i in written_inputs(graph)},
             environment.computed_from(graph.inputs),
         )
 
@@ -288,7 +347,7 @@ class Lowering:
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            results = done(self._inline(graph, inputs, channels))
+            results = done(self._inline(graph, inputs, channels)).read()
             return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
@@ -363,12 +422,37 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     """Copy in, run, copy out; inputs by reference are copied back."""
     (graph,) = op.called_graphs
     check_bound(op)
-    results = yield lowering.calling(graph, [environment.read(t) for t in op.inputs], channels)
-    for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
-        environment.write(t, value)
+    places = _given(op, environment)
+    results = yield lowering.calling(graph, places, channels, in_rows=True)
+    for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
+        environment.put(t, place)
     for i in sorted(op.modified & results.written.keys()):
-        environment.write(op.inputs[i], results.written[i])
+        if not isinstance(places[i], Row):
+            environment.write(op.inputs[i], read(results.written[i]))
+        else:
+            put_back(results.written[i], places[i])
     environment.note_call(op, results)
+
+
+def _given(op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()) -> list[Array | Row]:
+    """What an op passes to the graph that it runs: rows, but where the graph would change what others have in them.
+
+    Args:
+        op: the op.
+        environment: that of the op.
+        own: how many inputs of the graph come before.
+        by_value: positions of what is no row in any case.
+    """
+    places = [environment.place(t) for t in op.inputs]
+    rows = {i: place for i, place in enumerate(places) if isinstance(place, Row)}
+    if rows:
+        written, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
+        changed = {row for i, row in rows.items() if i in written}
+        for i, row in rows.items():
+            is_copied = i in by_value or (i in written and i not in op.modified)
+            if is_copied or (row in changed and count[row] > 1):
+                places[i] = row.read()
+    return places
 
 
 def check_bound(op: Op) -> None:
@@ -422,30 +506,44 @@ class Loop:
 
     def __init__(self, op: Op, environment: Environment) -> None:
         self._op = op
-        self._inputs = [environment.read(t) for t in op.inputs]
         self._carried = op.attributes["carried"]
         self._carried_too = returned_by_ref(op) if op.modified else frozenset()
-        by_ref = sorted(op.modified - self._carried_too)
-        self.start = (tuple(self._inputs[: self._carried]), {k: self._inputs[k] for k in by_ref})
+        by_value = frozenset(range(self._carried)) | self._carried_too
+        self._inputs = _given(op, environment, EXTRA_INPUTS, by_value)
+        self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, Row)}
+        self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
+        by_ref = sorted(op.modified - self._carried_too - self._rows.keys())
+        contents = {k: self._inputs[k] for k in by_ref}
+        self.start = (tuple(self._inputs[: self._carried]), contents, [stack.array for stack in self._stacks])
 
     def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
         """One turn: what the next one gets, and the further results."""
-        results_before, contents = state
+        results_before, contents, arrays = state
+        stacks = {row.stack: Stack(row.stack.array) for row in self._rows.values()}
+        stacks |= {outside: Stack(array) for outside, array in zip(self._stacks, arrays, strict=True)}
         values = list(self._inputs)
         for k, content in contents.items():
             values[k] = content
+        for k, row in self._rows.items():
+            values[k] = Row(stacks[row.stack], row.number)
         values[: self._carried] = results_before
-        results = yield lowering.calling(self._op.attributes["graph"], [i, jnp.asarray(True), *values], channels)
-        after = {k: results.written.get(k + EXTRA_INPUTS, values[k]) for k in contents}
-        outputs = results.outputs[EXTRA_OUTPUTS:]
-        return (outputs[: self._carried], after), outputs[self._carried :]
+        given = [i, jnp.asarray(True), *values]
+        results = yield lowering.calling(self._op.attributes["graph"], given, channels, in_rows=True)
+        for k in self._rows.keys() & self._op.modified:
+            put_back(results.written.get(k + EXTRA_INPUTS, values[k]), values[k])
+        after = {k: read(results.written.get(k + EXTRA_INPUTS, values[k])) for k in contents}
+        outputs = tuple(map(read, results.outputs[EXTRA_OUTPUTS:]))
+        arrays = [stacks[stack].array for stack in self._stacks]
+        return (outputs[: self._carried], after, arrays), outputs[self._carried :]
 
     def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
         """Write the results, given what a further turn would get, and the further results of all turns."""
-        outputs, contents = state
+        outputs, contents, arrays = state
+        for stack, array in zip(self._stacks, arrays, strict=True):
+            stack.array = array
         for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
             environment.write(t, value)
-        for k in sorted(self._op.modified):
+        for k in sorted(self._op.modified - self._rows.keys()):
             environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
 
 

@@ -3,22 +3,27 @@
 A buffer is an array with one row for each slot, a value that a program takes and returns like the variables that it
 changes. Loads and stores are slices of it.
 
-On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`.
+On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`. There a
+slot is whole blocks, in which TPUs keep arrays: they cut nothing out of a block, and fetch a whole buffer that they
+would rather lay out in another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, PopxlInternalError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
@@ -26,9 +31,13 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
-from runtime.targets.replicas import Replicas
+from runtime.targets.replicas import Replicas, is_on_host
+from runtime.targets.target import HOST
 
 Array = Any
+
+BLOCK = (8, 128)
+"""Rows, and numbers in each. A TPU keeps arrays in blocks of these."""
 
 
 # What the ops do -----------------------------------------------------------------------------------------------------
@@ -51,8 +60,11 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
     """Overwrite a slot with the tensor."""
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     slots, value = channels.slots(buffer), sent(environment.read(op.inputs[0]), buffer.tensor_dtype)
-    if jax.typeof(slots).memory_space is not jax.memory.Space.Device:
-        value = jax.device_put(value, jax.typeof(slots).memory_space)
+    room = slots.shape[1:]
+    if room != value.shape:  # whole blocks
+        value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
+    if is_on_host(slots):
+        value = jax.device_put(value, jax.memory.Space.Host)
     channels.set_slots(buffer, lax.dynamic_update_index_in_dim(slots, value, offset, 0))
 
 
@@ -60,8 +72,10 @@ def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
     buffer = op.attributes["buffer"]
     slots = channels.slots(buffer)
     slot = lax.dynamic_index_in_dim(slots, _offset(op, environment), keepdims=False)
-    if jax.typeof(slots).memory_space is not jax.memory.Space.Device:
+    if is_on_host(slots):
         slot = jax.device_put(slot, jax.memory.Space.Device)
+    if slot.shape != buffer.tensor_shape:  # whole blocks
+        slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return arrived(slot, buffer.tensor_dtype)
 
 
@@ -83,13 +97,85 @@ def _offset(op: Op, environment: Environment) -> Array:
     return environment.read(offset).reshape(())
 
 
+# Where they are ------------------------------------------------------------------------------------------------------
+
+
+def described(buffer: RemoteBuffer, main: Graph) -> str:
+    """A buffer of a program, for errors: the variables in it, and the first line that uses it."""
+    parts = (part for graph in reachable(main) for op in graph.ops for part in op.parts)
+    used = next((f" ({part!r}, {part.source})" for part in parts if part.attributes.get("buffer") is buffer), "")
+    inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
+    return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
+
+
+def check_room(buffers: Iterable[RemoteBuffer], main: Graph, replicas: Replicas) -> None:
+    """`PopxlError` for buffers that cannot be in the host's memory: of several replicas on one accelerator."""
+    for buffer in buffers:
+        raise PopxlError(
+            f"Session: {described(buffer, main)} would not be in the host's memory: one device runs "
+            f"{replicas.count} replicas, and cannot reach the slots of each there. Use as many devices as replicas, or "
+            "keep buffers in the device's memory: `ir.options.remoteBuffers = 'device'`."
+        )
+
+
+def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
+    """`PopxlError` for buffers of numbers with 64 bits, which the compiler of TPUs (libtpu 0.0.42) cannot move: it ends
+    the process."""
+    for buffer in buffers:
+        if buffer.tensor_dtype.itemsize == 8:
+            raise PopxlError(
+                f"Session: {described(buffer, main)} has numbers of 64 bits, which a TPU cannot move to and from the "
+                "host's memory. Use 32 bits, or keep buffers in the device's memory: "
+                "`ir.options.remoteBuffers = 'device'`."
+            )
+
+
+def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph) -> None:
+    """Check where XLA has put the buffers of an executable that is to have them in the host's memory.
+
+    Args:
+        text: the HLO of the executable.
+        results: for each result of it the buffer that it is; `None` for those that are none.
+        main: the graph that the program runs.
+
+    Raises:
+        PopxlError: if a buffer is in the memory of the device, or anything else in that of the host.
+    """
+    found = _PLACES.search(text)
+    if found is None:
+        raise PopxlInternalError("remote buffers: the HLO of an executable does not say where its arguments are.")
+    taken, given = (["S(5)" in each for each in _TYPE.findall(side)] for side in found.group(1, 2))
+    given = given[len(given) - len(results) :]  # tokens come first
+    lost = [b for b, on_host in zip(results, given, strict=True) if b is not None and not on_host]
+    count = sum(b is not None for b in results)
+    if not lost and sum(given) == sum(taken) == count:
+        return
+    wanted = lost or [b for b in results if b is not None]
+    raise PopxlError(
+        f"Session: XLA has not put what is to be remote into the host's memory, and nothing else: "
+        f"{'; '.join(described(b, main) for b in wanted)}. Of {count} buffers, {sum(taken)} are read from there and "
+        f"{sum(given)} written. `ir.options.remoteBuffers = 'device'` keeps them in the device's memory."
+    )
+
+
+_PLACES = re.compile(r"entry_computation_layout=\{\((.*?)\)->(.*?)\}(?:, \w+=|\n|$)")
+_TYPE = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?")
+
+
 # Their arrays --------------------------------------------------------------------------------------------------------
 
 
 def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
     """The array of a buffer, for lowering: the slots of all replicas. `where` is where it lies."""
-    shape, dtype = (buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
-    return jax.ShapeDtypeStruct(replicas.shape(shape), dtype, sharding=where)
+    return jax.ShapeDtypeStruct(_shape(buffer, replicas, where), in_transit(buffer.tensor_dtype), sharding=where)
+
+
+def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, ...]:
+    """The shape of the array of a buffer; see `runtime.targets.replicas`."""
+    if where.memory_kind != HOST:
+        return replicas.shape((buffer.entries, *buffer.tensor_shape))
+    blocks = max(1, -(-buffer.slot_nelms // math.prod(BLOCK)))
+    return (replicas.count * buffer.entries, blocks, *BLOCK)
 
 
 # From and to the host ------------------------------------------------------------------------------------------------
@@ -122,16 +208,20 @@ def filled(
     variables = tuple(variables)
     if len({v.location_info.entry for v in variables}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
-    shape, dtype = (replicas.count, buffer.entries, *buffer.tensor_shape), in_transit(buffer.tensor_dtype)
-    slots = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before)).reshape(shape)
+    shape, dtype = _shape(buffer, replicas, where), in_transit(buffer.tensor_dtype)
+    whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
+    slots = whole.reshape(replicas.count, buffer.entries, -1)  # of the same numbers
     for v in variables:
         parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
         parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
-        slots[:, v.location_info.entry] = parts.reshape(replicas.count, *buffer.tensor_shape)
-    return replicas.place(slots.reshape(replicas.shape(shape[1:])), where)
+        slots[:, v.location_info.entry, : buffer.slot_nelms] = parts.reshape(replicas.count, -1)
+    return replicas.place(whole, where)
 
 
-def parts_in(buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray) -> dict[Variable, np.ndarray]:
+def parts_in(
+    buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, array: Array
+) -> dict[Variable, np.ndarray]:
     """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
-    fetched = slots.view(buffer.tensor_dtype.as_jax()).reshape(-1, buffer.entries, buffer.slot_nelms)
+    slots = replicas.fetched(array).view(buffer.tensor_dtype.as_jax())
+    fetched = slots.reshape(replicas.count, buffer.entries, -1)[:, :, : buffer.slot_nelms]
     return {v: fetched[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}

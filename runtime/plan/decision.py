@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from popxl.base.nesting import done
@@ -12,6 +12,7 @@ from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, Choice
 from runtime.plan.placement import Places
 from runtime.plan.planning import Steps
+from runtime.plan.rolling.rolling import Rolling
 from runtime.targets.target import Target
 
 
@@ -23,16 +24,23 @@ class Decision(NamedTuple):
         reason: why so, in a sentence or two.
         choice: which calls are pieces, in a plan.
         places: where ops run, if IPUs are devices of their own.
+        rolling: the loops that calls are rolled to, if they are.
     """
 
     calls: str
     reason: str
     choice: Choice
-    places: Places | None
+    places: Places | None = None
+    rolling: Rolling | None = None
 
 
 def decide(
-    main: Graph, options: SessionOptions, target: Target, changed: Sequence[Tensor], calls: str | None
+    main: Graph,
+    options: SessionOptions,
+    target: Target,
+    held: Collection[Tensor],
+    changed: Sequence[Tensor],
+    calls: str | None,
 ) -> Decision:
     """How a program is compiled for a target.
 
@@ -40,7 +48,8 @@ def decide(
         main: the graph that it runs.
         options: those of its Ir.
         target: what it is compiled for.
-        changed: what holds the variables that it changes.
+        held: what holds its variables.
+        changed: of these, what it changes.
         calls: how called graphs were compiled, if that is in a file.
     """
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
@@ -49,10 +58,13 @@ def decide(
     if places is not None:
         return Decision("dispatched", of_places, choice, places)
     if calls is not None:
-        return Decision(calls, "It was so in the file.", choice, None)
+        return Decision(calls, "It was so in the file.", choice, rolling=_rolling(main, held, calls))
     if options.calledGraphs != "auto":
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
-        return Decision(options.calledGraphs, reason, choice, None)
+        rolling = _rolling(main, held, options.calledGraphs)
+        return Decision(options.calledGraphs, reason, choice, rolling=rolling)
+    if target.platform != "cpu":
+        return _on_accelerators(main, held, choice, of_places)
     repeated = (
         f"In one program XLA would compile {choice.repeated} ops again that it has compiled already; a plan pays from "
         f"{REPEATED} on."
@@ -62,7 +74,23 @@ def decide(
         "would save nothing."
     )
     reason = (repeated if choice.repeated else nothing) + of_places
-    return Decision("dispatched" if choice.is_worth_it() else "kept", reason, choice, None)
+    return Decision("dispatched" if choice.is_worth_it() else "kept", reason, choice)
+
+
+def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
+    """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
+    rolling = Rolling(main, held)
+    if rolling.loops and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
+        return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
+    if choice.is_worth_it():
+        reason = f"{choice.repeated} ops are called again, in no pattern; a plan pays from {REPEATED} on."
+        return Decision("dispatched", reason + of_places, choice)
+    return Decision("inlined", f"Nothing is called again in a pattern, or often enough for a plan.{of_places}", choice)
+
+
+def _rolling(main: Graph, held: Collection[Tensor], calls: str) -> Rolling | None:
+    """The loops of a program, if that is the way."""
+    return Rolling(main, held) if calls == "rolled" else None
 
 
 def _placement(

@@ -8,6 +8,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from popxl.base.nesting import Nested
@@ -25,6 +26,7 @@ from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import Terms
+from runtime.targets.target import HOST
 from runtime.timeline import Recorder
 
 Array = Any
@@ -183,7 +185,9 @@ class Piece(Step):
     def lowered(self, terms: Terms) -> Callable[[], Compiled]:
         """Trace the ops. What is returned has XLA compile them, in any thread."""
         start = perf_counter()
-        lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas)
+        buffers = [c for c in self.channels if isinstance(c, RemoteBuffer)]
+        in_order = not (buffers and terms.slots.memory_kind == HOST)
+        lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas, in_order=in_order)
 
         def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
             channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
@@ -194,12 +198,16 @@ class Piece(Step):
             return overwritten, channels.positions(self.channels), new
 
         spread = terms.replicas.spread(piece)
-        lowered = lower(donating(spread, 0, 3), *self._arguments(terms))
+        lowered = lower(lambda: terms.target.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
 
         def compile() -> Compiled:
             start = perf_counter()
             executable = terms.target.compile(lowered)
+            if buffers and terms.has_slots_on_host:
+                remote.check_places(
+                    executable.as_text(), self._results(lowered.out_info), self.ops[0].graph.ir.main_graph
+                )
             return Compiled(executable, lowered.as_text, traced + perf_counter() - start)
 
         return compile
@@ -208,6 +216,17 @@ class Piece(Step):
         """Have what was compiled, for everything of the same structure."""
         self.structure.executable, self.structure.text = compiled.executable, compiled.text
         self.seconds = compiled.seconds
+
+    def _results(self, info: Any) -> list[RemoteBuffer | None]:
+        """What each result of the executable is, in their order, as far as it is a remote buffer."""
+        overwritten, positions, new = info
+
+        def of(i: int, result: Any) -> Any:
+            channel = self.channels[i]
+            return [channel] if isinstance(channel, RemoteBuffer) else [None] * len(jax.tree.leaves(result))
+
+        carried = [each for i, result in sorted(positions.items()) for each in of(i, result)]
+        return [*[None] * len(overwritten), *carried, *[None] * len(new)]
 
     def _arguments(self, terms: Terms) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -139,7 +139,7 @@ class Encoding:
         if op.kind.view is None:
             for part in op.parts:
                 inputs = tuple(map(self.operand, part.inputs))
-                self.code.append((part.kind, part.operands, self._attributes(part), inputs, part.modified))
+                self.code.append((part.kind, part.operands, self.attributes(part), inputs, part.modified))
                 for t in part.outputs:
                     if t.origin is t:
                         self.add(t, t.spec)
@@ -158,13 +158,13 @@ class Encoding:
                 if base not in self.numbers:
                     yield self._met(base)
             numbers = tuple(self.numbers[base] for base in bases)
-            return self.add(t, (producer.kind, producer.operands, self._attributes(producer), numbers))
+            return self.add(t, (producer.kind, producer.operands, self.attributes(producer), numbers))
         if isinstance(t, Constant) and t not in self._passed:
             return self.add(t, (t.spec, self._token(t.data)))
         self.roots.append(t)
         return self.add(t, ("root", t.spec))
 
-    def _attributes(self, op: Op) -> tuple[Any, ...]:
+    def attributes(self, op: Op) -> tuple[Any, ...]:
         return tuple((name, self._token(value)) for name, value in op.attributes.items())
 
     def _token(self, value: Any) -> Any:

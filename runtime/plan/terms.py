@@ -8,7 +8,7 @@ from typing import Any
 
 from popxl.options import SessionOptions
 from runtime.targets.replicas import Replicas
-from runtime.targets.target import Target
+from runtime.targets.target import HOST, Target
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,19 @@ class Terms:
     @cached_property
     def slots(self) -> Any:
         """Where the arrays of remote buffers are: beside other arrays, or in the host's memory."""
-        return self.replicas.sharding() if self.options.remoteBuffers == "device" else self.target.on_host
+        where = self.options.remoteBuffers
+        is_beside = where == "device" or (where == "auto" and self.target.platform == "cpu")
+        return self.replicas.sharding() if is_beside else self.target.on_host
+
+    @property
+    def has_slots_on_host(self) -> bool:
+        """Whether the arrays of remote buffers are in a memory of their own."""
+        return self.target.platform != "cpu" and self.slots.memory_kind == HOST
 
     def key(self) -> tuple[Any, ...]:
         """What makes a difference."""
         replicas = (self.replicas.count, self.replicas.sharding())
-        options = (self.options.throwIfLog2ScaleTensorNotInRange, self.inlines)
+        options = (self.options.throwIfLog2ScaleTensorNotInRange, self.options.precision, self.inlines)
         return (*replicas, self.slots, *options, self.transfers, self.wide)
 
     @property

@@ -14,19 +14,21 @@ import jax.numpy as jnp
 
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import reachable
-from popxl.core.tensor import Tensor
 from popxl.streams import Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
+from runtime.lowering import remote_buffers as remote
 from runtime.lowering.effects import FAILURE, Channels, Failure
 from runtime.lowering.lower import Lowering, room_to_recurse
+from runtime.lowering.rolled import AsWritten
 from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
 from runtime.plan.terms import Terms
 from runtime.program.layout import Layout
 from runtime.progress import Watch
+from runtime.targets.target import HOST
 
 Array = Any
 Ends = Mapping[int, tuple[Any, Any]]
@@ -142,40 +144,65 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         (executable,) = known
         return executable, {}, executable.as_text
     watch.begins("the program", 0, 1)
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas)
-    own = tuple(v for v in layout.read if v not in layout.shared)
-    shared = tuple(v for v in layout.read if v in layout.shared)
+    lowered = _lowered(layout)
+
+    def compile() -> Any:
+        executable = layout.target.compile(lowered)
+        if layout.buffers and layout.terms_for(None).has_slots_on_host:
+            results = [None] * len(layout.changing) + [*layout.buffers]
+            fetched = len(jax.tree.leaves(lowered.out_info)) - len(results)
+            remote.check_places(executable.as_text(), results + [None] * fetched, layout.main)
+        return executable
+
+    with Aside(1) as aside:
+        return aside.begin(compile).result(), {}, lowered.as_text
+
+
+def lowered_for(layout: Layout, platform: str) -> Any:
+    """The whole program as one, as JAX has lowered it for a platform: "tpu", "cuda". No such machine and no compiler is
+    needed; what the program is laid out for has to say that it is one, as `Target.platform` does."""
+    with layout.precision(), room_to_recurse(layout.main):
+        return _lowered(layout, platform)
+
+
+def _lowered(layout: Layout, platform: str = "") -> Any:
+    """The whole program as one, lowered for its target, or for a platform."""
+    scheduling = AsWritten() if layout.rolling is None else layout.rolling
+    in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
+    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
+    own = tuple(block for block in layout.constant if not layout.is_shared(block))
+    shared = tuple(block for block in layout.constant if layout.is_shared(block))
 
     def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
-        read = dict(zip((*own, *shared), (*constant, *others), strict=True))
-        return done(one_run(layout, lowering, changing, read, feeds))
+        known = dict(zip((*own, *shared), (*constant, *others), strict=True))
+        return done(one_run(layout, lowering, changing, [known[block] for block in layout.constant], feeds))
 
     spread = layout.replicas.spread(of_one, shared=True)
 
     def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
         """One run of the main graph by all replicas."""
-        known = dict(zip(layout.read, constant, strict=True))
-        read, others = (tuple(known[v] for v in variables) for variables in (own, shared))
+        known = dict(zip(layout.constant, constant, strict=True))
+        read, others = (tuple(known[block] for block in blocks) for blocks in (own, shared))
         changed, fetches = spread(changing, read, layout.replicas_first(feeds), others)
         return changed, layout.transfers_first(fetches, layout.channels)
 
     feeds = layout.feed_specs(layout.replicas, layout.channels)
-    lowered = lower(donating(step, 0), layout.changing_specs(), layout.constant_specs(), feeds)
-    with Aside(1) as aside:
-        return aside.begin(lambda: layout.target.compile(lowered)).result(), {}, lowered.as_text
+    arguments = (layout.changing_specs(), layout.constant_specs(), feeds)
+    return lower(lambda: layout.target.lower(donating(step, 0), *arguments, platform=platform))
 
 
 def one_run(
-    layout: Layout, lowering: Lowering, changing: Sequence[Array], read: Mapping[Tensor, Array], feeds: Sequence[Array]
+    layout: Layout, lowering: Lowering, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]
 ) -> Nested[tuple[tuple[Array, ...], tuple[Array, ...]]]:
     """One run of the main graph by one replica."""
-    count = len(layout.changed)
-    values = {**dict(zip(layout.changed, changing[:count], strict=True)), **read}
+    count = len(layout.changing)
+    held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
+    values = {t: place for block, array in held for t, place in block.places(array).items()}
     channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
     for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
         channels.set_slots(buffer, slots)
-    environment = yield lowering.running(layout.main.ops, values, channels)
-    changed = (*(environment.values[t] for t in layout.changed), *map(channels.slots, layout.buffers))
+    environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
+    changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 
 
@@ -239,12 +266,13 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
         fetched = replicas.spread(lambda results: layout.end(results, channels))(results)
         return layout.transfers_first(fetched, channels)
 
-    started = lower(jax.jit(begin, out_shardings=replicas.sharding()), layout.feed_specs(replicas, channels))
+    beginning = jax.jit(begin, out_shardings=replicas.sharding())
+    started = lower(lambda: terms.target.lower(beginning, layout.feed_specs(replicas, channels)))
     results = [
         jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
         for c, (transfers, _) in zip(channels, started.out_info, strict=True)
         if c not in layout.inputs
     ]
-    ended = lower(jax.jit(end, donate_argnums=0 if alike else ()), results)
+    ended = lower(lambda: terms.target.lower(jax.jit(end, donate_argnums=0 if alike else ()), results))
     with Aside(1) as aside:
         return aside.begin(lambda: (terms.target.compile(started), terms.target.compile(ended))).result()

@@ -8,7 +8,7 @@ the others. Nothing is given up, so that a run which ends with an error has chan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from popxl.options import SessionOptions
 from popxl.values.spec import brief
 from runtime.lowering.effects import Channel, Channels
 from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results
+from runtime.program.blocks import Block
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
@@ -234,9 +235,9 @@ def _unusual(arrays: Sequence[Array]) -> _Unusual:
     return _Unusual(found["nans"], found["infinities"])
 
 
-def tell_given_nans(arrays: Mapping[Tensor | Channel, Array]) -> None:
+def tell_given_nans(arrays: Iterable[tuple[Block | Channel, Array]]) -> None:
     """Say in the log which variables, buffers and streams hold NaN before a run: no op of it is to blame for them."""
-    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays.items() if (count := _unusual([array]).nans)]
+    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _unusual([array]).nans)]
     if found:
         _log.warn(
             f"Session.debugging: before the run there is NaN in {', '.join(found)}. Ops that pass it on are not "
@@ -244,8 +245,8 @@ def tell_given_nans(arrays: Mapping[Tensor | Channel, Array]) -> None:
         )
 
 
-def _title(thing: Tensor | Channel) -> str:
-    return f"`{thing.name}`" if isinstance(thing, Tensor) else str(thing)
+def _title(thing: Block | Channel) -> str:
+    return ", ".join(f"`{t.name}`" for t in thing.tensors) if isinstance(thing, Block) else str(thing)
 
 
 def _row(t: Tensor, what: str, array: Array) -> list[str]:

@@ -29,6 +29,7 @@ from runtime.lowering.effects import FAILURE, Channel, Failure, channels_of, pri
 from runtime.plan.decision import decide
 from runtime.plan.planning import Steps
 from runtime.plan.terms import Terms
+from runtime.program.blocks import Block, blocks_of
 from runtime.targets.replicas import DividedReplicas, Replicas
 from runtime.targets.target import HOST, Target
 
@@ -62,6 +63,7 @@ class Layout:
             uses in its place. Those that it does not use are not held.
         variables: those that it uses.
         changed, read: what holds variables that it changes, and those that it only reads.
+        changing, constant: the arrays in which these are; a variable that is only read may lie in one that changes.
         shared: what holds variables that no replica changes and all have alike: there is one array for all of them.
         in_buffers: for each remote buffer, the variables that fill slots of it.
         stored_to: the remote buffers that it changes.
@@ -69,6 +71,7 @@ class Layout:
         prints: whether it prints from the device.
         wide: whether it has numbers of 64 bits.
         calls: how called graphs are compiled: see the option `calledGraphs`.
+        rolling: the loops that are made of calls, if they are.
         reason: why so, in a sentence or two.
         terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
             none is.
@@ -110,20 +113,27 @@ class Layout:
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
-        self.calls, self.reason, choice, places = decide(main, ir.options, target, self.changed, calls)
-        self._choice = choice if self.calls == "dispatched" else None
+        decided = decide(main, ir.options, target, self.held, self.changed, calls)
+        self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
+        self._choice = decided.choice if self.calls == "dispatched" else None
+        together = () if self.rolling is None else self.rolling.together
+        self.changing = blocks_of(self.changed, together)
+        changing = {t for block in self.changing for t in block.tensors}
+        self.constant = blocks_of((t for t in self.read if t not in changing), together)
         ipus = (0,) if places is None else places.ipus
         targets = [target] if places is None else [target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
         self.terms: Mapping[int, Terms] = {
             ipu: Terms(each, self.options, self.transfers, self.wide) for ipu, each in zip(ipus, targets, strict=True)
         }
+        is_asked_for = self.options.remoteBuffers != "device" and target.platform != "cpu"
+        if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
+            remote.check_room(self.buffers, main, self.replicas)
+        if is_asked_for and target.platform == "tpu":
+            remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
-        alone = [
-            t
-            for t in self.read
-            if t is self.held[t] and t.replica_grouping.num_groups == 1 and self.calls != "dispatched"
-        ]
-        self.shared = frozenset(alone if self.replicas.count > 1 else ())
+        alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
+        alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]
+        self.shared = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
 
     # Where it is ----------------------------------------------------------------------------------------------------
 
@@ -232,16 +242,20 @@ class Layout:
         """For lowering: the variables that the program changes, and the remote buffers."""
         slots = self.terms_for(None).slots
         buffers = (remote.spec(buffer, self.replicas, slots) for buffer in self.buffers)
-        return (*map(self._variable_spec, self.changed), *buffers)
+        return (*map(self._spec, self.changing), *buffers)
 
     def constant_specs(self) -> tuple[Any, ...]:
         """For lowering: the variables that it only reads."""
-        return tuple(map(self._variable_spec, self.read))
+        return tuple(map(self._spec, self.constant))
 
-    def _variable_spec(self, t: Tensor) -> Any:
-        if t in self.shared:
-            return jax.ShapeDtypeStruct(t.shape, t.dtype.as_jax(), sharding=self.replicas.sharding(None))
-        return self.replicas.spec(t.shape, t.dtype.as_jax())
+    def is_shared(self, block: Block) -> bool:
+        """Whether there is one array for all replicas."""
+        return block.tensors[0] in self.shared
+
+    def _spec(self, block: Block) -> Any:
+        if self.is_shared(block):
+            return jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=self.replicas.sharding(None))
+        return self.replicas.spec(block.shape, block.dtype)
 
     def feed_specs(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
         """For lowering: the feeds, where these replicas are, of the streams among some channels."""

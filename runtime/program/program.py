@@ -21,7 +21,7 @@ from runtime.targets.replicas import Replicas
 from runtime.targets.target import Target
 from runtime.timeline import Timeline
 
-__all__ = ["Described", "Program", "Ready"]
+__all__ = ["CompiledProgram", "Described", "Program", "Ready"]
 
 
 class Described:
@@ -40,7 +40,9 @@ class Described:
 
     def __init__(self, ir: Ir, device: Device, calls: str | None = None) -> None:
         self.device = device
-        self.layout = Layout(ir, Target(device.jax_devices, ir.instance_replication_factor), calls)
+        self.layout = Layout(
+            ir, Target(device.jax_devices, ir.instance_replication_factor, device.target is None), calls
+        )
         self.inputs, self.outputs = self.layout.inputs, self.layout.outputs
         self.variables = self.layout.variables
         self.calls, self.reason = self.layout.calls, self.layout.reason
@@ -66,11 +68,8 @@ class Described:
         return self.layout.leading_dimensions
 
 
-class Program(Described):
+class CompiledProgram(Described):
     """An Ir, compiled for a device: `(variables, feeds) -> (variables, fetches)`.
-
-    Variables that the program changes are donated at each run and replaced by their new values; so are the remote
-    buffers that it uses. Other variables are only read. Nothing is fetched before somebody looks at it.
 
     Args:
         ir: the program.
@@ -79,11 +78,11 @@ class Program(Described):
 
     Attributes:
         compiled: what was compiled.
-        state: what it keeps on the device.
-        runner: runs it.
         executable: what runs the program: a JAX executable, or a `runtime.plan.plan.Plan`.
         text: what XLA was given.
-        run: as the runner has it.
+        runs: how often it has been run.
+        run_seconds: how long the host was busy with these runs.
+        timeline: the last recording of runs.
     """
 
     def __init__(self, ir: Ir, device: Device, ready: Ready | None = None) -> None:
@@ -93,11 +92,8 @@ class Program(Described):
             self.compiled: Compiled = compiled(self.layout, keeping)
         else:
             self.compiled = compiled(self.layout, nullcontext(True), ready.executables)
-        self.state = State(self.layout)
-        self.runner = Runner(self.compiled, self.state)
         self.executable: Any = self.compiled.executable
         self.text = self.compiled.text
-        self.run = self.runner.run  # with no step between
 
     @property
     def is_fresh(self) -> bool:
@@ -111,6 +107,52 @@ class Program(Described):
     def temporaries(self) -> int:
         """Bytes of device memory that one run needs, besides the variables and the streams."""
         return self.compiled.temporaries()
+
+    @property
+    def runs(self) -> int:
+        return 0
+
+    @property
+    def run_seconds(self) -> float:
+        return 0.0
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return None
+
+
+class Program(CompiledProgram):
+    """A compiled program, with its state on its device.
+
+    Variables that the program changes are donated at each run and replaced by their new values; so are the remote
+    buffers that it uses. Other variables are only read. Nothing is fetched before somebody looks at it.
+
+    Args:
+        ir, device, ready: as for a compiled program.
+
+    Attributes:
+        state: what it keeps on the device.
+        runner: runs it.
+        run: as the runner has it.
+    """
+
+    def __init__(self, ir: Ir, device: Device, ready: Ready | None = None) -> None:
+        super().__init__(ir, device, ready)
+        self.state = State(self.layout)
+        self.runner = Runner(self.compiled, self.state)
+        self.run = self.runner.run  # with no step between
+
+    @property
+    def runs(self) -> int:
+        return self.runner.runs
+
+    @property
+    def run_seconds(self) -> float:
+        return self.runner.run_seconds
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return self.runner.timeline
 
     # The state ------------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from popxl.core.aliasing import reachable
-from popxl.core.tensor import Tensor
 from popxl.errors import ApplicationRuntimeError
 from runtime.files.executables import prepared
 from runtime.interrupts import uninterrupted
 from runtime.lowering.effects import FAILURE, Channel
 from runtime.plan.plan import Plan
+from runtime.program.blocks import Block
 from runtime.program.compiled import Compiled, one_run
 from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.program.state import State
@@ -196,16 +196,15 @@ class Runner:
             return replicas.place(whole, like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds])
-        things: list[Tensor | Channel] = [*layout.changed, *layout.buffers, *layout.read, *layout.inputs]
-        tell_given_nans(dict(zip(things, [*changing, *held, *own], strict=True)))
+        things: list[Block | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.inputs]
+        tell_given_nans(zip(things, [*changing, *held, *own], strict=True))
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
-        constant = [shares(array, t in layout.shared) for t, array in zip(layout.read, held, strict=True)]
+        constant = [shares(array, layout.is_shared(b)) for b, array in zip(layout.constant, held, strict=True)]
         lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
         works = []
         for i, lowering in enumerate(lowerings):
             of_one = [[shares[i] for shares in each] for each in (changed_shares, constant, fed)]
-            read = dict(zip(layout.read, of_one[1], strict=True))
-            works.append(one_run(layout, lowering, of_one[0], read, of_one[2]))
+            works.append(one_run(layout, lowering, *of_one))
         runs = together(works, lowerings, devices)
         changed = tuple(map(joined, zip(*(changed for changed, _ in runs), strict=True), changing))
         fetched = zip(*(fetches for _, fetches in runs), strict=True)

@@ -14,6 +14,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
 from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
+from runtime.program.blocks import Block
 from runtime.program.layout import Layout
 
 Array = Any
@@ -64,52 +65,70 @@ class State:
     def upload(self) -> None:
         """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
         layout = self._layout
-        slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changed) :]
+        slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         buffers = zip(layout.in_buffers.items(), slots, strict=True)
         layout.replicas.meet("Session.weights_from_host", self.begun)
         with layout.precision():
             changing = (
-                *(self._put(t) for t in layout.changed),
+                *map(self._put, layout.changing),
                 *(self._filled(buffer, vs, before) for (buffer, vs), before in buffers),
             )
-            constant = tuple(self._put(t) for t in layout.read)
+            constant = tuple(map(self._put, layout.constant))
         self.changing, self.constant, self.is_loaded = changing, constant, True  # no signal comes between
 
     def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
         terms = self._layout.terms_for(buffer)
         return remote.filled(buffer, variables, terms.replicas, terms.slots, before)
 
-    def _put(self, t: Tensor) -> Array:
+    def _put(self, block: Block) -> Array:
+        layout = self._layout
+        replicas = layout.terms_for(block.tensors[0]).replicas
+        whole = [self._whole(t) for t in block.tensors]
+        if layout.is_shared(block):
+            return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
+        if all(map(self._is_alike, block.tensors)):
+            return replicas.put(np.stack(whole) if block.is_stack else whole[0])
+        parts = [self._parts(t, array, replicas.count) for t, array in zip(block.tensors, whole, strict=True)]
+        array = np.stack(parts, 1) if block.is_stack else parts[0]
+        return replicas.place(array.reshape(replicas.shape(block.shape)), replicas.sharding())
+
+    def _whole(self, t: Tensor) -> np.ndarray:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
         v = self._layout.held[t]
-        replicas = self._layout.terms_for(t).replicas
-        array = to_device(np.array(v.data), v.dtype)
-        if t in self._layout.shared:
-            return replicas.place(array, replicas.sharding(None))
-        if v.replica_grouping.num_groups == 1 and t is v:
-            return replicas.put(array)
-        parts = parts_of(v).of(array)
-        return replicas.place(parts.reshape(replicas.count, *t.shape), replicas.sharding())
+        return to_device(np.array(v.data), v.dtype)
+
+    def _is_alike(self, t: Tensor) -> bool:
+        """Whether all replicas have the same of a variable at first."""
+        v = self._layout.held[t]
+        return v.replica_grouping.num_groups == 1 and t is v
+
+    def _parts(self, t: Tensor, array: np.ndarray, count: int) -> np.ndarray:
+        """What each replica has of a variable at first."""
+        if self._is_alike(t):
+            return np.broadcast_to(array, (count, *t.shape))
+        return parts_of(self._layout.held[t]).of(array).reshape(count, *t.shape)
 
     # To the host ----------------------------------------------------------------------------------------------------
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""
-        layout, count = self._layout, len(self._layout.changed)
+        layout, count = self._layout, len(self._layout.changing)
         if layout.changed or layout.stored_to:
             layout.replicas.meet("Session.weights_to_host", self.begun)
         taken: list[_Taken] = []
         with layout.precision():
-            for t, value in zip(layout.changed, self.present()[:count], strict=True):
-                replicas = layout.terms_for(t).replicas
-                one_will_do = self._is_one(t) and layout.divided is None
+            for block, value in zip(layout.changing, self.present()[:count], strict=True):
+                replicas = layout.terms_for(block.tensors[0]).replicas
+                changed = [t for t in block.tensors if t in layout.changed]
+                one_will_do = all(map(self._is_one, changed)) and layout.divided is None
                 fetched = replicas.fetched_once(value) if one_will_do else replicas.fetched(value)
-                taken.append(self._taken_from(layout.held[t], fetched))
+                rows = fetched.reshape(replicas.count, len(block.tensors), -1)
+                for t in changed:
+                    taken.append(self._taken_from(layout.held[t], rows[:, block.tensors.index(t)]))
             for (buffer, vs), slots in zip(layout.in_buffers.items(), self.present()[count:], strict=True):
                 if vs and buffer in layout.stored_to:
-                    fetched = layout.terms_for(buffer).replicas.fetched(slots)
-                    for v, array in remote.parts_in(buffer, vs, fetched).items():
+                    for v, array in remote.parts_in(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
                         taken.append(self._taken_from(v, array))
         uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
 
@@ -126,8 +145,9 @@ class State:
         layout = self._layout
         if layout.divided is None:
             return None
-        changed = {layout.held[t]: (t, array) for t, array in zip(layout.changed, self.present(), strict=False)}
-        elsewhere = {v for v, (t, _) in changed.items() if not self._is_one(t)}
+        blocks = zip(layout.changing, self.present(), strict=False)
+        changed = {layout.held[t]: (t, block, array) for block, array in blocks for t in block.tensors}
+        elsewhere = {v for v, (t, *_) in changed.items() if not self._is_one(t)}
         elsewhere.update(v for b in layout.stored_to for v in layout.in_buffers[b])
         if not elsewhere.isdisjoint(variables):
             return None
@@ -135,8 +155,9 @@ class State:
         def value(v: Variable) -> np.ndarray:
             if v not in changed:
                 return v.data
-            t, array = changed[v]
-            return to_host(layout.terms_for(t).replicas.fetched_once(array)[0].reshape(v.shape), v.dtype)
+            t, block, array = changed[v]
+            rows = layout.terms_for(t).replicas.fetched_once(array)[0].reshape(len(block.tensors), *v.shape)
+            return to_host(rows[block.tensors.index(t)], v.dtype)
 
         with layout.precision():
             return {v: value(v) for v in variables}

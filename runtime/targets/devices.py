@@ -15,6 +15,8 @@ from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime import processes
+from runtime.targets import compilers
+from runtime.targets.offline import FORMS, Target, is_target
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
 """Environment variable: how many devices the CPU is divided into. By default as many as there are cores, and at most
@@ -55,6 +57,7 @@ class DeviceType(Enum):
     Cpu = "Cpu"
     IpuModel = "IpuModel"
     Ipu = "Ipu"
+    OfflineIpu = "OfflineIpu"
 
 
 class _Loaded(Protocol):
@@ -77,9 +80,10 @@ class Device:
         type: what kind of device it is.
         numIpus: how many IPUs it stands for.
         id: its number among its kind.
+        target: the machine that it stands for, if that is not here. Nothing can be run then.
 
     Attributes:
-        name, jax_devices, type, numIpus, id: as given.
+        name, jax_devices, type, numIpus, id, target: as given.
 
     Example:
         >>> with popart.DeviceManager().acquireAvailableDevice(numIpus=2) as device:
@@ -96,12 +100,14 @@ class Device:
         type: DeviceType = DeviceType.Ipu,
         numIpus: int = 1,
         id: int = 0,
+        target: Target | None = None,
     ) -> None:
         self.name = name
         self.jax_devices = tuple(jax_devices)
         self.type = type
         self.numIpus = numIpus
         self.id = id
+        self.target = target
         self._attached = False
         self._loaded: WeakSet[Any] = WeakSet()
 
@@ -145,12 +151,12 @@ class Device:
 
 def cpu_device(name: str = "cpu") -> Device:
     """The CPU, as a single device."""
-    return Device(name, jax.local_devices(backend="cpu")[:1], DeviceType.Cpu)
+    return Device(name, _local_devices("cpu")[:1], DeviceType.Cpu)
 
 
 def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
     """The CPU in the place of IPUs. The arguments are those of `hardware_device`."""
-    found = jax.local_devices(backend="cpu")
+    found = _local_devices("cpu")
     return Device("ipu_model", _some(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
 
 
@@ -167,15 +173,36 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
         RuntimeError: if there is no hardware of this kind.
     """
     try:
-        found = jax.local_devices(backend=kind)
+        found = _local_devices(kind)
     except RuntimeError as problem:
         raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
     return Device(kind or "ipu_hw", _some(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
 
 
+def offline_device(target: Target, count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
+    """A machine that is not here: `best` of its chips if there are enough, or `count`, else one.
+
+    Args:
+        target: the machine.
+        count, ipus, best: as for `hardware_device`.
+
+    Raises:
+        PopxlError: if its compiler is not installed.
+    """
+    wanted = next((wanted for wanted in (best, count) if 0 < wanted <= target.count), 1)
+    numbered = count if ipus is None else ipus
+    return Device(str(target), target.first(wanted), DeviceType.OfflineIpu, numbered, target=target)
+
+
 def all_devices() -> list[Device]:
     """Each device of the best kind that JAX sees, by itself."""
-    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(jax.local_devices())]
+    return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(_local_devices())]
+
+
+def _local_devices(kind: str | None = None) -> list[jax.Device]:
+    """Those of a kind, or of the best, that this process may use."""
+    compilers.start_jax()
+    return jax.local_devices(backend=kind)
 
 
 def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
@@ -183,22 +210,22 @@ def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.De
     return found[: next((wanted for wanted in (best, count) if 0 < wanted <= len(found)), 1)]
 
 
-def find_device(description: str | Device, ir: Ir) -> Device:
+def find_device(description: str | Device | Target, ir: Ir) -> Device:
     """The device for a description, checked against what the Ir needs.
 
     For a program over several processes this joins them, and the device is made of those of all processes.
 
     Args:
         description: `"cpu"`; `"ipu_model"`, which is the CPU too; `"ipu_hw"`, the best accelerator that JAX sees, else
-            the CPU; `"gpu"`, `"cuda"`, `"rocm"` or `"tpu"`, that accelerator; or a device, which is taken as it is. The
-            environment variable `POPXL_OFFLINE_DEVICE` goes before a description.
+            the CPU; `"gpu"`, `"cuda"`, `"rocm"` or `"tpu"`, that accelerator; a target, such as `"tpu v5e:4x4"`; or a
+            device, which is taken as it is. The environment variable `POPXL_OFFLINE_DEVICE` goes before a string.
         ir: the program.
 
     Raises:
         ValueError: for another description, or if the program needs several devices and the CPU as one is described.
         RuntimeError: if there is no such accelerator.
         PopxlError: if other processes run some of the replicas, and a device object is given, or there are too few
-            devices here.
+            devices here; if the compiler of a target is not installed.
     """
     ipus = devices_needed(ir)
     count = ir.instance_replication_factor
@@ -216,16 +243,23 @@ def find_device(description: str | Device, ir: Ir) -> Device:
     return found
 
 
-def _found(description: str | Device, count: int, ipus: int, best: int = 0) -> Device:
+def _found(description: str | Device | Target, count: int, ipus: int, best: int = 0) -> Device:
     if isinstance(description, Device):
         return description
+    if isinstance(description, Target):
+        return offline_device(description, count, ipus, best)
     return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus, best)
 
 
-def _over_processes(description: str | Device, count: int, ipus: int, best: int) -> Device:
+def _over_processes(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
     """The device of a program of which this process drives `count` replicas."""
     processes.join()
     own = _found(description, count, ipus, best)
+    if own.target is not None:
+        raise PopxlError(
+            f"Session: {own.target} is not here, and a program is compiled for it by one process, which sees all of "
+            "its chips. Run this without `poprun`, and make the Ir for all replicas: `popxl.Ir(replication=...)`."
+        )
     if isinstance(description, Device):
         raise PopxlError(
             f"Session: {description} stands for devices of this process only, and others run the program, too. "
@@ -243,9 +277,11 @@ def _described(description: str, count: int, ipus: int, best: int) -> Device:
         return hardware_device(count, ipus, best=best)
     if description in PLATFORMS:
         return hardware_device(count, ipus, description, best)
+    if is_target(description):
+        return offline_device(Target(description), count, ipus, best)
     raise ValueError(
         f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw', a kind of hardware "
-        f"({', '.join(map(repr, PLATFORMS))}) or a device object."
+        f"({', '.join(map(repr, PLATFORMS))}), a machine that is not here ({FORMS}) or a device object."
     )
 
 
@@ -261,3 +297,4 @@ def ipus_used(ir: Ir) -> set[int]:
 
 
 ask_for_cpu_devices()
+compilers.spare_the_search()

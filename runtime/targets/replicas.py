@@ -4,6 +4,9 @@ A program is written for one replica. `Replicas.spread` makes a function of all 
 array gains a leading dimension, one element for each replica. With a device for each replica that is `jax.shard_map`
 over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
 
+On a mesh, arrays in the host's memory gain no dimension: those of the replicas follow each other along the first one.
+TPUs would fetch whole arrays to drop a dimension.
+
 The mesh may be of the devices of several processes, each of which drives its own share of the replicas; then no process
 has the arrays of all of them: `DividedReplicas`.
 """
@@ -36,11 +39,14 @@ class Replicas:
         devices: where they run: one device for each, or one for all.
 
     Attributes:
+        is_here: whether their devices can run a program, and are not only compiled for.
         mesh: the devices along the axis; `None` if they all run on one device. Only on a mesh do JAX's collectives take
             groups of the axis (`axis_index_groups`).
         local_count: how many of them this process drives.
         device: the first device of this process.
     """
+
+    is_here = True
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
         self.count = count
@@ -62,6 +68,11 @@ class Replicas:
     def is_cpu(self) -> bool:
         """Whether they run on CPUs: on JAX's default devices, if none are said."""
         return (jax.default_backend() if self.device is None else self.device.platform) == "cpu"
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that they run on: one for each, or one for all."""
+        return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 
     def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """A function of arrays, as one of the arrays of all replicas.
@@ -87,8 +98,8 @@ class Replicas:
 
         def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
-            results = whole(*jax.tree.map(lambda block: block[0], own), *others)
-            return jax.tree.map(lambda result: result[None], results)
+            results = whole(*jax.tree.map(lambda block: block if is_on_host(block) else block[0], own), *others)
+            return jax.tree.map(lambda result: result if is_on_host(result) else result[None], results)
 
         def of_all(*trees: Any) -> Any:
             specs = (*[PartitionSpec(AXIS)] * (len(trees) - shared), *[PartitionSpec()] * shared)
@@ -174,8 +185,8 @@ class DividedReplicas(Replicas):
         It goes piece by piece, as meanwhile each device has what those of all other replicas have.
         """
         size, everywhere = int(np.prod(array.shape[1:], dtype=np.int64)), self.sharding(None)
-        step = max(1, min(size, _PIECE // (self.count * array.dtype.itemsize)))
-        whole = np.empty((self.count, size), array.dtype)
+        step = max(1, min(size, _PIECE // (len(array) * array.dtype.itemsize)))
+        whole = np.empty((len(array), size), array.dtype)
         for start in (min(first, size - step) for first in range(0, size, step)):
             whole[:, start : start + step] = _piece(array, start, step, everywhere).addressable_data(0)
         return whole.reshape(array.shape)
@@ -197,6 +208,20 @@ class DividedReplicas(Replicas):
         own = Mesh(np.asarray([shard.device for shard in shards]), (AXIS,))
         sharding = NamedSharding(own, array.sharding.spec)
         return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in shards])
+
+
+class DescribedReplicas(Replicas):
+    """Replicas on devices that are not here: their arrays are only described."""
+
+    is_here = False
+
+    def place(self, array: np.ndarray, sharding: Any) -> Array:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def is_on_host(array: Array) -> bool:
+    """Whether an array that is traced is in the host's memory."""
+    return jax.typeof(array).memory_space is jax.memory.Space.Host
 
 
 _PIECE = 1 << 26  # bytes

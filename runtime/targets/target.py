@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import BaseModel, ConfigDict
 
 from popxl.base.version import VERSION
-from runtime.targets.replicas import AXIS, DividedReplicas, Replicas
+from popxl.errors import PopxlError
+from runtime.targets.replicas import AXIS, DescribedReplicas, DividedReplicas, Replicas
 
 HOST = "pinned_host"
 """What JAX calls the host's memory, where a device can reach it."""
@@ -32,7 +33,8 @@ class MadeFor(BaseModel):
 
     Attributes:
         popxl, jax, jaxlib: the versions.
-        platform, platform_version: what XLA says of the devices.
+        platform: what kind of devices they are.
+        platform_version: of the drivers; "" if it was compiled where there are none, which any will do for.
         processor: what XLA may make use of on a CPU.
         kinds: the kind of each device.
     """
@@ -48,6 +50,18 @@ class MadeFor(BaseModel):
     kinds: list[str]
 
 
+def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
+    """What is compiled here for some devices is made with and for."""
+    client = devices[0].client
+    return MadeFor(
+        **VERSIONS,
+        platform=client.platform,
+        platform_version=client.platform_version if is_here else "",
+        processor=_processor() if client.platform == "cpu" else "",
+        kinds=[device.device_kind for device in devices],
+    )
+
+
 @dataclass(frozen=True)
 class Target:
     """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
@@ -58,6 +72,8 @@ class Target:
         devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
             a process has the first of its devices; if there are too few for that, all are on the first.
         count: how many replicas each process drives.
+        is_here: whether the devices are there, in this process or others. If not, they are compiled for and nothing
+            more, all of them by this process, whichever hosts they would be on.
 
     Example:
         >>> target = Target(tuple(jax.devices()), 2)
@@ -69,13 +85,16 @@ class Target:
 
     devices: tuple[jax.Device, ...]
     count: int = 1
+    is_here: bool = True
 
     def of_ipu(self, number: int, ipus: int) -> Target:
         """The target of one IPU, where each replica has so many, one after the other, and each is a device."""
         chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
-        return Target(tuple(chosen), self.count)
+        return replace(self, devices=tuple(chosen))
 
     def _by_process(self) -> list[list[jax.Device]]:
+        if not self.is_here:
+            return [list(self.devices)]
         return [list(found) for _, found in groupby(self.devices, lambda device: device.process_index)]
 
     @property
@@ -86,19 +105,14 @@ class Target:
     @property
     def made_for(self) -> MadeFor:
         """What is compiled here for this target is made with and for."""
-        client = self.devices[0].client
-        return MadeFor(
-            **VERSIONS,
-            platform=client.platform,
-            platform_version=client.platform_version,
-            processor=_processor() if self.platform == "cpu" else "",
-            kinds=[device.device_kind for device in self.devices],
-        )
+        return made_for(self.devices, self.is_here)
 
     @cached_property
     def replicas(self) -> Replicas:
         """The replicas, of all processes, with their mesh."""
         chosen = [found[: self.count] for found in self._by_process()]
+        if not self.is_here:
+            return DescribedReplicas(self.count, chosen[0])
         if len(chosen) == 1:
             return Replicas(self.count, chosen[0])
         return DividedReplicas(self.count * len(chosen), [device for found in chosen for device in found])
@@ -110,13 +124,14 @@ class Target:
         Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
         cut out, which XLA does in the device's memory only.
         """
-        beside = self.replicas.sharding()
-        if self.replicas.mesh is not None:
-            return beside.with_memory_kind(HOST)
-        if self.replicas.count > 1:
-            return beside
-        (device,) = beside.device_set  # without a mesh, JAX forgets the memory while it traces
-        return NamedSharding(Mesh(np.asarray([device]), (AXIS,)), PartitionSpec(), memory_kind=HOST)
+        mesh, spec = self.replicas.mesh, PartitionSpec(AXIS)
+        if mesh is None and self.replicas.count > 1:
+            return self.replicas.sharding()
+        if mesh is None:  # without one, JAX forgets the memory while it traces
+            mesh, spec = Mesh(np.asarray([self.replicas.device]), (AXIS,)), PartitionSpec()
+        found = NamedSharding(mesh, spec, memory_kind=HOST)
+        # JAX drops the kind where devices do not say which memories they have. Compilers of GPUs give such devices.
+        return found if found.memory_kind == HOST else NamedSharding(mesh.abstract_mesh, spec, memory_kind=HOST)
 
     @property
     def compile_options(self) -> Mapping[str, str | bool] | None:
@@ -127,9 +142,38 @@ class Target:
 
         return compile_options()
 
+    def lower(self, jitted: Any, *arguments: Any, platform: str = "") -> Any:
+        """What JAX lowers a jitted function to, for these devices.
+
+        Args:
+            jitted: the function.
+            arguments: their types, as `jax.ShapeDtypeStruct`.
+            platform: what to lower for in place of the devices.
+        """
+        if self.replicas.is_here:
+            return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
+        # JAX would ask a GPU of which maker it is, and, for arrays in the host's memory alone, the CPU for everything.
+        platform = platform or ("cuda" if self.platform == "gpu" else self.platform)
+        with jax.default_device(self.replicas.device):
+            return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+
     def compile(self, lowered: Any) -> Any:
-        """What XLA makes of a lowered function."""
-        return lowered.compile(compiler_options=self.compile_options)
+        """What XLA makes of a lowered function.
+
+        Raises:
+            PopxlError: if XLA knows that it would not fit into the memory of a device that is not here.
+        """
+        try:
+            if not self.replicas.is_here and jax.tree.leaves(lowered.args_info):  # what takes nothing is for one device
+                return lowered.compile(device_assignment=self.replicas.devices)
+            return lowered.compile(compiler_options=self.compile_options)
+        except jax.errors.JaxRuntimeError as problem:
+            if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
+                raise
+            raise PopxlError(
+                f"Session: the program does not fit into the memory of a {self.devices[0].device_kind}: {problem} "
+                "`ir.memory()` says what needs how much; a remote buffer, more replicas or smaller batches may help."
+            ) from problem
 
 
 def _processor() -> str:

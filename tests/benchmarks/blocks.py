@@ -44,18 +44,25 @@ RATE = 0.05
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes: blocks, rows and columns of what passes through them, heads of attention."""
+    """Sizes: blocks, rows and columns of what passes through them, heads of attention.
+
+    Without heads the blocks are plain ones, of few ops: two products, and the rows weighed by their likeness.
+    """
 
     blocks: int
     rows: int = 128
     width: int = 256
     heads: int = 4
 
+    def __str__(self) -> str:
+        kind = f"blocks of {self.heads} heads" if self.heads else "plain blocks"
+        return f"{self.blocks} {kind}, {self.rows} rows of width {self.width}"
+
     def weights(self) -> list[list[np.ndarray]]:
         """First weights of each block; always the same."""
         random = np.random.default_rng(0)
         n = self.width
-        shapes = ((n, 3 * n), (n, n), (n, 4 * n), (4 * n, n))
+        shapes = ((n, 3 * n), (n, n), (n, 4 * n), (4 * n, n)) if self.heads else ((n, n), (n, n))
         return [[random.normal(0, 0.02, shape).astype(np.float32) for shape in shapes] for _ in range(self.blocks)]
 
     def data(self) -> np.ndarray:
@@ -63,9 +70,9 @@ class Model:
         return np.random.default_rng(1).normal(size=(self.rows, self.width)).astype(np.float32)
 
 
-def model(size: Size, blocks: int) -> Model:
-    """So many blocks, or two tiny ones."""
-    return Model(2, rows=6, width=8, heads=2) if size is Size.TINY else Model(blocks)
+def tiny(size: Size, m: Model) -> Model:
+    """These blocks, or two tiny ones."""
+    return Model(2, rows=6, width=8, heads=min(m.heads, 2)) if size is Size.TINY else m
 
 
 Passes = tuple[popxl.Graph, Callable[[CallSiteInfo, popxl.Tensor], tuple[popxl.Tensor, ...]]]
@@ -96,8 +103,17 @@ def attend(
     return x + ops.gelu(norm(x) @ up) @ down
 
 
+def plain(x: popxl.Tensor, first: popxl.Tensor, second: popxl.Tensor) -> popxl.Tensor:
+    """Two products, and the rows weighed by their likeness."""
+    shares = ops.softmax((x @ x.transpose((1, 0))) * x.shape[1] ** -0.5, -1)
+    return x + ops.tanh((shares @ x) @ first) @ second
+
+
 def storing(ir: popxl.Ir, heads: int, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
     """A block, and its gradient: that is given all that it needs of the forward pass."""
+    if not heads:
+        forward = ir.create_graph(plain, x, *weights)
+        return forward, partial(gradients_at, popxl.transforms.autodiff(forward))
 
     def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor):
         return attend(x, project(x, qkv), out, up, down, heads)
@@ -164,7 +180,7 @@ class Ours:
                 for i, weights in enumerate(m.weights())
             ]
             x = ops.host_load(self.feed)
-            blocks = recomputing if recompute else storing
+            blocks = recomputing if recompute and m.heads else storing
             forward, backward = blocks(ir, m.heads, x, *self.variables[0])
             calls = []
             for variables in self.variables:
@@ -191,8 +207,11 @@ def jax_norm(x: Any) -> Any:
 
 
 def jax_block(x: Any, weights: Any, heads: int) -> Any:
-    qkv, out, up, down = weights
     rows, width = x.shape
+    if not heads:
+        first, second = weights
+        return x + jnp.tanh(jax.nn.softmax((x @ x.T) * width**-0.5, axis=-1) @ x @ first) @ second
+    qkv, out, up, down = weights
     q, k, v = (
         t.reshape(rows, heads, width // heads).transpose(1, 0, 2) for t in jnp.split(jax_norm(x) @ qkv, 3, axis=1)
     )
@@ -297,15 +316,26 @@ def compiled(m: Model, names: tuple[str, ...]) -> Mapping[str, Compiled]:
     return parties
 
 
-def row(what: str, blocks: int, of_party: Callable[[Compiled], Measure], *targets: Target, **more: Any) -> Row:
-    """A row that measures something of each compiled party."""
+def row(what: str, m: Model | int, of_party: Callable[[Compiled], Measure], *targets: Target, **more: Any) -> Row:
+    """A row that measures something of each compiled party. A number means so many blocks of the usual shape."""
+    name = f"blocks{m}_{what}" if isinstance(m, int) else f"shape_{m.blocks}x{m.rows}x{m.width}x{m.heads}_{what}"
+    m = Model(m) if isinstance(m, int) else m
     names = (OURS, *(target.rival for target in targets))
 
     @contextmanager
     def parties(size: Size) -> Iterator[Mapping[str, Measure]]:
-        yield {name: of_party(party) for name, party in compiled(model(size, blocks), names).items()}
+        yield {name: of_party(party) for name, party in compiled(tiny(size, m), names).items()}
 
-    return Row(f"blocks{blocks}_{what}", parties, targets, slow=blocks > 16, **more)
+    more = {"slow": m.blocks > 16, "about": f"{ABOUT[what]}: {m}"} | more
+    return Row(name, parties, targets, **more)
+
+
+ABOUT = {
+    "compile": "compiling",
+    "run": "a training step",
+    "temporaries": "memory for temporaries",
+    "text": "the text that XLA is given",
+}
 
 
 def against_all(limit: float | None, over_scan: float | None = None) -> tuple[Target, ...]:
@@ -340,7 +370,28 @@ def rows_of(blocks: int, *, compile: float | None, run: float, temporaries: floa
     )
 
 
+def rows_of_shape(m: Model) -> tuple[Row, ...]:
+    """The same for a shape that nothing was tuned for."""
+    targets = (times(None), times(None, "scan"), times(None, "popxl, stored" if m.heads else "one program"))
+    return (
+        row("compile", m, compile_time, *targets, rounds=3, slow=bool(m.heads)),
+        row("run", m, run_time, *targets, rounds=9, slow=bool(m.heads)),
+        row("temporaries", m, needed, *targets, rounds=1, show=megabytes, slow=bool(m.heads)),
+    )
+
+
+SHAPES = (
+    Model(8, rows=16, width=64, heads=2),
+    Model(8, rows=512, width=64, heads=4),
+    Model(8, rows=64, width=512, heads=8),
+    Model(8, rows=100, width=300, heads=5),
+    Model(24, rows=32, width=128, heads=4),
+    Model(64, rows=128, width=256, heads=0),
+)
+"""Few rows, long texts, wide blocks, odd sizes, small blocks that are called often, and blocks of few ops."""
+
 ROWS = (
+    *(row for m in SHAPES for row in rows_of_shape(m)),
     *rows_of(4, compile=None, run=1, temporaries=1),
     *rows_of(16, compile=3, run=1, temporaries=3),
     *rows_of(64, compile=10, run=1.2, temporaries=5),

@@ -93,7 +93,19 @@ def lowering_parties(size: Size) -> Iterator[Mapping[str, Measure]]:
 
 
 ROWS = (
-    Row("build_chain", lambda size: parties(chain, size), (per_second(20_000),), rounds=9),
-    Row("build_mix", lambda size: parties(mix, size), (per_second(20_000),), rounds=9),
-    Row("lower_mix", lowering_parties, (at_most(3, seconds),), rounds=9),
+    Row(
+        "build_chain",
+        lambda size: parties(chain, size),
+        (per_second(20_000),),
+        rounds=9,
+        about="building, for each op: additions",
+    ),
+    Row(
+        "build_mix",
+        lambda size: parties(mix, size),
+        (per_second(20_000),),
+        rounds=9,
+        about="building, for each op: ten kinds",
+    ),
+    Row("lower_mix", lowering_parties, (at_most(3, seconds),), rounds=9, about="lowering 2000 ops"),
 )

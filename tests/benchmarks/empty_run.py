@@ -57,7 +57,12 @@ def parties(variables: int, streams: int, size: Size) -> Iterator[Mapping[str, M
 
 TARGETS = (over(50e-6, seconds, "executable"), over(50e-6, seconds))
 ROWS = (
-    Row("empty_run", lambda size: parties(1, 0, size), TARGETS),
-    Row("empty_run_8", lambda size: parties(8, 1, size), TARGETS),
-    Row("empty_run_500", lambda size: parties(5 if size is Size.TINY else 500, 1, size), TARGETS),
+    Row("empty_run", lambda size: parties(1, 0, size), TARGETS, about="a run that adds one to a variable"),
+    Row("empty_run_8", lambda size: parties(8, 1, size), TARGETS, about="a run that adds a number to 8 variables"),
+    Row(
+        "empty_run_500",
+        lambda size: parties(5 if size is Size.TINY else 500, 1, size),
+        TARGETS,
+        about="a run that adds a number to 500 variables",
+    ),
 )

@@ -18,7 +18,7 @@ import numpy as np
 import popxl
 from popxl_addons.ops.rotary_pos_embed import trig_tables
 from runtime.plan import structure
-from tests.benchmarks.blocks import Compiled, compile_time, needed, run_time
+from tests.benchmarks.blocks import ABOUT, Compiled, compile_time, needed, run_time
 from tests.benchmarks.harness import OURS, Measure, Row, Size, Target, check_agreement, megabytes, time_of, times
 from tests.popxl_addons.gpt.model import Config, batches, first_weights
 from tests.popxl_addons.gpt.training import BETA1
@@ -30,6 +30,9 @@ except ImportError:
     TorchTraining = None  # type: ignore[assignment, misc]
 
 BETA2, EPSILON = 0.999, 1e-5
+
+
+SHAPE = "4 texts of 64 tokens, width 256"
 
 
 def config_of(size: Size, layers: int) -> Config:
@@ -102,26 +105,37 @@ def checkpointed(weights: Mapping[str, Any], tokens: Any, labels: Any, config: C
     return jax_loss(weights, tokens, labels, config, jax.checkpoint(jax_block, static_argnums=2))
 
 
-def plain_jax(config: Config, loss: Callable[..., Any] = jax_loss) -> Compiled:
+def jax_step(config: Config, loss: Callable[..., Any] = jax_loss) -> Callable[..., Any]:
+    """A step of AdamW. It is a new function each time, or JAX would remember what it traced."""
+
+    def step(state: Any, tokens: Any, labels: Any) -> Any:
+        weights, first, second, count = state
+        value, gradients = jax.value_and_grad(loss)(weights, tokens, labels, config)
+        count = count + 1
+        first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
+        second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
+
+        def updated(w: Any, m: Any, v: Any) -> Any:
+            size = jnp.sqrt(v / (1 - BETA2**count)) + EPSILON
+            return w - config.learning_rate * (m / (1 - BETA1**count) / size + config.weight_decay * w)
+
+        return [jax.tree.map(updated, weights, first, second), first, second, count], value
+
+    return step
+
+
+def jax_state(config: Config) -> list[Any]:
+    """The weights, both moments of their gradients, and how many steps there were."""
     weights = {name: jnp.asarray(array) for name, array in first_weights(config).items()}
-    state = [weights, *({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2)), jnp.float32(0)]
+    return [weights, *({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2)), jnp.float32(0)]
+
+
+def plain_jax(config: Config, loss: Callable[..., Any] = jax_loss) -> Compiled:
+    state = jax_state(config)
     (batch,) = batches(config, 1)
 
     def lower() -> Any:
-        def step(state: Any, tokens: Any, labels: Any) -> Any:  # a new function, or JAX would remember what it traced
-            weights, first, second, count = state
-            value, gradients = jax.value_and_grad(loss)(weights, tokens, labels, config)
-            count = count + 1
-            first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
-            second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
-
-            def updated(w: Any, m: Any, v: Any) -> Any:
-                size = jnp.sqrt(v / (1 - BETA2**count)) + EPSILON
-                return w - config.learning_rate * (m / (1 - BETA1**count) / size + config.weight_decay * w)
-
-            return [jax.tree.map(updated, weights, first, second), first, second, count], value
-
-        return jax.jit(step, donate_argnums=0).lower(state, *batch)
+        return jax.jit(jax_step(config, loss), donate_argnums=0).lower(state, *batch)
 
     lowered = lower()
     executable = lowered.compile()
@@ -186,7 +200,8 @@ def row(what: str, layers: int, of_party: Callable[[Compiled], Measure], limit: 
         yield {name: of_party(party) for name, party in compiled(config_of(size, layers)).items()}
 
     targets: tuple[Target, ...] = (times(limit), times(None, "checkpoint"))
-    return Row(f"gpt{layers}_{what}", parties, targets, slow=layers > 16, **more)
+    about = f"{ABOUT[what]}: a GPT of {layers} layers, {SHAPE}, AdamW, layers recomputed"
+    return Row(f"gpt{layers}_{what}", parties, targets, slow=layers > 16, about=about, **more)
 
 
 def rows_of(layers: int, *, compile: float, temporaries: float) -> tuple[Row, ...]:
@@ -199,7 +214,12 @@ def rows_of(layers: int, *, compile: float, temporaries: float) -> tuple[Row, ..
 
 
 ROWS = (
-    Row("gpt_step", one_graph, (times(0.95), times(None, "torch"))),
+    Row(
+        "gpt_step",
+        one_graph,
+        (times(0.95), times(None, "torch")),
+        about=f"a training step, its loss read: a GPT of 4 layers in one graph, {SHAPE}, AdamW",
+    ),
     *rows_of(16, compile=3, temporaries=3),
     *rows_of(64, compile=10, temporaries=5),
 )

@@ -42,6 +42,7 @@ class Target:
         limit: the worst number that is good enough; `None` if the rival is only there to be seen.
         least: whether larger numbers are better.
         show: the number as text.
+        is_ratio: whether the number says how many times better ours is.
     """
 
     rival: str
@@ -49,6 +50,7 @@ class Target:
     limit: float | None
     least: bool
     show: Callable[[float], str]
+    is_ratio: bool = False
 
     def met(self, value: float) -> bool | None:
         """Whether a number is good enough."""
@@ -62,7 +64,7 @@ class Target:
 
 def times(limit: float | None, rival: str = "JAX") -> Target:
     """To take no more than the rival, `limit` times over."""
-    return Target(rival, lambda ours, theirs: theirs / ours, limit, True, lambda value: f"{value:.2f} x")
+    return Target(rival, lambda ours, theirs: theirs / ours, limit, True, lambda value: f"{value:.2f} x", is_ratio=True)
 
 
 def over(limit: float, show: Callable[[float], str], rival: str = "JAX") -> Target:
@@ -111,6 +113,7 @@ class Row:
         slow: too much for a quick look.
         devices: how many it takes at least.
         show: a measure as text.
+        about: what is measured, with its sizes, for the page.
     """
 
     name: str
@@ -120,6 +123,7 @@ class Row:
     show: Callable[[float], str] = seconds
     slow: bool = False
     devices: int = 1
+    about: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,4 +30,4 @@ def parties(size: Size) -> Iterator[Mapping[str, Measure]]:
     yield measures
 
 
-ROWS = (Row("import", parties, (over(0.3, seconds),), rounds=11),)
+ROWS = (Row("import", parties, (over(0.3, seconds),), rounds=11, about="the import"),)

@@ -49,13 +49,13 @@ class Network:
         return images, random.integers(0, self.widths[-1], leading).astype(np.int32)
 
 
-def network(size: Size, batch: int, steps: int = 1) -> Network:
-    """The network of the tutorial, or a tiny one."""
-    return (
-        Network((12, 7, 6, 5, 4), 3, min(steps, 4))
-        if size is Size.TINY
-        else Network((784, 512, 512, 512, 10), batch, steps)
-    )
+WIDTHS = (784, 512, 512, 512, 10)
+"""Those of the tutorial."""
+
+
+def network(size: Size, batch: int, steps: int = 1, widths: tuple[int, ...] = WIDTHS) -> Network:
+    """The network of these widths, or a tiny one."""
+    return Network((12, 7, 6, 5, 4), 3, min(steps, 4)) if size is Size.TINY else Network(widths, batch, steps)
 
 
 # Ours ---------------------------------------------------------------------------------------------------------------
@@ -219,16 +219,32 @@ def inference(net: Network, count: int) -> Iterator[Mapping[str, Measure]]:
         yield {name: time_of(lambda party=party: party(images), count) for name, party in parties.items()}
 
 
+def row(
+    name: str,
+    work: Callable[..., Any],
+    about: str,
+    count: int,
+    batch: int,
+    steps: int,
+    widths: tuple[int, ...],
+    *targets: Any,
+) -> Row:
+    """A row that does some work with a network, so many times in a row."""
+
+    def parties(size: Size) -> Any:
+        return work(network(size, batch, steps, widths), 1 if size is Size.TINY else count)
+
+    text = f"{about}: {'-'.join(map(str, widths))}, batch {batch}"
+    return Row(name, parties, targets, about=text, slow=widths != WIDTHS)  # slow: the same as others, with other sizes
+
+
+STEP, STEPS, INFERENCE = "a training step, its loss read", "100 training steps in one run", "inference"
+OTHER = (100, 300, 200, 7)
 ROWS = (
-    Row(
-        "train_step",
-        lambda size: training(network(size, batch=8), 1 if size is Size.TINY else 200),
-        (times(0.95), times(1.0, "torch")),
-    ),
-    Row(
-        "train_100",
-        lambda size: training(network(size, 8, 100), 1 if size is Size.TINY else 3),
-        (times(0.95), times(1.3, "torch")),
-    ),
-    Row("inference", lambda size: inference(network(size, batch=80), 1 if size is Size.TINY else 200), (times(0.95),)),
+    row("train_step", training, STEP, 200, 8, 1, WIDTHS, times(0.95), times(1.0, "torch")),
+    row("train_100", training, STEPS, 3, 8, 100, WIDTHS, times(0.95), times(1.3, "torch")),
+    row("inference", inference, INFERENCE, 200, 80, 1, WIDTHS, times(0.95)),
+    row("train_step_wide", training, STEP, 20, 64, 1, (512, 2048, 2048, 100), times(None), times(None, "torch")),
+    row("train_step_small", training, STEP, 200, 5, 1, OTHER, times(None), times(None, "torch")),
+    row("train_100_small", training, STEPS, 3, 5, 100, OTHER, times(None), times(None, "torch")),
 )

@@ -85,7 +85,8 @@ def moving(size: Size, way: Way) -> Iterator[Mapping[str, Measure]]:
 def row(way: Way) -> Row:
     """A row of the table."""
     targets = (times(0.95, "device_put"), times(None, "on the device"))
-    return Row(f"remote_{way}", lambda size: moving(size, way), targets, show=gigabytes_per_second)
+    about = f"{way}s of remote buffers, 8 slots of 4 MiB"
+    return Row(f"remote_{way}", lambda size: moving(size, way), targets, show=gigabytes_per_second, about=about)
 
 
 ROWS = (row("load"), row("store"))

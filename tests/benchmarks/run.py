@@ -1,19 +1,24 @@
 """Measures the rows of the performance table, each side by side with the same computation written by hand.
 
-    python tests/benchmarks/run.py [--only NAME] [--json FILE] [--quick]
+    python -m tests.benchmarks.run [--only NAME] [--json FILE] [--quick]
+    python -m tests.benchmarks.run --page docs/performance.md [--only NAME | --again]
 
 Times are never asserted: the table says what was met, and the exit status is 0. `harness.py` says how rows are
-measured; the rows are in the other files.
+measured; the rows are in the other files. `page.py` makes the page about performance.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,48 +28,103 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from popxl.utils import table_to_string
-from tests.benchmarks import blocks, building, empty_run, gpt, importing, models, network, parallel, pipeline, remote
-from tests.benchmarks.harness import HEADER, Result, Size, measure, progress
+from runtime.targets.devices import CPU_DEVICES
+from tests.benchmarks import (
+    blocks,
+    building,
+    empty_run,
+    gpt,
+    importing,
+    models,
+    network,
+    page,
+    parallel,
+    pipeline,
+    remote,
+)
+from tests.benchmarks.harness import HEADER, Result, Row, Size, measure, progress
 
+ROOT = Path(__file__).resolve().parents[2]
 FILES = (network, blocks, gpt, models, pipeline, parallel, remote, building, empty_run, importing)
 ROWS = tuple(row for file in FILES for row in file.ROWS)
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """What the numbers are measured on."""
     versions = {}
     for package in ("jax", "jaxlib", "numpy", "torch"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    devices = [str(device) for device in jax.devices()]
-    return {"cpus": os.cpu_count(), "python": platform.python_version(), **versions, "devices": devices}
+    devices = sorted({device.device_kind for device in jax.devices()})
+    about = {"processor": processor(), "cores": cores(), "devices": ", ".join(devices)}
+    return {**about, "python": platform.python_version(), **versions}
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Its name, as the system says it."""
+    about = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", about.read_text(encoding="utf-8"), re.M) if about.is_file() else []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", metavar="NAME", default="", help="rows whose names contain this")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="rows in whose names this pattern is found")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured")
     parser.add_argument("--quick", action="store_true", help="few rounds, and none of the slow rows")
+    parser.add_argument("--page", metavar="FILE", type=Path, help="write tables and pictures into this page")
+    parser.add_argument("--again", action="store_true", help="write the page from what was kept, and measure nothing")
     args = parser.parse_args()
-    rows = [row for row in ROWS if args.only in row.name and not (args.quick and row.slow)]
+    if args.again:
+        page.write(args.page or parser.error("--again: expected --page, the page to be written"), ROWS)
+        return
+    rows = [row for row in ROWS if re.search(args.only, row.name) and not (args.quick and row.slow)]
     if not rows:
         parser.error(f"no row is called {args.only!r}; there are {', '.join(row.name for row in ROWS)}")
+    here = [row for row in rows if row.devices <= jax.device_count()]
+    elsewhere = [row for row in rows if row not in here]
+    circumstances = {
+        "day": datetime.date.today().isoformat(),
+        "load": round(os.getloadavg()[0] / cores(), 1),  # of others, as nothing has been measured yet
+        "quick": args.quick,
+    }
 
     results: list[Result] = []
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured until then is shown
-        for row in rows:
-            if row.devices > jax.device_count():
-                progress(f"{row.name} is left out: it takes {row.devices} devices (POPXL_CPU_DEVICES={row.devices})\n")
-                continue
+        for row in here:
             results.append(measure(row, Size.QUICK if args.quick else Size.FULL))
+            if args.page:
+                page.keep(args.page, machine(), circumstances, results[-1])
     progress()
     print(table_to_string([HEADER, *(line for result in results for line in result.lines())]))
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     if args.json:
         raw = {"machine": machine(), "rows": [result.raw() for result in results]}
         args.json.write_text(json.dumps(raw, indent=1), encoding="utf-8")
+    if args.page:
+        page.write(args.page, ROWS)
+    if elsewhere:
+        measure_elsewhere(elsewhere, args)
+
+
+def measure_elsewhere(rows: Sequence[Row], args: argparse.Namespace) -> None:
+    """Have rows measured that take more devices than there are here, by a process that has them. Only for a page."""
+    count, names = max(row.devices for row in rows), "|".join(row.name for row in rows)
+    if not args.page or CPU_DEVICES in os.environ:
+        progress(f"left out, as there are too few devices ({CPU_DEVICES}={count}): {names}\n")
+        return
+    options = ["--only", f"^({names})$", "--page", str(args.page), *(["--quick"] if args.quick else [])]
+    command = [sys.executable, "-m", "tests.benchmarks.run", *options]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {CPU_DEVICES: str(count)}, check=True)
 
 
 if __name__ == "__main__":

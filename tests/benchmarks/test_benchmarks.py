@@ -11,12 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.benchmarks import curves, run, variants
-from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, seconds, times
+from tests.benchmarks import curves, network, page, run, variants
+from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
-@pytest.mark.thorough(but_each=3)
-@pytest.mark.parametrize("file", [file for file in run.FILES if file.ROWS], ids=lambda file: file.__name__)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[pytest.mark.thorough] * (file is not network), id=file.__name__)
+        for file in run.FILES
+        if file.ROWS
+    ],
+)
 def test_rows(file):
     """Those of a file at once, as they share what is compiled. Rows that differ by a size are the same when tiny."""
     for row in {re.sub(r"\d", "", row.name): row for row in file.ROWS if not row.slow}.values():
@@ -28,6 +34,7 @@ def test_rows(file):
         json.dumps(result.raw())
 
 
+@pytest.mark.thorough
 def test_variants():
     """A line for each, all with the same loss. (Of all variants: tests/popxl_addons/test_addons_gpt.py.)"""
     names = ("plain", "accumulated", "phased")
@@ -46,6 +53,49 @@ def test_curves(tmp_path):
     curves.draw(rows, tmp_path / "curves.svg")
     text = (tmp_path / "curves.svg").read_text(encoding="utf-8")
     assert "</svg>" in text
+
+
+def test_the_page(tmp_path):
+    """Kept measures go into tables and pictures; the rest of the page stays, and a part can be measured anew."""
+    file = tmp_path / "page.md"
+    file.write_text(f"before\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n")
+    rows = [
+        Row("blocks4_run", lambda size: {}, (times(1),), about="a step of 4 blocks"),
+        Row("train_step", lambda size: {}, (times(1), times(1, "torch")), about="a step of a network"),
+        Row("import", lambda size: {}, (over(1, seconds),), about="the import"),
+    ]
+    machine = {"processor": "A processor", "cores": 2, "python": "3.11", "jax": "0.10"}
+    circumstances = {"day": "2026-01-02", "load": 0.0, "quick": False}
+    measures = {OURS: [1.0, 2.0, 4.0], "JAX": [2.0, 6.0, 4.0], "torch": [5.0, 5.0, 5.0]}
+    for row in rows:
+        page.keep(file, machine, circumstances, Result(row, measures))
+    page.write(file, rows)
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("\n\nafter\n") and "old" not in text
+    assert "A processor, 2 cores. Python 3.11, jax 0.10. Measured on 2026-01-02." in text
+    assert "| a step of a network | 2 s | 4 s (JAX) | 2.00 x | 1.50 x … 2.50 x |" in text
+    assert "| a step of a network | 2 s | 5 s (torch) | 2.50 x | 1.88 x … 3.75 x |" in text
+    assert "| the import | 2 s | 4 s (JAX) | -1 s over | -2.5 s over … -500 ms over |" in text
+    for picture in re.findall(r"\]\((.+?)\)", text):
+        assert "</svg>" in (tmp_path / picture).read_text(encoding="utf-8")
+    assert re.findall(r"\]\((.+?)\)", text) == ["page/blocks-2.svg", "page/train-2.svg"]
+
+    page.keep(file, machine, {**circumstances, "load": 2.0}, Result(rows[2], {OURS: [3.0], "JAX": [5.0]}))
+    page.write(file, rows)
+    text = file.read_text(encoding="utf-8")
+    assert "| the import \\* | 3 s |" in text and "| a step of a network | 2 s |" in text
+    assert text.count(page.BEGIN) == text.count(page.END) == 1
+
+    page.keep(file, {**machine, "jax": "0.11"}, circumstances, Result(rows[2], measures))  # others are not compared
+    page.write(file, rows)
+    assert "a step of a network" not in file.read_text(encoding="utf-8")
+
+
+def test_rows_of_the_page():
+    """Each has its place and its words."""
+    for row in run.ROWS:
+        assert row.about, row.name
+        assert sum(bool(re.match(names, row.name)) for names in page.TABLES.values()) == 1, row.name
 
 
 def test_names_are_unique():

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+import popxl
+
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
@@ -468,7 +470,7 @@ def test_a_period_that_does_not_divide(period):
     [
         (torch.float32, np.float32),
         (torch.float16, np.float16),
-        (torch.bfloat16, np.float32),
+        (torch.bfloat16, popxl.bfloat16.as_numpy()),
         (torch.float64, np.float32),
         (torch.int64, np.int32),
         (torch.int32, np.int32),

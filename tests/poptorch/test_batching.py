@@ -75,6 +75,7 @@ def test_inference_of_ten_iterations(mode: tuple, rows: int, first: int | None) 
         torch.testing.assert_close(out[1], expected[9])
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
     ("d", "g", "r", "rows", "mode", "out", "loss"),
     [

@@ -469,6 +469,7 @@ class TwoBlocks(torch.nn.Module):
             return torch.nn.functional.cross_entropy(self.second(x), labels)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("strategy", [ShardedExecution, PipelinedExecution])
 def test_each_unit_is_a_device(strategy: Any) -> None:
     """If there are several and the session options say so; the numbers are those of one device."""

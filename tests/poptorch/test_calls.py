@@ -333,6 +333,7 @@ def test_arguments_that_share_what_is_overwritten() -> None:
 # What options ask for -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     "forward",
     [

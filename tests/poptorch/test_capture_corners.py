@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 import poptorch
+import popxl
 
 F = torch.nn.functional
 Function = Callable[..., Any]
@@ -298,7 +299,7 @@ class _Layers(torch.nn.Module):
         return gradient, poptorch.identity_loss((gradient * x.detach()).tanh().sum(), "none")
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
     "name",
     ["convolution", "transposed", "layer norm", "group norm", "batch norm", "lstm", "attention", "einsum",
@@ -488,6 +489,47 @@ def test_a_model_in_bfloat16_gives_bfloat16(tmp_path: Path) -> None:
     torch.testing.assert_close(whole, {n: t.detach() for n, t in eager.state_dict().items()}, rtol=2e-2, atol=1e-2)
     model.save(tmp_path / "model.poptorch")
     assert poptorch.load(tmp_path / "model.poptorch")(x)[0].dtype is torch.bfloat16
+
+
+class _Mixed(torch.nn.Module):
+    """Functions that are cast down, that are cast up, and that take what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        self.convolution = torch.nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.first(x)
+        q = self.last(self.norm(F.gelu(h))).unsqueeze(1)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
+        z = self.convolution(y)
+        return h, y, (y @ x.transpose(-1, -2)).softmax(-1), z, F.mse_loss(z, t)
+
+
+def test_autocast_means_what_it_means_in_pytorch() -> None:
+    """Types of results, their numbers, and training; the casts are a part of the program."""
+    dtype = torch.bfloat16
+    x, t = _input(2, 3, 8), _input(2, 3, 8)
+    mine, theirs = _Mixed(), _Mixed()
+    model = poptorch.trainingModel(mine, optimizer=torch.optim.SGD(mine.parameters(), lr=0.3))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.3)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=dtype):
+            found, expected = model(x, t), theirs(x, t)
+        optimizer.zero_grad()
+        expected[-1].backward()
+        optimizer.step()
+        assert [r.dtype for r in found] == [r.dtype for r in expected]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=3e-2, atol=2e-2)
+    products = {
+        op.inputs[0].dtype for g in model._executable.session.ir.graphs for op in g.ops if op.op_type == "Linear"
+    }
+    assert products == {popxl.dtype.as_dtype(dtype)}
+    with pytest.raises(poptorch.Error, match=f"compiled with torch.autocast to {dtype}, and is called without"):
+        model(x, t)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

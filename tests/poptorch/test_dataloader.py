@@ -266,6 +266,7 @@ def test_processes_that_cannot_share():
 # Iterable data sets --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 7 worker processes:UserWarning")
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
 @pytest.mark.parametrize("mode", DataLoaderMode)
@@ -580,6 +581,7 @@ class Witness(TensorDataset):
         return torch.tensor([self.tensors[0][i] * 2, self.tensors[0].is_shared(), os.getpid() != self.parent])
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("strategy", SharingStrategy)
 def test_sharing_strategies(strategy):
     dataset = Witness(torch.arange(6))
@@ -647,6 +649,7 @@ def family(tag):
     return found
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     ("last", "sent", "code", "says"),

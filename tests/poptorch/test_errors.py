@@ -200,6 +200,7 @@ def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
 
 
+@pytest.mark.thorough
 def test_spans_show_in_a_profile_of_jax() -> None:
     program = """
 import glob, gzip, sys, tempfile, jax

@@ -112,6 +112,7 @@ def test_ways(name: str, way: str) -> None:
         same_weights(ours.model, reference.model, 1e-5)
 
 
+@pytest.mark.thorough
 def test_batch_norm_sees_micro_batches() -> None:
     case = CASES["ResNet"]
     ours, reference = both(case, iterations=2, accumulation=2)
@@ -153,7 +154,7 @@ def test_halves_of_activations_alone() -> None:
     same_weights(ours.model, reference.model, 5e-3)
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("units", [2, 4])
 def test_pipeline(units: int) -> None:
     """The layers of the encoder are on several units; numbers are those of one."""

@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch
 import popxl
 from poptorch.enums import (
     CommGroupType,
@@ -84,6 +85,7 @@ SETTERS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("useIpuId", (2,), {"ipu_id": 2}),
     ("useOfflineIpuTarget", (), {"ipu_version": 2, "connection_type": ConnectionType.Never}),
     ("useOfflineIpuTarget", (21,), {"ipu_version": 21}),
+    ("useOfflineIpuTarget", ("tpu v5e:2x2",), {"target": "tpu v5e:2x2", "connection_type": ConnectionType.Never}),
     ("setAvailableMemoryProportion", ({"IPU0": 0.5},), {"available_memory_proportion": {"IPU0": 0.5}}),
     ("syncPattern", (SyncPattern.ReplicaAndLadder,), {"sync_pattern": SyncPattern.ReplicaAndLadder}),
     ("logCycleCount", (True,), {"log_cycle_count": True}),
@@ -183,6 +185,7 @@ def test_the_page_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/" + "work" not in options_page()
 
 
+@pytest.mark.thorough
 def test_the_page_is_printed() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "poptorch", "options"],
@@ -247,6 +250,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda o: o.randomSeed("3"), AssertionError, "`random_seed` is '3'; expected a value of int or None"),
     (lambda o: o.sourceLocationExcludes(["a", 1]), AssertionError, "expected a list of strings"),
     (lambda o: o.setExecutionStrategy("pipelined"), AssertionError, "expected an execution strategy, such as"),
+    (lambda o: o.useOfflineIpuTarget("abacus"), ValueError, "'abacus' describes no machine"),
     (lambda o: o.useOfflineIpuTarget(3), AssertionError, "`ipu_version` is 3; expected 1, 2 or 21"),
     (lambda o: o.setAvailableMemoryProportion({"0": 0.5}), AssertionError, "expected a dict from units, 'IPU0'"),
     (lambda o: o.setAvailableMemoryProportion({"IPU0": 2.0}), AssertionError, "numbers from 0 to 1"),
@@ -426,6 +430,23 @@ def test_options_of_the_ir() -> None:
     options._Popart.set("placement", "somewhere")
     with pytest.raises(Error, match="Session option 'placement' is 'somewhere': Input should be 'auto', 'several'"):
         options._Popart.apply(ir.options)
+
+
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        (lambda o: o, "highest"),
+        (lambda o: o.Precision.setPartialsType(torch.half), "default"),
+        (lambda o: o._Popart.set("partialsTypeMatMuls", "half"), "default"),
+        (lambda o: o._Popart.set("precision", "high"), "high"),
+    ],
+)
+def test_half_partials_allow_fewer_digits(change: Callable[[Options], object], level: str) -> None:
+    options = Options()
+    change(options)
+    model = poptorch.inferenceModel(torch.nn.Linear(3, 2), options)
+    model.compile(torch.ones(4, 3))
+    assert poptorch.sessionOf(model).ir.options.precision == level
 
 
 # Files

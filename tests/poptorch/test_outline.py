@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import poptorch  # noqa: E402  (it needs torch)
 import popxl  # noqa: E402
 from poptorch.capture import outline  # noqa: E402
+from runtime.plan.rolling.rolling import Rolling  # noqa: E402
 from tests.poptorch.models import Encoder, WithLoss  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny: threads of PyTorch would only wait for each other
@@ -40,6 +41,7 @@ def stepped(model: torch.nn.Module, outlining: bool = True) -> tuple[torch.nn.Mo
     return model, executor
 
 
+@pytest.mark.thorough
 def test_layers_of_an_encoder() -> None:
     """Also where one module does nothing but run another one, with all layers in it."""
     torch.manual_seed(0)
@@ -50,7 +52,10 @@ def test_layers_of_an_encoder() -> None:
     assert graphs_called(poptorch.sessionOf(executor).ir, 3) == []
     for model in (plain, wrapped):
         outlined, executor = stepped(model)
-        assert len(graphs_called(poptorch.sessionOf(executor).ir, 3)) == 2  # a layer, and its gradient
+        ir = poptorch.sessionOf(executor).ir
+        assert len(graphs_called(ir, 3)) == 2  # a layer, and its gradient
+        loops = Rolling(ir.main_graph, ir.main_graph.variables).loops
+        assert [(len(loop.turns), len(loop.ops)) for loop in loops] == [(3, 1), (3, 1 + 12)]  # a weight, an update
         for ours, expected in zip(outlined.parameters(), inlined.parameters(), strict=True):
             torch.testing.assert_close(ours, expected)
 

@@ -22,6 +22,7 @@ def same(page: str, text: str, command: str) -> None:
     assert path.read_text(encoding="utf-8") == text, f"{path} is out of date. Make it again: {made_by}"
 
 
+@pytest.mark.thorough
 def test_operators() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LSTM with projections")  # by PyTorch, which computes them otherwise

@@ -23,6 +23,7 @@ from tests.poptorch.popdist_training import REPLICAS, train
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_the_numbers_of_one_process(tmp_path: Path) -> None:
     """One of the processes reads the weights, alone, after each call."""
     command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", f"--num-replicas={REPLICAS}"]

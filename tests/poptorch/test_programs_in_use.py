@@ -510,6 +510,7 @@ def test_errors_of_pytorch_are_those_of_eager() -> None:
     assert str(raised.value) == str(expected.value)
 
 
+@pytest.mark.thorough
 def test_loaded_models_run_where_nobody_defines_the_module(tmp_path: Path) -> None:
     module = Model()
     poptorch.inferenceModel(module).compileAndExport(tmp_path / "model.poptorch", X)

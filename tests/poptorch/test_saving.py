@@ -213,6 +213,16 @@ def test_offline_targets_compile_only(module: Model, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(X)["y"], module(X)["y"])
 
 
+@pytest.mark.targets
+@pytest.mark.parametrize("description", ["tpu v5e", "gpu h100"])
+def test_offline_targets_may_be_machines(description: str, module: Model) -> None:
+    model = poptorch.inferenceModel(module.eval(), poptorch.Options().useOfflineIpuTarget(description))
+    model.compile(X)
+    assert model.isCompiled() and model._executable.session.report.device == description
+    with pytest.raises(AssertionError, match="Trying to run a model on an offline device"):
+        model(X)
+
+
 def test_offline_optimizers_have_no_state(module: Model) -> None:
     optimizer = optim.SGD(module.first.parameters(), lr=0.1)
     options = poptorch.Options().connectionType(poptorch.ConnectionType.Never)

@@ -205,6 +205,7 @@ def test_a_folder_of_the_options(session, folder, monkeypatch, tmp_path):
     assert len(files(elsewhere)) == 1
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 @pytest.mark.parametrize("damage", ["empty", "text", "short", "changed", "named otherwise", "of another kind"])
 def test_damaged_files_are_ignored(damage, calls, session, folder):

@@ -91,6 +91,7 @@ def program(replicas: int) -> tuple[popxl.Ir, popxl.HostToDeviceStream]:
     return ir, stream
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(
     "way, placement, replicas",
     [(way, placement, 1) for way in ("kept", "dispatched", "inlined") for placement in ("several", "one")]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
+import re
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +88,29 @@ def test_report_runs_the_program(command: Any) -> None:
     assert "arguments: a -b\n" in out
     assert "the result [1. 1. 1.]\nthe end\n\n=== session 0 ===\n\nReport of Ir[id=" in out
     assert "  the program      1     4" in out
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    "arguments", [("FILE", "--target", "tpu v5e", "-b"), ("--target=tpu v5e", "FILE", "-b")], ids=["behind", "before"]
+)
+def test_show_and_report_compile_for_a_target(arguments: tuple[str, ...], command: Any) -> None:
+    code, out, err = command(PROGRAM, "show", *arguments)
+    assert (code, err) == (0, "")
+    assert "arguments: -b\n" in out and "matmul_out: f32[2, 3] = MatMul(x_hostload, weight)" in out
+    assert "Compiled for tpu v5e\n\nMemory of Ir[id=" in out and ", on one TPU v5e\n" in out
+    assert "Stopped at `print(" in out and out.rstrip().endswith("program.py:21): nothing is run.")
+    code, out, err = command(PROGRAM, "report", *arguments)
+    assert (code, err) == (0, "")
+    assert "=== session 0 ===\n\nReport of Ir[id=" in out and "  1 of 1 chips are used (TPU v5e)." in out
+    assert "\nthe result" not in out and "was handled" not in out
+
+
+def test_a_target_that_is_none_is_said(command: Any) -> None:
+    code, _, err = command(PROGRAM, "show", "FILE", "--target", "abacus")
+    assert code == 2 and err.startswith(
+        "popxl: --target: Target: 'abacus' describes no machine; expected 'tpu v5e:4x4'"
+    )
 
 
 def test_sessions_are_as_before_afterwards(command: Any) -> None:
@@ -261,3 +289,94 @@ def test_as_a_command(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip().endswith("(program.py:21): nothing is compiled or run.")
+
+
+# In a pipe ------------------------------------------------------------------------------------------------------------
+
+SPEAKING = """
+    import popxl
+    with popxl.Ir().main_graph:
+        popxl.variable(1.0) + 1
+    print("before the graphs")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["the-command-prints-last", "the-program-prints-first"])
+def test_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(SPEAKING), encoding="utf-8")
+    environment = {"PYTHONUNBUFFERED": unbuffered}
+    assert _with_output_to_nobody("popxl", "show", str(file), **environment) == (128 + signal.SIGPIPE, "")
+
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="poptorch needs torch")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("popxl", "--help"), ("runtime.poprun", "--help"), pytest.param(("poptorch", "options"), marks=NEEDS_TORCH)],
+    ids=" ".join,
+)
+@pytest.mark.thorough(but_each=3)
+def test_nobody_reads_other_pages(arguments: tuple[str, ...]) -> None:
+    assert _with_output_to_nobody(*arguments) == (128 + signal.SIGPIPE, "")
+
+
+def test_other_pipes_are_the_program_s_own(command: Any) -> None:
+    program = """
+        import os
+        ours, theirs = os.pipe()
+        os.close(ours)
+        os.write(theirs, b"hello")
+    """
+    code, _, err = command(program, "show", "FILE")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("BrokenPipeError")
+
+
+def _with_output_to_nobody(*arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code of a module that is run with its output to a pipe that nobody reads, and what it says of that."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **environment}
+    with open(writer, "wb") as output:
+        done = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
+# Versions and devices -------------------------------------------------------------------------------------------------
+
+
+def test_versions(tmp_path: Path) -> None:
+    """Of a JAX that has a plugin for devices which cannot be used: that is a sentence, not a traceback."""
+    plugin = tmp_path / "jax_plugins" / "drawer" / "__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("def initialize():\n    raise RuntimeError('no driver\\nat all')\n", encoding="utf-8")
+    driver = tmp_path / "jax_drawer_plugin-4.5.dist-info" / "METADATA"
+    driver.parent.mkdir()
+    driver.write_text("Metadata-Version: 2.1\nName: jax-drawer-plugin\nVersion: 4.5\n", encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    code, out, err = _versions("popxl", PYTHONPATH=path, POPXL_CPU_DEVICES="3")
+    assert (code, err) == (0, "")
+    shown = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith(" "))
+    expected = {"popxl": popxl.__version__, "python": platform.python_version(), "jax-drawer-plugin": "4.5"}
+    for name in ("jax", "jaxlib", "numpy"):
+        expected[name] = metadata.version(name)
+    assert {name: shown.get(name) for name in expected} == expected
+    assert shown["devices"] == "3 cpu"
+    assert out.splitlines()[-1].endswith("when calling jax_plugins.drawer.initialize(): no driver")
+
+
+def test_versions_without_any_device() -> None:
+    code, out, err = _versions("runtime.poprun", PYTHONPATH=str(ROOT), JAX_PLATFORMS="nowhere")
+    assert (code, err) == (0, "")
+    assert out.startswith("popxl ")
+    (devices,) = (line for line in out.splitlines() if line.startswith("devices"))
+    assert re.match(r"devices +none\. JAX does not start with JAX_PLATFORMS=nowhere: .*'nowhere'", devices)
+
+
+def _versions(module: str, **environment: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr

@@ -481,6 +481,7 @@ def test_a_branch_that_gains_an_input_is_refused_when_it_runs() -> None:
         popxl.Session(ir)
 
 
+@pytest.mark.thorough
 def test_branches_may_be_nested_deeper_than_python_recurses() -> None:
     """A ladder of sixty questions."""
 

@@ -28,6 +28,7 @@ TABLE = {
     "float8_143": (False, True, True, False, "f8_143", 1, False),
     "float8_152": (False, True, True, False, "f8_152", 1, False),
     "float16": (False, True, True, False, "f16", 2, True),
+    "bfloat16": (False, True, True, False, "bf16", 2, True),
     "float32": (False, True, True, False, "f32", 4, True),
     "float64": (False, True, True, False, "f64", 8, True),
     "complex64": (False, False, True, True, "c64", 8, True),
@@ -49,6 +50,7 @@ def test_table(name):
     assert all(type(kind) is builtins.bool for kind in kinds)
     assert (t.name, repr(t)) == (name, f"popxl.dtypes.{name}")
     assert t.is_float8 == (name in FLOAT8)
+    assert t.is_half == (name in ("float16", "bfloat16"))
 
 
 def test_aliases():
@@ -155,7 +157,7 @@ def test_not_in_torch(name):
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=f"^popxl.dtypes.{name}.as_torch: "):
         getattr(dtypes, name).as_torch()
-    for theirs in ("bfloat16", name, "float8_e4m3fnuz"):
+    for theirs in (name, "float8_e4m3fnuz"):
         if hasattr(torch, theirs):
             with pytest.raises(ValueError, match=f"torch.{theirs}"):
                 dtype.as_dtype(getattr(torch, theirs))

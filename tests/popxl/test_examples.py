@@ -11,6 +11,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -141,7 +142,18 @@ class Checker(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+def compiles_elsewhere(text: str) -> bool:
+    """Whether an example compiles for a machine that is not here."""
+    return re.search(r"Target\(|\"(tpu|gpu) ", text) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.targets] * compiles_elsewhere(text))
+        for name, (_, text) in EXAMPLES.items()
+    ],
+)
 def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, text = EXAMPLES[name]
     monkeypatch.chdir(tmp_path)

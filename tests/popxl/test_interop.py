@@ -635,6 +635,7 @@ def test_numbers_and_gradients_are_those_of_jax(name) -> None:
     assert_close((value, tuple(gradients)), expected, 2e-4)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in FUNCTIONS if n != "gradient"],
@@ -852,8 +853,8 @@ def random(x):
     return x + jax.random.normal(jax.random.key(0), x.shape)
 
 
-def brain(x):
-    return (x.astype(jnp.bfloat16) * 2).astype(jnp.float32)
+def nibbles(x):
+    return (x.astype(jnp.int4) * 2).astype(jnp.float32)
 
 
 def branches_on_values(x):
@@ -870,8 +871,8 @@ def wrong_shapes(x):
         (printing, "`printing` does more than compute its results .*ops.print_tensor"),
         (random, r"`random` handles a value of the type key<fry>\[\] in `random_.*at `.*OpKind\('Random', random\)"),
         (
-            brain,
-            r"`brain` handles a value of the type bfloat16\[3,4\] in `convert_element_type`, at `return \(x\.astype",
+            nibbles,
+            r"`nibbles` handles a value of the type int4\[3,4\] in `convert_element_type`, at `return \(x\.astype",
         ),
         (branches_on_values, r"`branches_on_values` cannot be traced on f32\[3, 4\]: .*[Bb]ool"),
         (wrong_shapes, r"`wrong_shapes` cannot be traced on f32\[3, 4\]: dot_general requires .*\(4,\) and \(3,\)"),
@@ -909,6 +910,7 @@ def test_other_errors() -> None:
 # In a file, and without a device -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_saved_program_is_loaded_where_nothing_was_declared(tmp_path) -> None:
     def fn(x, w):
         h = attention(attention(x, w), w)[jnp.array([2, 0, 2])]

@@ -314,7 +314,7 @@ PROGRAMS = [
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.DriftingVariableWarning")
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_numbers(program: Callable[[], Any], replicas: int) -> None:
@@ -335,6 +335,7 @@ def test_a_buffer_of_the_host_on_two_ipus(replicas: int) -> None:
     both_ways(build, replicas=replicas)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("calls", ["kept", "inlined", "dispatched"])
 def test_ways_of_compiling_calls(calls: str) -> None:
     def build() -> Any:
@@ -375,6 +376,7 @@ def test_variables_made_in_stages(apart: None, ir: popxl.Ir) -> None:
         pipelines.test_variables_made_in_stages(ir)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training(apart: None, recompute: bool) -> None:
     """Each stage is compiled once, whatever the number of steps."""

@@ -276,6 +276,23 @@ def test_hardware_that_is_not_there(counter):
         popxl.Session(counter, "tpu")
 
 
+@pytest.mark.targets
+def test_an_offline_device_is_a_target(counter, monkeypatch):
+    manager = popart.DeviceManager()
+    device = manager.createOfflineIPUDevice({"target": "tpu v5e:2x2", "numIPUs": 1, "ipuVersion": "ipu2"})
+    assert (device.type, device.numIpus) == (popart.DeviceType.OfflineIpu, 1)
+    assert popxl.Session(counter, device).report.target.chips == 4
+    monkeypatch.setenv("POPXL_OFFLINE_DEVICE", "gpu h100:2")
+    assert manager.createOfflineIPUDevice().numIpus == 2
+
+
+def test_an_offline_device_has_to_be_described():
+    with pytest.raises(ValueError, match="nothing says which machine to compile for"):
+        popart.DeviceManager().createOfflineIPUDevice({"numIPUs": 2})
+    with pytest.raises(ValueError, match="`numIPUs` is 8; tpu v5e:2x2 has 4 chips"):
+        popart.DeviceManager().createOfflineIPUDevice({"target": "tpu v5e:2x2", "numIPUs": 8})
+
+
 def test_the_offline_device_goes_before_a_string(counter, monkeypatch):
     monkeypatch.setenv("POPXL_OFFLINE_DEVICE", "ipu_model")
     assert popxl.Session(counter, "cpu")._device.type is popart.DeviceType.IpuModel

@@ -22,6 +22,7 @@ IN_MANY = ("training", "grouped variables", "sharded variables", "seeds", "pipel
 """Programs to run in more than two processes; the others differ from these in what each process does by itself."""
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("processes", "names"), [(2, tuple(PROGRAMS)), (4, IN_MANY)], ids=["2", "4"])
 def test_the_numbers_of_one_process(processes: int, names: tuple[str, ...], poprun: Run, tmp_path: Path) -> None:
     """What is known to all, every process has; what replicas stored, the process that drives them."""

@@ -492,6 +492,7 @@ def other_keys(feeds, echo):
     ]
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
     "transfers, replicas, calls", [(1, 1, "kept"), (3, 1, "dispatched"), (1, 2, "kept"), (2, 2, "dispatched")]
 )
@@ -581,6 +582,7 @@ def counts(session, program, runs):
     assert np.diff(found).tolist() == [program.growth] * (runs - 1)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("form", FORMS)
 def test_sessions_in_threads(form, at_once):
     """Of two programs, and two of one."""

@@ -306,6 +306,18 @@ def test_what_has_the_shape_of_a_buffer(ir, way):
     assert [slot for _, slot in outputs] == [[4] * 3, [8] * 3]
 
 
+def test_prints_beside_what_is_on_the_host(ir, capfd):
+    """JAX (0.10.2) cannot lower an order of prints along with results in the host's memory."""
+    ir.options.remoteBuffers = "host"
+    with ir.main_graph, popxl.in_sequence():
+        b = popxl.remote_buffer((), I32)
+        ops.remote_store(b, 0, ops.print_tensor(ops.remote_load(b, 0) + 3, "stored"))
+    with popxl.Session(ir) as session:
+        session.run()
+        session.weights_to_host()
+    assert capfd.readouterr().err == "stored: 3\n"
+
+
 def test_what_is_loaded_is_a_copy(ir):
     with ir.main_graph, popxl.in_sequence():
         b = popxl.remote_buffer((2,), I32)

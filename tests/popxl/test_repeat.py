@@ -456,6 +456,7 @@ def only_reads(total, big: TensorByRef):
     return total + ops.sum(ops.slice(big, 0, 8))
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("called_graphs", ["kept", "dispatched", "inlined"])
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("fn", [adds_to_all, adds_to_a_part, writes_a_row, returns_what_it_changed, only_reads])

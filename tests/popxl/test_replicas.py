@@ -64,6 +64,7 @@ def test_the_worked_example(device: Any) -> None:
         np.testing.assert_array_equal(session.get_tensor_data(v), [expected[r] for r in rows])
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("transfers", [1, 3])
 @pytest.mark.parametrize("shape", [(), (5,)])
 def test_shapes_of_host_arrays(device: Any, way: str, transfers: int, shape: tuple[int, ...]) -> None:
@@ -100,6 +101,7 @@ def test_jax_arrays_are_fed(device: Any, transfers: int) -> None:
         np.testing.assert_array_equal(session.run({into: jax.numpy.asarray(data)})[out], data * 2)
 
 
+@pytest.mark.thorough(but_each=3)
 def test_training_in_parallel(device: Any, way: str) -> None:
     """Each replica trains on data of its own; without anything that joins them they go apart."""
 

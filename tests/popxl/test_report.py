@@ -135,6 +135,7 @@ def test_buffers_are_where_the_option_says(ir: popxl.Ir) -> None:
     assert ir.memory().device == ir.memory().constants + 12
 
 
+@pytest.mark.thorough
 def test_memory_of_deep_graphs(ir: popxl.Ir) -> None:
     """Nothing recurses as deep as graphs call each other."""
     with ir.main_graph:

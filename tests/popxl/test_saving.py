@@ -161,6 +161,7 @@ def place(value: Any, rest: Any) -> Any:
     return next(rest) if isinstance(value, popxl.Tensor) else value
 
 
+@pytest.mark.thorough
 def test_an_op_of_a_user_in_another_process(tmp_path: Path) -> None:
     """It is found by its name where it is declared, and named where it is not."""
     ir, *_ = trained()

@@ -92,6 +92,7 @@ def path(tmp_path):
     return tmp_path / "program.session"
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_is_loaded_runs_as_what_was_saved(kind, path):
     session = popxl.Session(program(**kind), "ipu_hw")
@@ -158,6 +159,7 @@ def test_64_bits(path):
     np.testing.assert_array_equal(found[0], expected[0])
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("calls, replicas", [("kept", 1), ("dispatched", 2)])
 def test_in_another_process(calls, replicas, path):
     session = popxl.Session(program(calls, replicas), "ipu_hw")
@@ -209,6 +211,7 @@ def test_what_came_from_a_cache_can_be_saved(calls, path, tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough
 def test_what_came_from_the_cache_of_jax_can_be_saved(path, tmp_path):
     code = (
         "import jax, popxl\n"
@@ -265,7 +268,7 @@ def test_it_says_so(path, capfd, monkeypatch):
     popxl.Session(program()).save(path)
     monkeypatch.setattr(log, "_chosen", {"all": log.LEVELS["DEBUG"]})
     popxl.Session.load(path)
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = (each for each in capfd.readouterr().err.splitlines() if "cpu_aot_loader" not in each)  # of JAX 0.10.1
     assert "Loading serialized PopART executable" in line and line.endswith(f" {path}")
 
 

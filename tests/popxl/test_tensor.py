@@ -190,9 +190,6 @@ def test_equality(ir):
     assert x != y and x != same_id and not x == y
     assert x != 1.0 and x is not None and x != "x" and not x == np.float32(1)
     assert {x: 1, y: 2}[x] == 1 and len({x, y, x}) == 2 and x in [y, x]
-    for compare in (operator.lt, operator.le, operator.gt, operator.ge):
-        with pytest.raises(TypeError):
-            compare(x, y)
 
 
 def test_length_and_truth(ir):
@@ -289,13 +286,35 @@ def test_numbers_take_the_dtype_of_the_tensor(ir, run):
     assert run(ir, *results) == [6, np.inf, True, 6]
 
 
-def test_tensors_have_no_order(ir):
+COMPARISONS = (operator.gt, operator.ge, operator.lt, operator.le)
+
+
+@pytest.mark.filterwarnings("error::popxl.errors.TensorTruthWarning")
+def test_comparisons_are_ops(ir, run):
+    """For each element; what they come to is not known while the program is written."""
+    left, right = np.array([1.0, 2.0, 3.0], np.float32), np.array([2.0, 2.0, 2.0], np.float32)
     with ir.main_graph:
-        x = popxl.variable(2.0, name="x")
-        for compare in (operator.gt, operator.ge, operator.lt, operator.le):
-            for pair in ((x, x), (x, 0), (0.5, x)):
-                with pytest.raises(TypeError, match=r"Variable\[x .*`ops\.greater\(x, y\)` is `x > y`"):
-                    compare(*pair)
+        x, y = popxl.constant(left), popxl.constant(right)
+        pairs = [(x, y), (x, right), (left, y), (x, 2), (np.float32(2), y)]
+        results = [compare(*pair) for compare in COMPARISONS for pair in pairs]
+        assert {t.dtype for t in results} == {popxl.bool}
+        with pytest.raises(ValueError, match="is a scalar, which is neither true nor false"):
+            max(popxl.constant(1.0), popxl.constant(2.0))
+        with pytest.raises(popxl.errors.TensorTruthWarning, match="ops.where"):
+            assert 0 < x < 2
+    expected = [compare(a, right) for compare in COMPARISONS for a in (left, left, left, left, right)]
+    assert run(ir, *results) == [e.tolist() for e in expected]
+
+
+def test_methods_are_ops(ir, run):
+    data = np.array([[1.0, -2.0, 3.0], [0.5, 4.0, 0.0]], np.float32)
+    with ir.main_graph:
+        x = popxl.constant(data)
+        whole = [x.sum(), x.mean(1), x.max(0, True), x.min(), x.std(-1), x.var()]
+        assert x.astype(popxl.float16).dtype is popxl.float16
+    expected = [data.sum(), data.mean(1), data.max(0, keepdims=True), data.min(), data.std(-1), data.var()]
+    for found, wish in zip(run(ir, *whole), expected, strict=True):
+        np.testing.assert_allclose(found, wish, rtol=1e-6)
 
 
 def test_numbers_become_constants_of_the_current_graph(ir):

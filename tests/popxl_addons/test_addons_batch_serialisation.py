@@ -96,6 +96,7 @@ def test_from_a_buffer_to_a_stream(ir, mode):
     np.testing.assert_array_equal(run(ir)[stream], 2 * values)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("offset", "rows", "row", "entries", "first"),
@@ -236,6 +237,7 @@ def test_seeds(ir, mode):
     assert len({tuple(own) for own in outputs[out]}) == STEPS
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", ["1x4", "2x2", "1x1"])
 def test_values_in_pieces(mode, group):
@@ -612,6 +614,7 @@ def test_where_activations_are_said_to_be(ir, numbers):
     np.testing.assert_allclose(outputs[dws], 2 * layer_gradients(**numbers)[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("x_from", ["stream", "buffer"])

@@ -24,6 +24,7 @@ ARRAYS = {
     "flags": np.array([True, False]),
     "columns": np.asfortranarray(np.arange(6.0, dtype=np.float32).reshape(2, 3)),
     "fp8": popxl.utils.host_pow2scale_cast_to_fp8(np.array([1.0, 2.5], np.float32), popxl.float8_143),
+    "bf16": np.array([[1.0, 2.5, -3e38]], popxl.bfloat16.as_numpy()),
     "file": np.ones(2, np.float32),  # the name of a parameter of np.savez
 }
 
@@ -347,6 +348,7 @@ print(len(found))
 """
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 @pytest.mark.parametrize("how", ["killed", "raised"])

@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("dims", "rows"), [((5,), (5,)), ((2, 3), (2, 3)), ((2, 3), (6,))])

@@ -37,6 +37,7 @@ def run(level):
     return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_what_is_printed(level):
     done = run(level)
@@ -49,6 +50,7 @@ def test_what_is_printed(level):
     assert done.stdout.strip() == str("DEBUG" not in shown)
 
 
+@pytest.mark.thorough
 def test_an_unknown_level_in_the_environment():
     done = run("LOUD")
     assert done.returncode != 0

@@ -75,7 +75,7 @@ def test_mse_against_the_search_on_the_host(ir, evaluate, format_, source):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_what_cannot_be_scaled(ir, scale):
-    with pytest.raises(RuntimeError, match=r"`src` is .*; expected a tensor of float16 or float32"):
+    with pytest.raises(RuntimeError, match=r"`src` is .*; expected a tensor of float16, bfloat16 or float32"):
         scale(popxl.constant([1, 2], popxl.int32))
     with pytest.raises(RuntimeError, match=r"`dtype` is popxl.dtypes.float16; expected popxl.float8_143 or"):
         scale(popxl.constant([1.0]), popxl.float16)

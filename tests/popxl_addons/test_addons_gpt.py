@@ -9,6 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+import popxl
+from runtime.plan.rolling.rolling import Rolling
+from runtime.program.machine import PlanningMachine
 from tests.popxl_addons.gpt.model import Config, batches, first_weights
 from tests.popxl_addons.gpt.training import Training
 from tests.popxl_addons.gpt.variants import VARIANTS
@@ -144,6 +147,7 @@ def test_the_same_as_in_torch(in_torch):
     PROGRAMS["plain"](session_of("plain", CONFIG))
 
 
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
 def test_the_same_numbers(name):
     """And the program, which takes long to compile, is what it is to be."""
@@ -166,7 +170,7 @@ def test_every_weight_has_a_gradient():
 # Dropout --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["outlined", "recomputed", "tensor parallel"])
 def test_the_same_elements_are_dropped(name):
     check(trained(name, WITH_DROPOUT, 3), trained("plain", WITH_DROPOUT, 3))
@@ -214,3 +218,20 @@ def test_phases_drop_the_same_elements_forwards_and_backwards():
             loss_at({name: w + k * step / slope * gradients[name] for name, w in weights.items()}) for k in (1, -1)
         )
     np.testing.assert_allclose((there - back) / (2 * step), slope, rtol=1e-2)  # terms of the third order are left
+
+
+@pytest.mark.parametrize(
+    ("name", "loops"),
+    [
+        ("outlined", [(4, 1), (4, 1 + 16)]),
+        ("recomputed", [(4, 1), (4, 1 + 16)]),
+        ("phased", [(4, 2), (4, 37)]),
+    ],
+)
+def test_layers_are_turns_of_loops(name: str, loops: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward turn; and a backward one, with an update for each weight. Where weights are in remote buffers, they and
+    what AdamW has for them are loaded, and stored, too."""
+    monkeypatch.setattr(popxl.Session, "machine", PlanningMachine())
+    main = VARIANTS[name](Config(layers=4)).ir.main_graph
+    rolling = Rolling(main, main.variables)
+    assert [(len(loop.turns), len(loop.ops)) for loop in rolling.loops] == loops

@@ -38,6 +38,7 @@ def divided(data: Any, groups: list[list[int]]) -> Any:
     return np.stack([cut(x, len(groups[0]))[rank[r]] for r, x in enumerate(whole)])
 
 
+@pytest.mark.thorough(but_each=5)
 @both_ways
 @each_grouping
 @pytest.mark.parametrize("dtype", [popxl.float32, popxl.float16], ids=lambda dtype: dtype.name)

@@ -50,6 +50,7 @@ def reduced(data: Array, groups: list[list[int]], op: str) -> Array:
     return of_groups([SUMS[op]([data[r].astype(float) for r in group]) for group in groups], groups).astype(data.dtype)
 
 
+@pytest.mark.thorough(but_each=4)
 @both_ways
 @each_grouping
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -92,6 +93,7 @@ def test_the_example_of_the_specification() -> None:
     np.testing.assert_array_equal(total, [[6, 60]] * 4)
 
 
+@pytest.mark.thorough(but_each=4)
 @both_ways
 @pytest.mark.parametrize(("count", "stride", "size"), [(8, 2, 2), (4, 1, 4), (8, 2, 4)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])

@@ -252,6 +252,7 @@ class Phase:
         self.store.bind(NamedTensors(fwd=pieces, optim=states)).call(entry)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("io_mode", ["compute", "io", "io_overlapped"])
 def test_phased_execution(io_mode):
     """Two hidden layers share their graphs; micro-batches, weights and momenta come from remote memory."""

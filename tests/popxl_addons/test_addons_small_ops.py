@@ -83,7 +83,7 @@ class TestSparse:
         sparse = pytest.importorskip("scipy.sparse")
         rhs = sparse.csr_matrix(np.eye(3, 4))
         x = popxl.constant(np.ones((2, 3), np.float32))
-        with pytest.raises(RuntimeError, match="`lhs` is of int32; expected float16 or float32"):
+        with pytest.raises(RuntimeError, match="`lhs` is of int32; expected float16, bfloat16 or float32"):
             dense_const_sparse_matmul(popxl.constant([[1, 2, 3]], popxl.int32), rhs, 4)
         with pytest.raises(TypeError, match="`rhs` is a ndarray; expected a sparse matrix"):
             dense_const_sparse_matmul(x, np.eye(3, 4), 4)

@@ -109,8 +109,13 @@ def test_every_tutorial_is_listed() -> None:
     assert found == PROGRAMS.keys() | MODULES, "new tutorials need a row here"
 
 
-@pytest.mark.thorough(but_each=4)
-@pytest.mark.parametrize("tutorial", sorted({program.split("/")[0] for program in PROGRAMS}))
+@pytest.mark.parametrize(
+    "tutorial",
+    [
+        pytest.param(tutorial, marks=[pytest.mark.thorough] * (tutorial != "1_basic_concepts"))
+        for tutorial in sorted({program.split("/")[0] for program in PROGRAMS})
+    ],
+)
 def test_tutorial(tutorial: str) -> None:
     """Its programs run, and print what they are to, and all that its text shows. (One test, as they take long.)"""
     if tutorial in NEEDED:

@@ -23,7 +23,7 @@ CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square
 
 
 def wide(t: Array) -> Array:
-    """The array as it takes part in sums: float16 as float32, bools and narrow integers with 32 bits."""
+    """The array as it takes part in sums: halves as float32, bools and narrow integers with 32 bits."""
     if jnp.issubdtype(t.dtype, jnp.floating):
         return widened(t)
     return t.astype(jnp.promote_types(t.dtype, jnp.uint32 if t.dtype.kind == "u" else jnp.int32))

@@ -26,8 +26,7 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
         groups: of channels.
     """
     check(name, t, weight, [w.count for w in windows])
-    t, weight, precision = widened_pair(t, weight)
-    return by_xla(t, weight, windows, groups, precision)
+    return by_xla(*widened_pair(t, weight), windows, groups)
 
 
 @Kernel
@@ -89,15 +88,13 @@ def check(name: str, t: Any, weight: Any, sizes: Sequence[int]) -> None:
         )
 
 
-def widened_pair(a: Any, b: Any) -> tuple[Any, Any, lax.Precision]:
-    """Operands in the dtype to compute in, and how exactly they are to be multiplied."""
+def widened_pair(a: Any, b: Any) -> tuple[Any, Any]:
+    """Operands in the dtype to compute in. XLA sees that they were halves, where it has units for these."""
     wide = wide_dtype(a, b)
-    # Halves are multiplied exactly by units too that are quicker, as they leave out some digits of float32.
-    are_halves = a.dtype == b.dtype == jnp.float16
-    return a.astype(wide), b.astype(wide), lax.Precision.HIGH if are_halves else lax.Precision.HIGHEST
+    return a.astype(wide), b.astype(wide)
 
 
-def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int, precision: Any) -> Any:
+def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """With the channels last: XLA has quick code for that form everywhere, and does not always find it by itself."""
     n = t.ndim - 2
     axes = ascii_lowercase[:n]
@@ -110,6 +107,5 @@ def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int, precisi
         [w.dilation for w in windows],
         (f"N{axes}C", f"{axes}IO", f"N{axes}C"),
         groups,
-        precision=precision,
     )
     return result.transpose(0, n + 1, *range(1, n + 1))

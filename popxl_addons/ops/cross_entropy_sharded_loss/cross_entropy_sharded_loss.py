@@ -41,9 +41,9 @@ def of_class(indices: Any, classes: int, first: int = 0) -> Any:
 def normalizers_of(logits: Any) -> TensorSpec:
     """What is kept for the gradient: of each sample the largest logit, and the logarithm of the sum of exponentials.
 
-    Not rounded to float16, as the logarithms of the softmax would be, of which the gradient is made.
+    Not rounded to halves, as the logarithms of the softmax would be, of which the gradient is made.
     """
-    dtype = popxl.float32 if logits.dtype is popxl.float16 else logits.dtype
+    dtype = popxl.float32 if logits.dtype.is_half else logits.dtype
     return TensorSpec((2, logits.shape[0]), dtype)
 
 

@@ -48,7 +48,7 @@ def fp8_mse_scale(src: popxl.Tensor, dtype: popxl.dtype = popxl.float8_143) -> p
     or for float8_152 beside many that are 2**32 times as large.
 
     Args:
-        src: float16 or float32 tensor of any shape.
+        src: float16, bfloat16 or float32 tensor of any shape.
         dtype: `popxl.float8_143` or `popxl.float8_152`.
 
     Returns:

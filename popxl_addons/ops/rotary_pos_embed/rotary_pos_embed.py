@@ -116,7 +116,7 @@ def rotary_pos_embed(
 
     With the angle `a` of position and pair, ``y[2i] = t[2i] cos a - t[2i+1] sin a`` and
     ``y[2i+1] = t[2i+1] cos a + t[2i] sin a``; channels from `rotary_dim` on pass unchanged. In float32 each product is
-    rounded before it is added, so that the result is NumPy's to the bit; float16 is computed in float32 and rounded
+    rounded before it is added, so that the result is NumPy's to the bit; halves are computed in float32 and rounded
     once. The gradient of `t` is turned back; the tables have none.
 
     Args:

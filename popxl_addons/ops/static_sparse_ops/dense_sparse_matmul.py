@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import popxl
 from popxl.values.shapes import integer
@@ -52,7 +51,7 @@ def random_sparse(dense: np.ndarray, density: float = 0.5) -> np.ndarray:
 def _product(lhs: Any, values: Any, rows: Any, columns: Any, *, output_cols: int) -> Any:
     """The matrix is kept sparse and multiplied dense, which is faster unless nearly all of it is zero."""
     dense = jnp.zeros((lhs.shape[-1], output_cols), values.dtype).at[rows, columns].add(values)
-    wide = jnp.matmul(lhs, dense, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    wide = jnp.matmul(lhs, dense, preferred_element_type=jnp.float32)
     return wide.astype(lhs.dtype)
 
 
@@ -65,7 +64,7 @@ def dense_const_sparse_matmul(lhs: popxl.Tensor, rhs: SparseMatrix, output_cols:
     Summed in float32 and rounded once.
 
     Args:
-        lhs: float16 or float32 tensor of shape (m, k) or (1, m, k).
+        lhs: float16, bfloat16 or float32 tensor of shape (m, k) or (1, m, k).
         rhs: a `scipy.sparse.csr_matrix`, or another sparse matrix of SciPy's, of shape (k, n). Its values are converted
             to the dtype of `lhs`.
         output_cols: columns of the result: n, or more, as SciPy may infer an n that leaves out empty last columns.
@@ -90,8 +89,8 @@ def dense_const_sparse_matmul(lhs: popxl.Tensor, rhs: SparseMatrix, output_cols:
         (1, 2)
     """
     name = "dense_const_sparse_matmul"
-    if lhs.dtype not in (popxl.float16, popxl.float32):
-        raise RuntimeError(f"{name}: `lhs` is of {lhs.dtype.name}; expected float16 or float32.")
+    if not (lhs.dtype.is_half or lhs.dtype is popxl.float32):
+        raise RuntimeError(f"{name}: `lhs` is of {lhs.dtype.name}; expected float16, bfloat16 or float32.")
     if not hasattr(rhs, "tocoo"):
         raise TypeError(
             f"{name}: `rhs` is a {type(rhs).__name__}; expected a sparse matrix such as scipy.sparse.csr_matrix(array)."

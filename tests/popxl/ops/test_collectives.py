@@ -230,6 +230,7 @@ CASES = [
     *(reduce_scatter(op, dtype, (5,)) for op in ("add", "mean", "min") for dtype in ("float16", "int32")),
     reduce_scatter("add", shape=()),
     reduce_scatter("mean", sharded=True),
+    *(reduce_scatter("mean", dtype, (5003,)) for dtype in ("float32", "float16")),  # in blocks, and not
     *(concatenated((3, 4, 2), axis) for axis in (0, 1, -1)),
     *(concatenated((5,), 0, dtype) for dtype in ("float16", "int32", "uint32", "bool")),
     concatenated((2, 3), 0, same=True),
@@ -515,6 +516,7 @@ def test_a_buffer_may_be_larger_than_a_shard(device: Any) -> None:
     np.testing.assert_array_equal(found[1], [Y[0, :3], [*Y[1, 3:], 0], [0] * 3, [0] * 3])
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("way", ["kept", "dispatched", "inlined"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_sharded_optimiser_is_a_whole_one(device: Any, way: Any, size: int) -> None:
@@ -1016,6 +1018,7 @@ Centred = OpKind(
 )
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("count, stride, size", GROUPINGS.values(), ids=GROUPINGS)
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_op_of_ones_own(device: Any, count: int, stride: int, size: int, saved: bool, tmp_path: Any) -> None:

@@ -32,6 +32,7 @@ def transpose_in_torch(t: Any, weight: Any, groups: int) -> Any:
     return torch.nn.functional.conv_transpose2d(t, weight, **options)[:, :, 1:-1, :-1]
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("ours", "theirs", "shape"),

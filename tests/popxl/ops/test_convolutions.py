@@ -83,6 +83,7 @@ def test_which_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == {"xla", re.match(r"\w+", name)[0]}
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(("shape", "kernel", "how"), FORMS.values(), ids=FORMS)
 def test_forms(shape: tuple[int, ...], kernel: tuple[int, ...], how: dict[str, Any], run: Any) -> None:
     """As it is bilinear, each gradient is known by what it says of a step in some direction."""

@@ -241,7 +241,9 @@ def test_a_view() -> None:
 
 
 def test_a_view_of_several_tensors() -> None:
-    stack_ = popxl.OpKind("Stack", lambda a, b: jnp.stack([a, b]), traits=[View(lambda a, b, view: (view[0], view[1]))])
+    stack_ = popxl.OpKind(
+        "Stacked", lambda a, b: jnp.stack([a, b]), traits=[View(lambda a, b, view: (view[0], view[1]))]
+    )
 
     def build(a: Any, b: Any) -> list[Any]:
         ops.exp_(ops.slice_(stack_(a, b), 1, 2))

@@ -186,6 +186,7 @@ def test_arrays_of_very_many_elements(monkeypatch) -> None:
         np.testing.assert_array_equal(result, wish)
 
 
+@pytest.mark.thorough
 def test_lowerings_can_be_mapped() -> None:
     """`jax.vmap` of what an op does is what it does to each."""
     with popxl.Ir().main_graph as main:

@@ -145,6 +145,7 @@ OPTIMISERS: dict[str, tuple[Callable[..., Any], Callable[[], Array]]] = {
 }
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("how", ["run", "call", "repeat"])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_step_by_step(name, how) -> None:
@@ -285,6 +286,7 @@ DIRECTIONS = [
 ]
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32], ids=str)
 @pytest.mark.parametrize(("updater", "second", "step", "settings", "expected"), DIRECTIONS)
 def test_examples_of_updaters(updater, second, step, settings, expected, dtype) -> None:

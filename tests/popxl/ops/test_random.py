@@ -217,11 +217,13 @@ def assert_same(found: list[Array], expected: list[Array]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("build", [everything, called, called_again, in_a_loop, among_wide_numbers])
 def test_wherever_it_runs(numbers, build) -> None:
     assert_same(evaluate(build, T, SEED), numbers)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -301,6 +303,7 @@ def forward_and_back(build: Callable[..., Any], t: Any, s: Any, g: Any) -> tuple
     return forward.outputs[0], gradient
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("build", [dropped, parts_dropped])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("settings", [{}, {"jax_threefry_partitionable": False}], ids=str)

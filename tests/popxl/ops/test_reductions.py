@@ -24,6 +24,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
     ("shape", "axis"),
@@ -70,6 +71,7 @@ class OfJax:
     sum, max, mean, softmax = jnp.sum, jnp.max, jnp.mean, jax.nn.softmax
 
 
+@pytest.mark.thorough
 def test_derivatives() -> None:
     """Backwards, forwards, and of gradients: those of JAX."""
     random = np.random.default_rng(2)

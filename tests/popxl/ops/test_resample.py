@@ -92,6 +92,7 @@ def test_what_is_not_read_is_not_in_the_result() -> None:
     np.testing.assert_array_equal(gradient, [2, np.inf, np.inf])
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     ("torch_mode", "mode", "rank"),
     [

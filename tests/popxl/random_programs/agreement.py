@@ -141,7 +141,13 @@ def same_meaning(seeds: Sequence[int], settings: Settings, most: int | None, sho
     ir, marks = settings.ir(), set()
     with ir.main_graph, popxl.in_sequence():
         for seed in seeds:
-            maker = Maker(seed, streams=settings.streams, buffers=settings.buffers, replicas=settings.replicas)
+            maker = Maker(
+                seed,
+                streams=settings.streams,
+                buffers=settings.buffers,
+                replicas=settings.replicas,
+                layers=settings.layers,
+            )
             maker.main(most)
             marks |= maker.marks
     show(ir.main_graph)

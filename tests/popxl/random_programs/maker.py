@@ -81,6 +81,7 @@ class Maker:
         streams: whether the program talks to the host on its way.
         buffers: whether it has remote buffers.
         replicas: how many run it.
+        layers: whether graphs are called again and again, with other operands each time.
 
     Attributes:
         marks: op id and input position of each call that was marked as modifying an input.
@@ -94,6 +95,7 @@ class Maker:
         streams: bool = True,
         buffers: bool = False,
         replicas: int = 1,
+        layers: bool = False,
     ) -> None:
         self.seed = seed
         self.replicas = replicas
@@ -107,6 +109,7 @@ class Maker:
         self.has_buffers = buffers
         self.depth = 0
         self.is_in_branch = False
+        self.has_layers = layers
         self.actions = [self.elementwise, self.pair, self.reduce, self.index, self.arrange, self.join, self.view] * 2
         self.actions += [self.run] * 12 + [self.constant] * 3
         if not pure:
@@ -131,6 +134,8 @@ class Maker:
         values += self.load(values) if self.load in self.actions else []
         count = self.between(4, 14)
         self.fill(values, count if most is None else min(count, most), depth=2)
+        if self.has_layers and most is None:
+            self.fill_with_layers(values)
         shown = [v.t for v in values if not isinstance(v.t, Variable) and self.maybe()]
         for i, t in enumerate(shown):
             ops.host_store(popxl.d2h_stream(t.shape, t.dtype, f"program{self.seed}_value{i}"), t)
@@ -453,6 +458,61 @@ class Maker:
                 taken.append(v.storage)
         return list(map(fresh, site.outputs))
 
+    def fill_with_layers(self, values: list[Value]) -> None:
+        """Add a pass through layers to the main graph, more ops, and other passes, some of them backwards."""
+        passes: list[list[list[Value]]] = []
+        for _ in range(self.between(1, 3)):
+            try:
+                of_turns = passes[-1] if passes and self.maybe(0.7) else [[] for _ in range(self.between(3, 5))]
+                passes.append(self.layers(values, of_turns[:: self.choice([1, -1])]))
+                values += self.choice(passes[-1])[:1]
+            except NothingFits:
+                pass
+            self.fill(values, self.between(0, 3), depth=1)
+
+    def layers(self, values: list[Value], of_turns: Sequence[list[Value]]) -> list[list[Value]]:
+        """Turn by turn calls of one graph or two, and maybe an op after each.
+
+        Args:
+            values: what there is.
+            of_turns: what there is for each turn besides.
+
+        Returns:
+            What there is for each turn then: what was made in it, and the variables that it used.
+        """
+        graphs = [self.known_or_made([*values, *of_turns[0]]) for _ in range(self.between(1, 2))]
+        if sum(len(of_turns) * length(graph) for graph in graphs) > LONGEST:
+            raise NothingFits
+        sites = [(graph, [self.role(t, values, len(of_turns)) for t in graph.inputs]) for graph in graphs]
+        after = self.maybe(0.3)
+        made: list[list[Value]] = []
+        for turn, there in enumerate(of_turns):
+            now: list[Value] = []
+            for graph, roles in sites:
+                bound = [role(turn, [*values, *(made[-1] if made else []), *there, *now]) for role in roles]
+                if overlap(graph, bound):
+                    raise NothingFits
+                now += list(map(fresh, ops.call(graph, *(v.t for v in bound))))
+                now += [v for v in bound if isinstance(v.t, Variable)]
+                now += [fresh(ops.tanh(now[0].t))] if after and now and now[0].is_float else []
+            made.append(now)
+        return made
+
+    def role(self, t: popxl.Tensor, values: list[Value], turns: int) -> Callable[[int, list[Value]], Value]:
+        """What an input of a layer gets in each turn, given the number of the turn and what there is: the same always;
+        what was made last; or what is made for it here, variables or constants, which some turns may share."""
+        kind = {popxl.float32: "f", popxl.int32: "i"}.get(t.dtype)
+        if self.maybe(0.3) or kind is None:
+            same = self.pick(values, like(t.spec))
+            return lambda turn, there: same
+        if self.maybe(0.4):
+            return lambda turn, there: [v for v in there if like(t.spec)(v)][-1]
+        make = popxl.constant if self.maybe(0.2) else None
+        own = [fresh(make(self.array(t.shape, kind)) if make else self.variable(t.shape, kind)) for _ in range(turns)]
+        which = [self.between(0, turns - 1) for _ in own] if self.maybe(0.2) else [*range(turns)]
+        values += own if self.maybe(0.3) else []
+        return lambda turn, there: own[which[turn]]
+
     def repeat(self, values: list[Value]) -> list[Value]:
         graph = self.known_or_made(values, is_loop, loop=True)
         turns = self.choice([0, 1, 2, 3])
@@ -543,6 +603,13 @@ class Maker:
             bound.append(self.pick(values, like(t.spec), apart if t.by_ref else fits))
             shared.extend(bound[-1:] * t.by_ref)
         return bound
+
+
+def overlap(graph: popxl.Graph, bound: Sequence[Value]) -> bool:
+    """Whether a call could not be told apart from another order of its changes: what it changes is passed twice."""
+    storages = [s for v in bound for s in (v.storage or {v.t})]
+    by_ref = [v for v, t in zip(bound, graph.inputs, strict=True) if t.by_ref]
+    return any(not writable(v) or any(storages.count(s) > 1 for s in v.storage) for v in by_ref)
 
 
 def away_from_0(t: popxl.Tensor) -> popxl.Tensor:

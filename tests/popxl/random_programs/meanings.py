@@ -54,6 +54,18 @@ def _swish(np: Any, t: Array) -> Array:
     return t / (1 + np.exp(-t))
 
 
+@jax.custom_jvp
+def _greater_one(a: Array, b: Array) -> Array:
+    """The maximum, of which both get the whole gradient where they are equal; JAX's own shares it out."""
+    return jnp.maximum(a, b)
+
+
+@_greater_one.defjvp
+def _change_of_greater_one(at: tuple[Array, Array], changes: tuple[Array, Array]) -> tuple[Array, Array]:
+    result = _greater_one(*at)
+    return result, sum(jnp.where(t == result, change, 0) for t, change in zip(at, changes, strict=True))
+
+
 ARRANGED: dict[str, Meaning] = {
     "Reshape": lambda np, t, shape: t.reshape(shape),
     "Transpose": lambda np, t, permutation: t.transpose(permutation),
@@ -75,7 +87,7 @@ NEW: dict[str, Meaning] = ARRANGED | {
     "Identity": lambda np, t: t,
     "Init": lambda np, spec, init_type: np.zeros(spec.shape, spec.dtype.as_numpy()),
     "MatMul": lambda np, a, b, output_type: a @ b,
-    "Max": lambda np, a, b: np.maximum(a, b),
+    "Max": lambda np, a, b: (numpy.maximum if np is numpy else _greater_one)(a, b),
     "Mul": lambda np, a, b: a * b,
     "Neg": lambda np, t: -t,
     "Not": lambda np, t: ~t,

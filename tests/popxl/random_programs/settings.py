@@ -24,10 +24,11 @@ class Settings:
         ipus: on how many its ops are.
         streams: whether it talks to the host on its way.
         buffers: whether it has remote buffers.
+        layers: whether it calls graphs again and again.
         way: whether it is run as it was built, or as it is loaded from a file.
     """
 
-    called_graphs: Literal["auto", "kept", "dispatched", "inlined"]
+    called_graphs: Literal["auto", "kept", "dispatched", "rolled", "inlined"]
     placement: Literal["auto", "several", "one"]
     remote_buffers: Literal["host", "device"]
     replicas: int
@@ -35,6 +36,7 @@ class Settings:
     ipus: int
     streams: bool
     buffers: bool
+    layers: bool
     way: Literal["built", "loaded"]
 
     @staticmethod
@@ -46,7 +48,7 @@ class Settings:
             return list(weights)[random.choice(len(weights), p=np.array(list(weights.values())))]
 
         return Settings(
-            called_graphs=choice(auto=0.1, kept=0.25, dispatched=0.4, inlined=0.25),
+            called_graphs=choice(auto=0.1, kept=0.2, dispatched=0.3, rolled=0.25, inlined=0.15),
             placement=choice(auto=0.2, several=0.6, one=0.2),
             remote_buffers=choice(host=0.75, device=0.25),
             replicas=int(choice(**{"1": 0.5, "2": 0.25, "4": 0.25})),
@@ -55,6 +57,7 @@ class Settings:
             streams=bool(random.random() < 0.75),
             buffers=bool(random.random() < 0.75),
             way=choice(built=0.7, loaded=0.3),
+            layers=bool(random.random() < 0.5),
         )
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ from tests.popxl.ops.rows.schema import (
     over,
     rule,
     sample,
+    values,
 )
 
 TARGETS = [popxl.dtype.from_name(name) for name in (*INTEGERS.split(), "bool", "float32")]
@@ -44,7 +45,11 @@ CONVERT = [
         + [sample(f16(2.7, -2.7, 300, np.inf), data_type=to, dtype="float32") for to in TARGETS]
         + [sample(limits, data_type=to, dtype="float32") for limits in LIMITS.values() for to in TARGETS]
         + [sample(i32(300, -1, 2**24 + 1, 2**24 + 3), data_type=to, dtype="float32") for to in TARGETS]
-        + [sample(i32(300, -1, 2049, 65519), data_type=popxl.float16, dtype="float16")]
+        + [sample(i32(300, -1, 2049, 65519), data_type=dtype, dtype=dtype.name)
+           for dtype in (popxl.float16, popxl.bfloat16)]
+        + [sample(f32(2.7, 1 / 3, 1e38, 257, 259), data_type=popxl.bfloat16, dtype="bfloat16"),
+           sample(values("bfloat16", (2, 3)), data_type=popxl.float32, dtype="float32"),
+           sample(values("bfloat16", (2, 3)), data_type=popxl.int32)]
         + [sample(np.array([True, False]), data_type=to, dtype="float32") for to in TARGETS]
         + [sample(f32(np.nan, 0), data_type=popxl.bool, expect=np.array([True, False]))]
         + [sample(f32(np.nan, 7), data_type=to, expect=np.array([0, 7], to.as_numpy()))

@@ -87,4 +87,12 @@ CUTTING = [
              bad(PopxlError, "differ in more than dimension 1", [X, values("float32", (3, 3))], 1),
              bad(PopxlError, "axis 2 does not exist", [X, X], 2), bad(PopxlError, "axis -3 does not exist", [X, X], -3),
              bad(PopxlError, "rank 0", [scalar(1, "float32")])]),
+    Row("stack", lambda ts, axis=0: np.stack(ts, axis),
+        [sample([values(d, (2, 3)), values(d, (2, 3), seed=1)], axis=-1) for d in ANY.split()]
+        + [sample([X, X + 1, X + 2]), sample([X, X + 1, X + 2], axis=1), sample([scalar(1), scalar(2)])],
+        "Stack", "stack_out", differentiable=(0, 1, 2), keeps=0, tolerance=0,
+        torch=lambda ts, axis=0: torch_function("stack")(ts, dim=axis),
+        bad=[bad(TypeError, "must have the same type", [X, INTS]), bad(ValueError, "at least one tensor", []),
+             bad(PopxlError, r"the shapes \(2, 3\) and \(3,\) differ", [X, Y]),
+             bad(PopxlError, "axis 3 does not exist", [X, X], 3)]),
 ]  # fmt: skip

@@ -52,8 +52,8 @@ def unary(
 
 
 def binary(name: str, meaning: Callable[..., Any], kind: str, samples: list[Sample], **settings: Any) -> Row:
-    """Arithmetic of two tensors."""
-    settings = {"differentiable": (0, 1), "bad": [MIXED, UNFIT]} | settings
+    """Arithmetic of two tensors, or of a tensor and a number."""
+    settings = {"differentiable": (0, 1), "bad": [MIXED, UNFIT], "numbers": (0, 1)} | settings
     return Row(name, meaning, samples, kind, f"{name}_out", **settings)
 
 
@@ -88,6 +88,14 @@ ELEMENTWISE = [
     unary("floor", np.floor, "Floor", [*over(FLOATS, (2, 3)), sample(SPECIALS)], torch=torch_function("floor")),
     unary("cos", np.cos, "Cos", torch=torch_function("cos")),
     unary("sin", np.sin, "Sin", torch=torch_function("sin")),
+    unary("erf", erf, "Erf", torch=torch_function("erf")),
+    unary("rsqrt", lambda t: 1 / np.sqrt(t), "Rsqrt", over(FLOATS, (2, 3), low=0.2), keeps=1,
+          torch=torch_function("rsqrt")),
+    unary("sigmoid", lambda t: 1 / (1 + np.exp(-t)), "Sigmoid", keeps=1, torch=torch_function("sigmoid")),
+    unary("softplus", lambda t: np.log1p(np.exp(-np.abs(t))) + np.maximum(t, 0), "SoftPlus",
+          [*over(FLOATS, (2, 3)), sample(f32(-1e4, 0, 1e4))], torch=torch_function("nn.functional.softplus")),
+    unary("square", np.square, "Square", [*over(NUMBERS, (2, 3)), *map(sample, LIMITS.values())],
+          torch=torch_function("square")),
     unary("exp", np.exp, "Exp", [*over(FLOATS, (2, 3)), sample(SPECIALS)], inplace=True, keeps=1,
           torch=torch_function("exp")),
     unary("gelu", gelu, "Gelu", [*over(FLOATS, (2, 3)), sample(f16(-3, -4), expect=gelu(np.array([-3.0, -4.0])))],
@@ -123,7 +131,7 @@ ELEMENTWISE = [
           rules=[rule(f16(2.65625), g=f16(1), gives=(f16(1 - float(np.float16(np.tanh(2.65625))) ** 2),))]),
     binary("add", np.add, "Add",
            over(NUMBERS, (2, 3), (2, 3)) + over(NUMBERS, (4, 2, 3), (2, 1)) + over("float32", (2, 3), ()) + at_limits()
-           + at_limits(np.array([1])),
+           + at_limits(np.array([1])) + [sample(X, 1.5), sample(INTS, 7)],
            inplace=Inplace("add_", "AddLhsInplace", "add_lhs_inplace_out"), keeps=0, torch=torch_function("add")),
     binary("sub", np.subtract, "Sub", over(NUMBERS, (2, 3), (3,)) + over("float32", (1, 3), (2, 1)) + at_limits(),
            keeps=0,
@@ -131,6 +139,7 @@ ELEMENTWISE = [
     binary("mul", np.multiply, "Mul",
            [*over(NUMBERS, (2, 3), (3,)), *over("float32", (1, 3), (2, 1)), *at_limits(),
             sample(f16(1.5, -2.5), f32([0.3]), expect=f16([0.45, -0.75])),
+            sample(scalar(0.3, "float32"), values("bfloat16", (2, 3)), dtype="bfloat16"),
             sample(scalar(3.0, "float32"), f16(1.5, -2.5), expect=f16(4.5, -7.5), dtype="float16")],
            torch=torch_function("mul"), keeps=2,
            # The gradient of the number is finer than float16, and beyond it.
@@ -158,8 +167,14 @@ ELEMENTWISE = [
             *at_limits()],
            differentiable=(), refused=True, bad=[UNFIT], torch=torch_function("eq")),
     binary("greater", np.greater, "Greater",
-           [*over(ANY, (2, 3), (3,)), sample(f32(0.0, np.nan, 2), f32(-0.0, 1, 1)), *at_limits()],
+           [*over(ANY, (2, 3), (3,)), sample(f32(0.0, np.nan, 2), f32(-0.0, 1, 1)), *at_limits(),
+            sample(0.5, X, torch=False)],
            differentiable=(), refused=True, bad=[UNFIT], torch=torch_function("gt")),
+    *(binary(name, getattr(np, name), kind,
+             [*over(ANY, (2, 3), (3,)), sample(f32(0.0, np.nan, 2), f32(-0.0, 1, 1)), *at_limits(), sample(X, 0.5)],
+             differentiable=(), refused=True, torch=torch_function(short))
+      for name, kind, short in (("greater_equal", "GreaterEqual", "ge"), ("less", "Less", "lt"),
+                                ("less_equal", "LessEqual", "le"), ("not_equal", "NotEqual", "ne"))),
     Row("clip", lambda t, min=-np.inf, max=np.inf: np.minimum(np.maximum(t, min), max),
         [*over(FLOATS, (2, 3), min=-0.7, max=1), *over(FLOATS, (2, 3), min=0), *over(FLOATS, (2, 3), max=0.5),
          sample(SPECIALS, min=-1, max=1), sample(SPECIALS, torch=False), sample(f16(np.inf, -np.inf, 1)),
@@ -189,17 +204,21 @@ ELEMENTWISE = [
         inplace=Inplace("increment_mod_", "IncrementModInplace", "increment_mod_inplace_out")),
     Row("logical_and", np.logical_and, [*over("bool", (2, 3), (3,)), *over(ANY, (2, 3), (3,), high=0),
         sample(SPECIALS, SPECIALS), sample(INTS, X)], "And", "and_out", refused=True, bad=[UNFIT],
-        torch=torch_function("logical_and")),
+        numbers=(0, 1), torch=torch_function("logical_and")),
     Row("logical_or", np.logical_or, [*over("bool", (2, 3), (3,)), *over(ANY, (2, 3), (3,), high=0),
         sample(SPECIALS, SPECIALS), sample(INTS, X)], "Or", "or_out", refused=True, bad=[UNFIT],
-        torch=torch_function("logical_or")),
+        numbers=(0, 1), torch=torch_function("logical_or")),
     Row("logical_not", np.logical_not, [*over("bool", (2, 3)), *over(ANY, (2, 3)), sample(SPECIALS)], "Not", "not_out",
         refused=True, torch=torch_function("logical_not")),
-    Row("maximum", lambda *ts: functools.reduce(np.maximum, ts),
+    *(Row(f"{which}imum", lambda *ts, of=of: functools.reduce(of, ts),
         over(NUMBERS, (2, 3), (2, 3)) + over("float32", (2, 3), (4, 1, 3), (1,)) + over("float32", (2, 3))
-        + at_limits(), "Max",
-        "maximum_out", differentiable=(0, 1, 2), bad=[MIXED, UNFIT, bad(ValueError, "at least one tensor")],
-        rules=[rule(f32(1, 2, 3), f32(1, 0, 3), g=f32(5, 6, 7), gives=(f32(5, 6, 7), f32(5, 0, 7)))]),
+        + at_limits() + [sample(X, 0.5, Y), sample(1, INTS)], which.capitalize(),
+        f"{which}imum_out", differentiable=(0, 1, 2), numbers=(0, 1, 2),
+        bad=[MIXED, UNFIT, bad(ValueError, "at least one tensor"),
+             bad(TypeError, r"`ts\[0\]` must be a Tensor; got 1", 1, 2),
+             bad(TypeError, "must be a Tensor; got None", X, None)],
+        rules=[rule(sign * f32(1, 2, 3), sign * f32(1, 0, 3), g=f32(5, 6, 7), gives=(f32(5, 6, 7), f32(5, 0, 7)))])
+      for which, of, sign in (("max", np.maximum, 1), ("min", np.minimum, -1))),
     Row("add_n", lambda *ts: functools.reduce(np.add, ts),
         over(NUMBERS, (2, 3), (2, 3)) + over("float32", (2, 3), (4, 1, 3), (1,)) + over("float32", (2, 3))
         + [sample(f16(2048), *[f16(1)] * 4, expect=f16(2052)),
@@ -222,10 +241,14 @@ ELEMENTWISE = [
     Row("where", np.where,
         [sample(values("bool", (2, 3)), X, Y, dtype="float32"),
          *[sample(values("bool", (2, 3)), values(d, (2, 3)), values(d, (3,))) for d in INTEGERS.split()],
-         sample(values("bool", (2, 1)), values("float16", (3,)), values("float16", (4, 1, 1)), dtype="float16"),
+         *[sample(values("bool", (2, 1)), values(d, (3,)), values(d, (4, 1, 1)), dtype=d)
+           for d in ("float16", "bfloat16")],
          sample(values("bool", (2, 3)), values("bool", (3,)), values("bool", (3,), seed=1)),
-         sample(i32(0, -1, 2), X, Y, dtype="float32"), sample(SPECIALS, SPECIALS, -SPECIALS)],
-        "Where", "where_out", differentiable=(1, 2), torch=lambda c, x, y: torch_function("where")(c != 0, x, y),
+         sample(i32(0, -1, 2), X, Y, dtype="float32"),
+         sample(values("bool", (2, 3)), X, -1, dtype="float32"), sample(values("bool", (2, 3)), 2, INTS),
+         sample(SPECIALS, SPECIALS, -SPECIALS)],
+        "Where", "where_out", differentiable=(1, 2), numbers=(1, 2),
+        torch=lambda c, x, y: torch_function("where")(c != 0, x, y),
         bad=[bad(PopxlError, "different dtypes, float32 and int32", values("bool", (2, 3)), X, INTS),
              bad(PopxlError, "do not broadcast", values("bool", (2,)), X, X)]),
     Row("scaled_add", lambda X, Y, a=1.0, b=1.0: a * X + b * Y,

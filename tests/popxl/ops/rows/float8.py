@@ -83,7 +83,7 @@ BAD_SCALES = [
 FLOAT8 = [
     Row("pow2scale_cast_to_fp8", to_fp8,
         [*(sample(t, scale(k), d) for d in (F143, F152) for k in (0, -2, 1, -32, 31)
-           for t in (values("float32", (2, 3)), values("float16", (3,)))),
+           for t in (values("float32", (2, 3)), values("float16", (3,)), values("bfloat16", (3,)))),
          *(sample(t, scale(k), d) for d in (F143, F152) for t in (f32(*EDGES), f32(*TIES), f16(*TIES))
            for k in (0, -10, -17)),
          sample(scalar(0.3), scale(-1), F143)],
@@ -92,17 +92,17 @@ FLOAT8 = [
              bad(TypeError, r"`data_type` is popxl\.dtypes\.float16; expected popxl\.float8_143 or popxl\.float8_152",
                  X, scale(0), popxl.float16),
              bad(TypeError, "`data_type` is <class 'numpy.float16'>", X, i32(1, 2), np.float16),
-             bad(PopxlError, r"expected `t` to be popxl\.float16 or popxl\.float32; it is int32", i32(1), scale(0),
-                 F143),
+             bad(PopxlError, r"expected `t` to be popxl\.float16, popxl\.bfloat16 or popxl\.float32; it is int32",
+                 i32(1), scale(0), F143),
              bad(PopxlError, "it is float8_143", A8, scale(0), F152)]),
     Row("pow2scale_cast_from_fp8", from_fp8,
-        [*(sample(BYTES[d], scale(k), to, dtype=to.name) for d in (F143, F152) for to in (popxl.float16, popxl.float32)
-           for k in (0, 3, -32, 31)),
+        [*(sample(BYTES[d], scale(k), to, dtype=to.name) for d in (F143, F152) for k in (0, 3, -32, 31)
+           for to in (popxl.float16, popxl.bfloat16, popxl.float32)),
          sample(float8(F152), scale(-1), popxl.float32, dtype="float32")],
         "CastThenPow2Scale", "{0}_float16", refused=True, colocated=False, tolerance=0,
         bad=[*(bad(error, f"^pow2scale_cast_from_fp8: .*{message}", A8, k, popxl.float16)
                for error, message, k in BAD_SCALES),
-             bad(TypeError, "`data_type` is popxl.dtypes.float8_152; expected popxl.float16 or popxl.float32",
+             bad(TypeError, "`data_type` is popxl.dtypes.float8_152; expected popxl.float16, popxl.bfloat16 or",
                  A8, scale(0), F152),
              bad(PopxlError, r"expected `t` to be popxl\.float8_143 or popxl\.float8_152; it is float32",
                  X, scale(0), popxl.float16)]),

@@ -16,6 +16,7 @@ from tests.popxl.ops.rows.schema import (
     PopxlError,
     Row,
     X,
+    Y,
     bad,
     f16,
     f32,
@@ -88,13 +89,37 @@ LABELS = i32([3, 0, 2], [1, 1, 2])
 BEYOND = np.array([[3, 2**32 - 1, 2], [1, 2**31, 2]], np.uint32)
 
 
+def qkv(dtype: str, *shape: int, heads: int | None = None) -> list[Array]:
+    """Queries of a shape; one key more than there are, of so many heads, and values with another number of channels."""
+    *batch, length, channels = shape
+    if heads is not None:
+        batch[-1] = heads
+    others = [(*batch, length + 1, n) for n in (channels, 4)]
+    return [values(dtype, s, seed=i) for i, s in enumerate([shape, *others])]
+
+
+def attended(
+    q: Array, k: Array, v: Array, mask: Any = 0.0, causal: bool = False, scale: float | None = None, dropout: float = 0
+) -> Array:
+    if q.ndim > 2:
+        k, v = (np.repeat(t, q.shape[-3] // k.shape[-3], axis=-3) for t in (k, v))
+    scores = q @ np.swapaxes(k, -1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = np.where(mask, scores, -np.inf) if np.asarray(mask).dtype == bool else scores + mask
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    powers = np.exp(scores)
+    return powers / powers.sum(-1, keepdims=True) @ v
+
+
 NN = [
     Row("matmul", lambda lhs, rhs, **hints: np.matmul(lhs, rhs),
-        [*over(NUMBERS, (2, 3), (3, 4)), *over("float32", (3,), (3,)), *over("float32 float16", (5, 2, 3), (3, 4)),
+        [*over(NUMBERS, (2, 3), (3, 4)), *over("float32", (3,), (3,)), *over(FLOATS, (5, 2, 3), (3, 4)),
          *over("float32", (4, 1, 2, 3), (3,)), *over("float32", (3,), (2, 4, 3, 1)),
          *over("float32", (3,), (2, 3, 4)),
          *over("float32", (2, 3, 4), (4,)), *over("float32", (3,), (3, 4)), *over("float32", (2, 1, 2, 3), (4, 3, 2)),
          sample(values("float16", (2, 3)), values("float16", (3, 4)), output_type=popxl.float32, dtype="float32"),
+         sample(values("bfloat16", (2, 3)), values("bfloat16", (3, 4)), output_type=popxl.float32, dtype="float32"),
+         sample(values("bfloat16", (2, 3)), values("float32", (3, 4)), torch=False),
          sample(X, values("float32", (3, 4)), output_type=popxl.float16, partials_type=popxl.float16, dtype="float16"),
          sample(X, values("float16", (3, 4)), torch=False), sample(values("float16", (2, 3)), X.T.copy(), torch=False),
          sample(X, values("float32", (3, 4)), available_memory_proportion=0.1, partials_type=popxl.float32)],
@@ -111,6 +136,48 @@ NN = [
          *over("float32", (3,), axis=0), sample(f32(1000, 0, 1000), axis=0), sample(f16(60000, 0, 60000), axis=0)],
         "Softmax", "softmax_out", differentiable=(0,),
         bad=[bad(PopxlError, "axis 2 does not exist", X, 2), bad(PopxlError, "axis -3 does not exist", X, -3)]),
+    Row("log_softmax", lambda t, axis: t - np.log(np.exp(t).sum(axis, keepdims=True)),
+        [*over(FLOATS, (2, 3), axis=-1), *over(FLOATS, (2, 3, 4), axis=1), *over("float32", (3,), axis=0),
+         sample(f32(1000, 0), axis=0, expect=f32(0, -1000))],
+        "LogSoftmax", "log_softmax_out", differentiable=(0,), keeps=1, torch=torch_function("log_softmax"),
+        bad=[bad(PopxlError, "axis 2 does not exist", X, 2),
+             bad(TypeError, r"^log_softmax: `axis` must be an integer; got 1\.0", X, 1.0)]),
+    Row("attention", attended,
+        [*(sample(*qkv(d, 2, 4, 5, 3)) for d in FLOATS.split()),
+         sample(*qkv("float32", 2, 4, 5, 3, heads=2), values("float32", (4, 1, 6)), causal=True),
+         sample(*qkv("bfloat16", 2, 4, 5, 3, heads=2), values("bfloat16", (2, 1, 1, 6)), scale=0.3),
+         sample(*qkv("float32", 5, 3), values("bool", (5, 6))),
+         sample(*qkv("float32", 2, 5, 3), values("float32", (5, 1))),
+         sample(*qkv("float32", 5, 3), np.zeros((1, 6), bool), expect=np.zeros((5, 4), np.float32)),
+         sample(*qkv("float32", 5, 3), values("float32", (6,)), scale=0, causal=True, dropout=0.0)],
+        "Attention", "attention_out", adds=2, differentiable=(0, 1, 2, 3), keeps=5, tolerance=5e-6,
+        bad=[bad(PopxlError, "expected queries, keys and values of one rank, 2 or more", X, X, Y),
+             bad(PopxlError, "floats of 16 bits or more; these are int32", INTS, INTS, INTS),
+             bad(PopxlError, "different dtypes", X, X, INTS),
+             bad(PopxlError, "expected a value for each key", X, X, values("float32", (3, 3))),
+             bad(PopxlError, "with as many channels", X, values("float32", (2, 2)), X),
+             bad(PopxlError, "a number of heads that divides theirs", *qkv("float32", 3, 5, 2, heads=2)),
+             bad(PopxlError, r"a mask whose shape broadcasts to that of the scores, \(2, 2\)",
+                 X, X, X, values("bool", (3, 1, 1))),
+             bad(PopxlError, "do not broadcast", X, X, X, values("bool", (3,))),
+             bad(TypeError, r"`mask` must be a Tensor; got 2 \(int\)", X, X, X, 2),
+             bad(PopxlError, "this is of int32", X, X, X, INTS),
+             bad(ValueError, "say its `seed_tensor`", X, X, X, dropout=0.5),
+             bad(ValueError, "expected a seed, a uint32 tensor", X, X, X, None, False, None, 0.5, Y),
+             bad(ValueError, "`dropout` is 1; expected a probability", X, X, X, dropout=1),
+             bad(TypeError, "^attention: `scale` must be a number; got '1'", X, X, X, scale="1")]),
+    Row("einsum", lambda subscripts, *ts: np.einsum(subscripts, *ts),
+        [*(sample("bij,kj->bik", values(d, (2, 3, 4)), values(d, (5, 4))) for d in NUMBERS.split()),
+         sample("ij,j,ki->k", X, Y, values("float32", (4, 2))), sample("...ij->...j", X), sample("ii", X[:, :2].copy()),
+         sample("i,i->", np.full(4096, 0.5, np.float16), np.full(4096, 0.25, np.float16), expect=np.float16(512))],
+        "Einsum", "einsum_out", differentiable=(0, 1, 2),
+        bad=[bad(PopxlError, "JAX refuses these operands", "ij,ij", X, Y),
+             bad(PopxlError, "different dtypes", "ij,ij", X, INTS),
+             bad(TypeError, "^einsum: `subscripts` must be a string; got Tensor|Variable", X, X),
+             bad(ValueError, "at least one tensor", "ij")]),
+    Row("outer", np.outer, [*over(NUMBERS, (2,), (3,)), *over("float32", (2, 3), (1, 4))], "Outer", "outer_out",
+        differentiable=(0, 1), keeps=2, torch=lambda a, b: torch_function("outer")(a.ravel(), b.ravel()),
+        bad=[bad(PopxlError, "different dtypes", X, INTS)]),
     Row("nll_loss", nll,
         [*(sample(PROBS, LABELS, reduction=r, ignore_index=ignored)
            for r in ("mean", "sum", "none") for ignored in (None, 1, -100)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,12 @@ def axes(t: Array, axis: Any) -> tuple[int, ...]:
 def reduced(of: Callable[..., Any]) -> Callable[..., Any]:
     """The meaning of a reduction, of `of(t, axis, keepdims)` with a tuple of axes."""
     return lambda t, axis=None, keepdims=False: of(t, axes(t, axis), keepdims)
+
+
+def normed(t: Array, ord: float = 2, axis: Any = None, keepdims: bool = False) -> Array:
+    powers = np.abs(t) ** (1 if ord == math.inf else ord)
+    total = (np.max if ord == math.inf else np.sum)(powers, axis=axis, keepdims=keepdims)
+    return np.sqrt(total) if ord == 2 else total
 
 
 AXES: list[dict[str, Any]] = [
@@ -110,6 +117,15 @@ REDUCE = [
     reduction("l2", lambda t, axis, keepdims: np.sqrt(np.sum(t * t, axis=axis, keepdims=keepdims)), FLOATS,
               rules=[rule(f32([0, 0], [3, 4]), axis=1, g=f32(1, 5), gives=(f32([np.nan, np.nan], [3, 4]),)),
                      rule(f16(150, 200), g=scalar(1000, "float16"), gives=(f16(600, 800),))]),  # no overflow
+    reduction("std", lambda t, axis, keepdims: np.std(t, axis=axis, keepdims=keepdims), FLOATS,
+              rules=[rule(f32([2, 2], [1, 3]), axis=1, g=f32(5, 6), gives=(f32([0, 0], [-3, 3]),))]),
+    reduction("var", lambda t, axis, keepdims: np.var(t, axis=axis, keepdims=keepdims), FLOATS),
+    Row("norm", normed,
+        [*over(FLOATS, (2, 3)), *over("float32", (2, 3, 4), ord=1, axis=(0, 2)),
+         *over("float32", (2, 3, 4), ord=math.inf), *over("float32", (2, 3, 4), ord=2, axis=-1, keepdims=True)],
+        "ReduceL2", "l2_out", differentiable=(0,),
+        bad=[bad(ValueError, r"`ord` is 3; expected 1, 2 or math\.inf", X, 3),
+             bad(PopxlError, "axis 2 does not exist", X, axis=2)]),
     reduction("logsum", lambda t, axis, keepdims: np.log(np.sum(t, axis=axis, keepdims=keepdims)), FLOATS, low=0.2,
               keeps=1),
     reduction("logsumexp", logsumexp, FLOATS),

@@ -122,7 +122,7 @@ def aligned(**changes: Any) -> list[Any]:
 
 RESAMPLE = [
     Row("interpolate", interpolate,
-        [*(s for d in "float32 float16 int8 uint8 int16 int32 uint32".split()
+        [*(s for d in "float32 float16 bfloat16 int8 uint8 int16 int32 uint32".split()
            for s in over(d, (1, 2, 3, 4), scale_factor=(1, 1, 2, 3.0))),
          *(s for d in FLOATS.split() for mode in ("linear", "cubic")
            for s in over(d, (2, 3, 4), scale_factor=[1, 2, 1.5], mode=mode)),

@@ -12,10 +12,11 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.dtypes import kind_of
 
 Array = np.ndarray
 
-FLOATS = "float32 float16"
+FLOATS = "float32 float16 bfloat16"
 INTEGERS = "int32 uint32 int8 int16 uint8 uint16"  # those of 64 bits: test_64_bits.py
 NUMBERS = f"{FLOATS} {INTEGERS}"
 ANY = f"{NUMBERS} bool"
@@ -147,7 +148,7 @@ def telling(samples: list[Sample]) -> list[Sample]:
         arrays = _arrays(sample.operands)
         rest = [o for o in sample.operands if not isinstance(o, list | tuple | Array | Fed)]
         structure = repr(([a.shape for a in arrays], rest, sample.attributes))
-        kinds = {f"kind {a.dtype.kind}" for a in arrays}
+        kinds = {f"kind {kind_of(a.dtype)}" for a in arrays}
         is_again = structure in known and kinds <= known and all(map(_is_ordinary, arrays))
         if sample.thorough:
             continue
@@ -163,7 +164,7 @@ def telling(samples: list[Sample]) -> list[Sample]:
 
 def _is_ordinary(array: Array) -> bool:
     """Whether all dtypes of this kind have such numbers. Of the narrow integers, those of 8 bits stand for all."""
-    if array.dtype.kind == "f":
+    if kind_of(array.dtype) == "f":
         return bool(np.all(np.abs(array) < 1000))
     if array.dtype.kind not in "iu" or array.dtype.itemsize == 2 or array.size == 0:
         return True

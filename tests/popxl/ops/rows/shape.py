@@ -51,4 +51,10 @@ SHAPE = [
                  values("float32", (2, 3, 1, 4)), (0, 7, 2, 9)),
              bad(PopxlError, "does not name all 2 dimensions", X, (0,)),
              bad(ValueError, "each dimension", X, (0, 0)), bad(ValueError, "each dimension", X, (0, -1))]),
+    *(Row(name, getattr(np, name),
+          [*over(ANY, (3, 4)), *over("float32", (2, 3, 4), k=1), *over("float32", (4, 3), k=-1)],
+          name.capitalize(), f"{name}_out", differentiable=(0,), keeps=0, tolerance=0,
+          torch=lambda t, k=0, name=name: torch_function(name)(t, diagonal=k),
+          bad=[bad(PopxlError, "expected a matrix, .*; it has rank 1", X[0].copy()),
+               bad(TypeError, f"^{name}: `k` must be an integer; got 0.5", X, 0.5)]) for name in ("tril", "triu")),
 ]  # fmt: skip

@@ -112,7 +112,7 @@ SORTING = [
          sample(SPREAD, (0.1, 3.1, 7.0), True, expect=u32(2, 2, 2, 4)),
          sample(f32(0, 1, 1.5, 2, 3, 3.5, 4, 4.5), [1, 2, 3, 4], False, expect=u32(1, 2, 1, 2, 2)),
          sample(values("float32", (5, 7)), [-1.5, 0, 0.25], False),
-         sample(values("float16", (2, 3, 5)), levels=np.array([0.5, 1]), absolute_of_input=True),
+         *over("float16 bfloat16", (2, 3, 5), levels=np.array([0.5, 1]), absolute_of_input=True),
          sample(scalar(1), [1], False), sample(X, [], True), sample(np.zeros((0, 3), np.float32), [1], True),
          sample(f16(0.1, 0.2), [0.1, 0.2], False, expect=u32(0, 1, 1)),  # levels are rounded as the elements are
          sample(SPECIALS, [-2, 0, 1.5], False), sample(SPECIALS, [0, 1.5, np.inf], True),
@@ -121,7 +121,8 @@ SORTING = [
         bad=[bad(ValueError, r"have to increase from each to the next; got \(1.0, 1.0\)", X, [1, 1], False),
              bad(ValueError, "have to increase", X, [0, 2, 1], True),
              bad(ValueError, "have to increase", X, [0, np.nan], True),
-             bad(PopxlError, "only float16 and float32 tensors are counted.*`t` is i32", i32(1, 2), [1], False),
+             bad(PopxlError, "only tensors of float16, bfloat16 and float32 are counted.*`t` is i32",
+                 i32(1, 2), [1], False),
              bad(TypeError, "`levels` must be a sequence of numbers; got 1.5", X, 1.5, False),
              bad(TypeError, "`levels` must be a sequence of numbers", X, ["low"], False)]),
     Row("cumsum", summed,

@@ -196,7 +196,7 @@ def pooled(of: Callable[..., Array]) -> Callable[..., Array]:
 
 
 POOLS = [
-    *over("float32 float16", (2, 3, 5, 6), kernel_size=(2, 3)),
+    *over("float32 float16 bfloat16", (2, 3, 5, 6), kernel_size=(2, 3)),
     *over("float32", (2, 3, 7), kernel_size=(3,), stride=(2,), padding=(1,)),
     *over("float32", (2, 3, 7), kernel_size=[2], stride=[3], padding=[1, 2], auto_pad=""),
     *over("float32", (1, 2, 3, 4, 5), kernel_size=(2, 3, 1), stride=(1, 2, 3)),
@@ -212,7 +212,7 @@ POOLS = [
     *over("float32", (1, 2, 9), kernel_size=(2,), stride=(4,), auto_pad="same_lower"),
     *over("float32", (1, 2, 4), kernel_size=(2,), out_pads=(0,), dilation=(1,), in_dilations=(1, 1)),
     # A batch that fills vectors, and windows that are long.
-    *over("float32 float16", (9, 2, 5, 4), kernel_size=(3, 2), stride=(2, 1), padding=(1, 0, 2, 1)),
+    *over("float32 float16 bfloat16", (9, 2, 5, 4), kernel_size=(3, 2), stride=(2, 1), padding=(1, 0, 2, 1)),
     *over("float32", (9, 2, 20, 3), kernel_size=(18, 2)),
 ]
 IMAGE = values("float32", (1, 2, 4, 5))
@@ -241,7 +241,7 @@ def bad_pools(name: str) -> list[Bad]:
 
 WINDOWS = [
     Row("conv", conv,
-        [*pairs("float32 float16", (2, 4, 5, 6), (6, 4, 3, 2)),
+        [*pairs("float32 float16 bfloat16", (2, 4, 5, 6), (6, 4, 3, 2)),
          *pairs("float32", (2, 4, 5, 6), (6, 2, 3, 2), stride=(2, 1), padding=(1, 0, 2, 1), dilation=(1, 2), groups=2),
          *pairs("float32", (1, 3, 5, 4), (6, 1, 2, 2), groups=3, stride=[1, 3], dilation=[2, 1]),
          *pairs("float32", (2, 3, 7), (4, 3, 2), **LINE),
@@ -293,7 +293,7 @@ WINDOWS = [
         "Conv", "conv_out", refused=True,
         bad=[*bad_scaled("conv_pow2scaled", W8), bad(PopxlError, r"`stride` is \(1,\)", T8, W8, scale(0), (1,))]),
     Row("conv_transpose", conv_transpose,
-        [*pairs("float32 float16", (2, 4, 3, 2), (4, 5, 2, 3)),
+        [*pairs("float32 float16 bfloat16", (2, 4, 3, 2), (4, 5, 2, 3)),
          *pairs("float32", (2, 4, 3, 2), (4, 3, 2, 3), stride=(2, 3), padding=(1, 0, 0, 2), groups=2),
          *pairs("float32", (1, 3, 3, 2), (3, 1, 2, 2), stride=[3, 2], output_padding=[2, 1], groups=3),
          *pairs("float32", (1, 2, 3, 2), (2, 3, 2, 2), padding=(2, 1, 0, 0), output_padding=(1,)),

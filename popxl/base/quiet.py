@@ -1,0 +1,58 @@
+"""Libraries loaded in silence: they write to standard error past Python, that hardware is not here, say."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+
+_FOR_INFORMATION = re.compile(r"I\d{4} |WARNING: All log messages before absl::InitializeLog")
+
+
+def is_more(line: str) -> bool:
+    """Whether a line says more than what is going on: warnings and errors do."""
+    return _FOR_INFORMATION.match(line) is None
+
+
+@contextmanager
+def quiet(shows: Callable[[str], object] = lambda line: False) -> Iterator[None]:
+    """Keep what is written to the file of standard error while the block lasts.
+
+    Args:
+        shows: which lines are shown afterwards. If the block fails, all are.
+    """
+    try:
+        sys.stderr.flush()
+        before = os.dup(2)
+    except (AttributeError, OSError):  # there is none
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            shows = bool
+            raise
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            kept.seek(0)
+            for line in kept.read().decode(errors="replace").splitlines():
+                if shows(line):
+                    print(line, file=sys.stderr)
+
+
+def import_jax() -> None:
+    """Import JAX, if nobody has. With it come its plugins, and some say at length that they have nothing to do."""
+    if "jax" not in sys.modules and find_spec("jax_plugins") is not None:
+        with quiet(is_more):
+            import_module("jax")
+
+
+import_jax()

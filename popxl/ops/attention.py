@@ -1,0 +1,361 @@
+"""Attention: of the values, each query gets those whose keys it agrees with.
+
+The matrix of scores, of each query and each key, is never held: it is computed block by block. The gradient computes it
+anew, from what is kept of each query: its result and one number. So memory grows with the length of the text, and not
+with its square.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl import dtypes
+from popxl.core.declaration import OpKind
+from popxl.core.recording import not_a_tensor
+from popxl.core.tensor import Tensor
+from popxl.core.traits import REFUSED, Drops
+from popxl.errors import PopxlError
+from popxl.ops.kernels.kernel import Kernel
+from popxl.ops.kernels.sums import largest, summed
+from popxl.ops.precision import wide_dtype
+from popxl.ops.random import check_seed, drawn, probability
+from popxl.values.shapes import broadcast_shapes, like_first, number, same_dtype
+from popxl.values.spec import TensorSpec
+
+BLOCK = 512
+"""So many queries and keys at most are looked at together."""
+
+# Arrays, block by block ----------------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """The operands of an attention, of which blocks are cut.
+
+    Queries are in the form (batch, heads of the keys, heads of the queries for each, length, channels), keys and values
+    in that without the third dimension, and the mask in that of the scores, with 1 for what it is broadcast along.
+    """
+
+    def __init__(
+        self, queries: Any, keys: Any, values: Any, mask: Any, seed: Any, causal: bool, scale: float, dropout: float
+    ) -> None:
+        self.wide = wide_dtype(queries)
+        self.batch = queries.shape[:-3]
+        heads = math.prod(keys.shape[-3:-2])
+        self.lead = (math.prod(self.batch), heads, math.prod(queries.shape[-3:-2]) // heads)
+        self.length, self.keys_length = queries.shape[-2], keys.shape[-2]
+        self.rows, self.columns = _block(self.length), _block(self.keys_length)
+        self.q, self.k, self.v = self.of_rows(queries), self.of_columns(keys), self.of_columns(values)
+        self.mask: Any = None if mask is None else self._folded(mask)
+        self.seed, self.causal, self.scale, self.dropout = seed, causal, scale, dropout
+        pairs = [
+            (i, j) for i in range(-(-self.length // self.rows)) for j in range(-(-self.keys_length // self.columns))
+        ]
+        self.pairs = [(i, j) for i, j in pairs if not causal or j * self.columns < (i + 1) * self.rows]
+
+    def of_rows(self, t: Any, fill: float = 0) -> Any:
+        """What there is for each query, in the form that blocks are cut of."""
+        return _padded(t.reshape(*self.lead, *t.shape[-2:]), 3, self.rows, fill)
+
+    def of_columns(self, t: Any) -> Any:
+        """What there is for each key, likewise."""
+        return _padded(t.reshape(*self.lead[:2], *t.shape[-2:]), 2, self.columns)
+
+    def _folded(self, mask: Any) -> Any:
+        shape = (1,) * (len(self.batch) + 3 - mask.ndim) + mask.shape
+        mask = mask.reshape(shape)
+        if any(size > 1 for size in shape[:-3]):
+            mask = jnp.broadcast_to(mask, (*self.batch, *shape[-3:]))
+        heads = self.lead[1:] if shape[-3] > 1 else (1, 1)
+        mask = mask.reshape(-1, *heads, *shape[-2:])
+        return _padded(_padded(mask, 3, self.rows), 4, self.columns)
+
+    def row(self, t: Any, i: Any) -> Any:
+        """A block of what there is for each query."""
+        return _cut(t, 3, i, self.rows)
+
+    def column(self, t: Any, j: Any) -> Any:
+        """A block of what there is for each key."""
+        return _cut(t, 2, j, self.columns)
+
+    def scores(self, i: Any, j: Any) -> Any:
+        """How much queries agree with keys; minus infinity, where they do not see them."""
+        s = self.product("bhgqd,bhkd->bhgqk", self.row(self.q, i), self.column(self.k, j)) * self.scale
+        if self.mask is not None:
+            mask = _cut(self.row(self.mask, i), 4, j, self.columns)
+            s = jnp.where(mask, s, -jnp.inf) if mask.dtype == jnp.bool_ else s + mask.astype(s.dtype)
+        place = j * self.columns + jnp.arange(self.columns)
+        if self.causal:
+            s = jnp.where(place <= (i * self.rows + jnp.arange(self.rows))[:, None], s, -jnp.inf)
+        return s if self.keys_length % self.columns == 0 else jnp.where(place < self.keys_length, s, -jnp.inf)
+
+    def dropped(self, i: Any, j: Any, *weights: Any) -> tuple[Any, ...]:
+        """Weights, some of which are left out at random: the same ones each time."""
+        if not self.dropout:
+            return weights
+
+        def bits_of(key: Any) -> Any:
+            key = jax.random.fold_in(jax.random.fold_in(key, i), j)
+            return jax.random.bits(key, (*self.lead, self.rows, self.columns), jnp.uint32)
+
+        bits = drawn(bits_of, self.seed)
+        kept = bits >= np.uint32(min(round(self.dropout * 2**32), 2**32 - 1))
+        return tuple(jnp.where(kept, w / (1 - self.dropout), 0) for w in weights)
+
+    def product(self, subscripts: str, a: Any, b: Any) -> Any:
+        """A sum of products in float32, of numbers as narrow as those of the queries."""
+        a, b = a.astype(self.q.dtype), b.astype(self.q.dtype)
+        return jnp.einsum(subscripts, a, b, preferred_element_type=self.wide)
+
+    def over(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
+        """What a step makes of a state, for each pair of blocks that are to be looked at."""
+        if len(self.pairs) < 2:
+            return step(state, 0, 0) if self.pairs else state
+        places = jnp.asarray(self.pairs, jnp.int32)
+        return lax.scan(lambda state, pair: (step(state, pair[0], pair[1]), None), state, places)[0]
+
+    def filled(self, channels: int, value: float = 0) -> Any:
+        """So many numbers for each query, in the form that blocks are put into."""
+        return jnp.full((*self.lead, self.q.shape[3], channels), value, self.wide)
+
+
+def _block(length: int) -> int:
+    """The size of blocks, of which the last lacks little."""
+    return max(-(-length // max(-(-length // BLOCK), 1)), 1)
+
+
+def _padded(t: Any, axis: int, block: int, fill: float = 0) -> Any:
+    more = -t.shape[axis] % block if t.shape[axis] > 1 else 0
+    return jnp.pad(t, [(0, more if d == axis else 0) for d in range(t.ndim)], constant_values=fill) if more else t
+
+
+def _cut(t: Any, axis: int, i: Any, block: int) -> Any:
+    return t if t.shape[axis] in (1, block) else lax.dynamic_slice_in_dim(t, i * block, block, axis)
+
+
+def _put(t: Any, block: Any, axis: int, i: Any) -> Any:
+    size = block.shape[axis]
+    return block if t.shape[axis] == size else lax.dynamic_update_slice_in_dim(t, block, i * size, axis)
+
+
+@Kernel
+def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: Any) -> tuple[Any, Any]:
+    """What each query gets, and the logarithm of the sum of the exponentials of its scores; see `ops.attention`."""
+    blocks = _Blocks(queries, keys, values, mask, seed, **how)
+
+    def step(state: tuple[Any, Any, Any], i: Any, j: Any) -> tuple[Any, Any, Any]:
+        mixed, top, total = (blocks.row(t, i) for t in state)
+        scores = blocks.scores(i, j)
+        higher = jnp.maximum(top, largest(scores, (4,), keepdims=True))
+        base = jnp.where(jnp.isneginf(higher), 0, higher)  # of queries that have seen no key yet
+        weights, shrunk = jnp.exp(scores - base), jnp.exp(top - base)
+        (some,) = blocks.dropped(i, j, weights)
+        more = blocks.product("bhgqk,bhkv->bhgqv", some, blocks.column(blocks.v, j))
+        news = mixed * shrunk + more, higher, total * shrunk + summed(weights, (4,), keepdims=True)
+        return tuple(_put(t, new, 3, i) for t, new in zip(state, news, strict=True))
+
+    start = blocks.filled(values.shape[-1]), blocks.filled(1, -math.inf), blocks.filled(1)
+    mixed, top, total = (t[..., : blocks.length, :] for t in blocks.over(step, start))
+    sees_none = total == 0
+    out = jnp.where(sees_none, 0, mixed / total)
+    logs = jnp.where(sees_none, jnp.inf, top + jnp.log(total))
+    return out.reshape(*queries.shape[:-1], values.shape[-1]), logs.reshape(queries.shape[:-1])
+
+
+@Kernel
+def attended_backward(
+    g: Any, queries: Any, keys: Any, values: Any, out: Any, logs: Any, mask: Any, seed: Any, **how: Any
+) -> tuple[Any, Any, Any]:
+    """The gradients of queries, keys and values."""
+    blocks = _Blocks(queries, keys, values, mask, seed, **how)
+    slopes = _slopes(blocks, g, out, logs)
+
+    def step(state: tuple[Any, Any, Any], i: Any, j: Any) -> tuple[Any, Any, Any]:
+        dq, dk, dv = state
+        some, ds, g_i = slopes(i, j)
+        ds = ds * blocks.scale
+        to_q = blocks.product("bhgqk,bhkd->bhgqd", ds, blocks.column(blocks.k, j))
+        to_k = blocks.product("bhgqk,bhgqd->bhkd", ds, blocks.row(blocks.q, i))
+        to_v = blocks.product("bhgqk,bhgqv->bhkv", some, g_i)
+        dq = _put(dq, blocks.row(dq, i) + to_q, 3, i)
+        return dq, *(_put(t, blocks.column(t, j) + more, 2, j) for t, more in ((dk, to_k), (dv, to_v)))
+
+    start = tuple(jnp.zeros(t.shape, blocks.wide) for t in (blocks.q, blocks.k, blocks.v))
+    dq, dk, dv = blocks.over(step, start)
+    dk, dv = (t[:, :, : blocks.keys_length] for t in (dk, dv))
+    return dq[..., : blocks.length, :].reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
+
+
+def _slopes(blocks: _Blocks, g: Any, out: Any, logs: Any) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+    """For a pair of blocks: the weights, the gradient of the scores, and the incoming gradient."""
+    shift = blocks.of_rows(summed(g.astype(blocks.wide) * out.astype(blocks.wide), (g.ndim - 1,), keepdims=True))
+    g, logs = blocks.of_rows(g), blocks.of_rows(logs[..., None], fill=math.inf)
+
+    def of(i: Any, j: Any) -> tuple[Any, Any, Any]:
+        weights = jnp.exp(blocks.scores(i, j) - blocks.row(logs, i))
+        g_i = blocks.row(g, i)
+        slope = blocks.product("bhgqv,bhkv->bhgqk", g_i, blocks.column(blocks.v, j))
+        some, slope = blocks.dropped(i, j, weights, slope)
+        return some, weights * (slope - blocks.row(shift, i)), g_i
+
+    return of
+
+
+def _mask_pullback(
+    g: Any, queries: Any, keys: Any, values: Any, out: Any, logs: Any, mask: Any, seed_tensor: Any = None, **how: Any
+) -> Any:
+    """The gradient of a mask that is added to the scores: theirs, summed over what it is broadcast along."""
+    blocks = _Blocks(queries, keys, values, mask, seed_tensor, **how)
+    slopes = _slopes(blocks, g, out, logs)
+    alike = tuple(d for d in range(5) if blocks.mask.shape[d] == 1)
+
+    def step(dm: Any, i: Any, j: Any) -> Any:
+        rows = blocks.row(dm, i)
+        more = summed(slopes(i, j)[1], alike, keepdims=True)
+        return _put(dm, _put(rows, _cut(rows, 4, j, blocks.columns) + more, 4, j), 3, i)
+
+    dm = blocks.over(step, jnp.zeros(blocks.mask.shape, blocks.wide))
+    shape = (1,) * (len(blocks.batch) + 3 - mask.ndim) + mask.shape
+    dm = dm[:, :, :, : shape[-2], : shape[-1]]
+    if dm.shape[0] > 1:
+        dm = dm.reshape(*blocks.batch, *shape[-3:])
+        dm = dm.sum([d for d, size in enumerate(shape[:-3]) if size == 1], keepdims=True)
+    return dm.reshape(mask.shape)
+
+
+# The op -------------------------------------------------------------------------------------------------------------
+
+
+def _specs(
+    queries: Any, keys: Any, values: Any, mask: Any = None, seed_tensor: Any = None, *, dropout: float, **how: Any
+) -> tuple[TensorSpec, TensorSpec]:
+    same_dtype(queries, keys, values)
+    if queries.dtype.is_float8 or not queries.dtype.is_floating_point:
+        raise PopxlError(f"queries, keys and values are floats of 16 bits or more; these are {queries.dtype.name}.")
+    rank = len(queries.shape)
+    if rank < 2 or {len(keys.shape), len(values.shape)} != {rank}:
+        raise PopxlError("expected queries, keys and values of one rank, 2 or more: (..., heads, length, channels).")
+    if keys.shape[:-1] != values.shape[:-1] or queries.shape[-1] != keys.shape[-1]:
+        raise PopxlError("expected a value for each key, and keys with as many channels as the queries.")
+    if queries.shape[:-3] != keys.shape[:-3] or (rank > 2 and queries.shape[-3] % max(keys.shape[-3], 1)):
+        raise PopxlError("expected keys with the batch of the queries, and a number of heads that divides theirs.")
+    scores = (*queries.shape[:-1], keys.shape[-2])
+    if mask is not None:
+        if not (mask.dtype is dtypes.bool or mask.dtype.is_floating_point):
+            raise PopxlError(f"a mask is of bools, or of floats to add to the scores; this is of {mask.dtype.name}.")
+        if broadcast_shapes(mask.shape, scores) != scores:
+            raise PopxlError(f"expected a mask whose shape broadcasts to that of the scores, {scores}.")
+    if seed_tensor is not None:
+        check_seed(seed_tensor, any_integers=True)
+    elif dropout:
+        raise ValueError("dropout draws at random: say its `seed_tensor`, a uint32 tensor of shape (2,).")
+    wide = dtypes.float32 if queries.dtype.is_half else queries.dtype
+    return TensorSpec((*queries.shape[:-1], values.shape[-1]), queries.dtype), TensorSpec(queries.shape[:-1], wide)
+
+
+def _gradient(forward: Any, gs: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """One op makes those of queries, keys and values."""
+    op, (g, _) = forward.op, gs
+    if g is None:
+        return {}
+    known = op.attributes | {name: forward.read(t) for name, t in zip(op.operand_names(), op.inputs, strict=True)}
+    q, k, v, mask, seed = (known.pop(name, None) for name in ("queries", "keys", "values", "mask", "seed_tensor"))
+    kept = (g, q, k, v, *map(forward.read, op.outputs), mask, seed)
+    found = {}
+    if any(forward.wants(i) for i in range(3)):
+        found = {i: dt for i, dt in enumerate(_attention_grad(*kept, **known)) if forward.wants(i)}
+    if isinstance(mask, Tensor) and mask.dtype.is_floating_point and forward.wants(3):
+        found[3] = _attention_mask_grad(*kept, **known)
+    return found
+
+
+_attention = OpKind(
+    "Attention",
+    lambda queries, keys, values, mask=None, seed_tensor=None, *, causal, scale, dropout: attended(
+        queries, keys, values, mask, seed_tensor, causal=causal, scale=scale, dropout=dropout
+    ),
+    shape=_specs,
+    result=("attention_out", "attention_logs"),
+    gradient=_gradient,
+    traits=[Drops("seed_tensor", "dropout")],
+)
+_attention_grad = OpKind(
+    "AttentionGrad",
+    lambda g, queries, keys, values, out, logs, mask=None, seed_tensor=None, *, causal, scale, dropout: (
+        attended_backward(
+            g, queries, keys, values, out, logs, mask, seed_tensor, causal=causal, scale=scale, dropout=dropout
+        )
+    ),
+    shape=lambda g, queries, keys, values, *others, **how: tuple(map(like_first, (queries, keys, values))),
+    result=("attention_queries_grad", "attention_keys_grad", "attention_values_grad"),
+    gradient=REFUSED,
+)
+_attention_mask_grad = OpKind(
+    "AttentionMaskGrad",
+    lambda g, queries, keys, values, out, logs, mask, seed_tensor=None, *, causal, scale, dropout: _mask_pullback(
+        g, queries, keys, values, out, logs, mask, seed_tensor, causal=causal, scale=scale, dropout=dropout
+    ),
+    shape=lambda g, queries, keys, values, out, logs, mask, *others, **how: like_first(mask),
+    gradient=REFUSED,
+)
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed_tensor: Tensor | None = None,
+) -> Tensor:
+    """`softmax(queries @ keys.T * scale) @ values`, for each head, without ever holding the matrix of scores.
+
+    Memory grows with the length of the text, not with its square; the gradient computes the scores anew. Sums are made
+    in float32. A query that sees no key gets zeros.
+
+    Args:
+        queries: of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.
+        keys: of shape `(..., key heads, key length, channels)`. The number of heads divides that of the queries: each
+            serves as many of these (grouped queries).
+        values: of shape `(..., key heads, key length, value channels)`.
+        mask: what each query sees: a bool tensor, or a float tensor that is added to the scores, whose shape broadcasts
+            to `(..., heads, length, key length)`. A gradient flows to a float one.
+        causal: each query sees the keys up to its own place, counted from the first.
+        scale: of the scores, 1 / √channels by default.
+        dropout: the probability that a query overlooks a key; the others count so much more.
+        seed_tensor: for dropout: uint32 tensor of shape `(2,)`. The same seed overlooks the same keys.
+
+    Returns:
+        A new tensor of shape `(..., heads, length, value channels)`.
+
+    Raises:
+        PopxlError: if the shapes do not fit, or the dtypes differ.
+        ValueError: for a `dropout` that is no probability below 1, or without a seed.
+        TypeError: if `scale` or `dropout` is no number.
+
+    See also: `torch.nn.functional.scaled_dot_product_attention`, `jax.nn.dot_product_attention`.
+
+    Example:
+        >>> y = ops.attention(x, x, x, causal=True)
+    """
+    for name, operand in (("mask", mask), ("seed_tensor", seed_tensor)):
+        if not (operand is None or isinstance(operand, Tensor)):
+            raise not_a_tensor("attention", name, operand)
+    if scale is None:
+        channels = queries.shape[-1] if isinstance(queries, Tensor) and queries.shape else 1
+        scale = 1 / math.sqrt(max(channels, 1))
+    how: dict[str, Any] = {
+        "causal": bool(causal),
+        "scale": float(number(scale, "attention: `scale`")),
+        "dropout": probability(dropout, "attention: `dropout`"),
+    }
+    out, _ = _attention(queries, keys, values, mask, seed_tensor, **how)
+    return out

@@ -1,0 +1,83 @@
+"""Learning rates that change from step to step, computed in the program: the host feeds nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import popxl
+from popxl import ops
+
+__all__ = ["Schedule", "cosine", "inverse_square_root", "linear"]
+
+Schedule = Callable[[popxl.Tensor], popxl.Tensor]
+"""A function of the number of the step: a float32 scalar tensor, which is 1 in the first one. It gives one as well."""
+
+
+def cosine(peak: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
+    """Up to `peak` in a line over the first `warmup` steps, then down to `end` along half a cosine wave.
+
+    Args:
+        peak: the largest learning rate, which the last step of the warm-up has.
+        steps: how many steps there are, with those of the warm-up. After them the rate stays at `end`.
+        warmup: how many steps it goes up.
+        end: the rate of the last step.
+
+    Raises:
+        ValueError: if `warmup` is negative, or not less than `steps`.
+
+    Example:
+        >>> schedule = cosine(3e-4, steps=1000, warmup=100)
+        >>> with popxl.Ir().main_graph:
+        ...     schedule(popxl.constant(1.0)).shape
+        ()
+    """
+    _check("cosine", steps, warmup)
+
+    def rate(step: popxl.Tensor) -> popxl.Tensor:
+        wave = (ops.cos(_progress(step, steps, warmup) * math.pi) + 1.0) * 0.5
+        return _warmed_up(step, wave * (peak - end) + end, peak, warmup)
+
+    return rate
+
+
+def linear(peak: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
+    """As `cosine`, but down in a line.
+
+    Example:
+        >>> schedule = linear(3e-4, steps=1000, warmup=100)
+    """
+    _check("linear", steps, warmup)
+
+    def rate(step: popxl.Tensor) -> popxl.Tensor:
+        return _warmed_up(step, _progress(step, steps, warmup) * (end - peak) + peak, peak, warmup)
+
+    return rate
+
+
+def inverse_square_root(peak: float, warmup: int) -> Schedule:
+    """Up to `peak` in a line over the first `warmup` steps, then down with the square root of the step's number.
+
+    Raises:
+        ValueError: if `warmup` is less than 1.
+
+    Example:
+        >>> schedule = inverse_square_root(1e-3, warmup=100)
+    """
+    if warmup < 1:
+        raise ValueError(f"inverse_square_root: `warmup` is {warmup}; expected 1 step or more.")
+    return lambda step: _warmed_up(step, ops.rsqrt(step / warmup) * peak, peak, warmup)
+
+
+def _check(name: str, steps: int, warmup: int) -> None:
+    if not 0 <= warmup < steps:
+        raise ValueError(f"{name}: `warmup` is {warmup}, of {steps} steps; expected 0 or more, and less than all.")
+
+
+def _progress(step: popxl.Tensor, steps: int, warmup: int) -> popxl.Tensor:
+    """How much of what follows the warm-up is over, from 0 to 1."""
+    return ops.clip((step - warmup) / (steps - warmup), 0.0, 1.0)
+
+
+def _warmed_up(step: popxl.Tensor, rate: popxl.Tensor, peak: float, warmup: int) -> popxl.Tensor:
+    return rate if not warmup else ops.where(step < warmup, step * (peak / warmup), rate)

@@ -1,0 +1,625 @@
+"""Optimisers as a whole: one call updates all variables of a model, and makes the state that this takes.
+
+    state = optimizers.adamw(variables, gradients, lr=3e-4, clip_norm=1.0)
+
+Formulas are computed in float32, whatever the variables are of, and rounded once. The state of a variable is in pieces
+where the variable is. For one variable at a time, as a graph of its own: `AdamOptimizerStep`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.op import Colocated, OpKind, Overwrites
+from popxl.ops.var_updates.factors import factor
+from popxl.tensor import Variable
+from popxl.values.sharding import piece_count
+from popxl_addons.dot_tree import DotTree, sanitise
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
+from popxl_addons.optimizers.schedules import Schedule
+from popxl_addons.variable_factory import VariableFactory
+
+__all__ = ["adafactor", "adamw", "from_optax", "global_norm", "lion", "sgd"]
+
+Tensors = NamedTensors | Mapping[str, popxl.Tensor] | Sequence[popxl.Tensor]
+Rate = float | popxl.Tensor | Schedule
+Array = Any
+
+
+# What is updated ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A variable that is trained, or one replica's piece of it.
+
+    Attributes:
+        name: its dotted name.
+        tensor: the variable, or the piece.
+        gradient: of the shape of the tensor.
+        grouping: that of the variable.
+        pieces: how many there are of each value.
+    """
+
+    name: str
+    tensor: popxl.Tensor
+    gradient: popxl.Tensor
+    grouping: popxl.ReplicaGrouping
+    pieces: int
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of a value."""
+        return self.tensor.meta_shape or self.tensor.shape
+
+    @property
+    def copies(self) -> int:
+        """How many replicas hold the same numbers."""
+        return self.grouping.const_rg.group_size // self.pieces
+
+    def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: Any = 0) -> Variable:
+        """A variable that belongs to it: in groups and pieces as it is, if of its shape."""
+        data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
+        pieces = self.pieces if shape is None else 1
+        factory = VariableFactory(lambda: np.array(data), dtype, name, False, self.grouping, pieces)
+        return factory.create_tensor(f"optimizer.{self.name}.{name}")
+
+
+def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Trained]:
+    """The variables with their gradients. All that is missing or does not fit is told at once."""
+    graph = popxl.gcg()
+    if graph is not popxl.gmg():
+        raise ValueError(
+            f"{optimizer}: the state is made of variables, which live in the main graph, and {graph.title} is current. "
+            "Call the optimiser in the main graph; in a graph of your own use `AdamOptimizerStep`."
+        )
+    named = _by_name(optimizer, "variables", variables)
+    if isinstance(gradients, Mapping | DotTree):
+        given = _by_name(optimizer, "gradients", gradients)
+    else:
+        listed = list(gradients)
+        if len(listed) != len(named):
+            raise ValueError(f"{optimizer}: there are {len(named)} `variables` and {len(listed)} `gradients`.")
+        given = dict(zip(named, listed, strict=True))
+    problems = [f"`{name}` has no gradient" for name in named if name not in given]
+    problems += [f"there is a gradient of `{name}`, and no such variable" for name in given if name not in named]
+    tensors = {name: t.piece if isinstance(t, Variable) and t.piece is not None else t for name, t in named.items()}
+    problems += [
+        f"`{name}` has the shape {t.shape}, and its gradient {given[name].shape}"
+        for name, t in tensors.items()
+        if name in given and given[name].shape != t.shape
+    ]
+    if problems:
+        raise ValueError(
+            f"{optimizer}: {'; '.join(problems)}. Of a variable in pieces the gradient is a piece, too: "
+            "`rts.reduce_replica_sharded_tensor`."
+        )
+    owners = {v.piece: v for v in graph.variables if v.piece is not None}
+    return [_of(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
+
+
+def _of(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> _Trained:
+    grouping = owner.replica_grouping if isinstance(owner, Variable) else popxl.gir().replica_grouping()
+    group = grouping.const_rg.group_size
+    pieces = piece_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
+    return _Trained(name, t, gradient, grouping, pieces)
+
+
+def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Tensor]:
+    if isinstance(tensors, DotTree):
+        found = dict(tensors.to_dict())
+    elif isinstance(tensors, Mapping):
+        found = dict(tensors)
+    else:
+        listed = list(tensors)
+        found = {sanitise(t.name): t for t in listed if isinstance(t, popxl.Tensor)}
+        if len(found) != len(listed):
+            raise ValueError(f"{optimizer}: `{what}` are {listed}; expected tensors, each with a name of its own.")
+    if odd := [f"{name}: {t!r}" for name, t in found.items() if not isinstance(t, popxl.Tensor)]:
+        raise TypeError(f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {odd}.")
+    return found
+
+
+def _norm(trained: Iterable[_Trained], loss_scaling: float | popxl.Tensor) -> popxl.Tensor:
+    """The norm of all gradients together. Numbers that several replicas hold count once."""
+    parts: dict[int, list[popxl.Tensor]] = {}
+    for each in trained:
+        parts.setdefault(each.copies, []).append(grad_reduce_square_add(each.gradient, loss_scaling))
+    replicas = popxl.gir().replication_factor
+    total = []
+    for copies, squares in parts.items():
+        part = ops.add_n(*squares)
+        if copies < replicas:
+            part = ops.collectives.replicated_all_reduce(part) / copies
+        total.append(part)
+    return ops.sqrt(reduce(ops.add, total))
+
+
+def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | popxl.Tensor = 1.0) -> popxl.Tensor:
+    """The norm of all gradients of a model, as of one long vector: a float32 scalar, the same on all replicas.
+
+    Of variables in pieces, or with a value for each group of replicas, the gradients of all pieces and groups count,
+    and each once.
+
+    Args:
+        variables, gradients, loss_scaling: as for `adamw`.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     w, dw = popxl.variable([1.0, 2.0], name="w"), popxl.constant([3.0, 4.0])
+        ...     norm = global_norm([w], [dw])  # 5
+    """
+    return _norm(_trained("global_norm", variables, gradients), loss_scaling)
+
+
+class _Step:
+    """One step of an optimiser: what its formulas are given for each variable.
+
+    Args:
+        optimizer: its name.
+        variables, gradients, lr, clip_norm, loss_scaling: as for `adamw`.
+    """
+
+    def __init__(
+        self,
+        optimizer: str,
+        variables: Tensors,
+        gradients: Tensors,
+        lr: Rate,
+        clip_norm: float | None,
+        loss_scaling: float | popxl.Tensor,
+    ) -> None:
+        self.trained = _trained(optimizer, variables, gradients)
+        loss_scaling = factor(loss_scaling, f"{optimizer}: `loss_scaling`")
+        if not callable(lr):
+            lr = factor(lr, f"{optimizer}: `lr`")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"{optimizer}: `clip_norm` is {clip_norm!r}; expected a positive number, or None.")
+        self.number = popxl.variable(0, popxl.float32, "optimizer.step")
+        self.state: dict[str, popxl.Tensor] = {"step": self.number}
+        ops.var_updates.accumulate_(self.number, popxl.constant(1, popxl.float32))
+        self.lr: float | popxl.Tensor = lr(self.number) if callable(lr) else lr
+        self.scale: float | popxl.Tensor = 1 / loss_scaling
+        if clip_norm is not None:
+            norm = _norm(self.trained, loss_scaling)
+            self.scale = ops.minimum(clip_norm / (norm + 1e-6), 1.0) * self.scale
+
+    def kept(self, each: _Trained, **slots: Any) -> list[popxl.Tensor]:
+        """The state of one variable: by name its dtype, or its dtype and shape."""
+        made = []
+        for name, how in slots.items():
+            v = each.state(name, *(how if isinstance(how, tuple) else (how,)))
+            self.state[f"{each.name}.{name}"] = v
+            made.append(v if v.piece is None else v.piece)
+        return made
+
+    @property
+    def named_state(self) -> NamedTensors:
+        """All state by name."""
+        return NamedTensors.from_dict(self.state)
+
+
+def _formula(name: str, function: Callable[..., Any], *slots: str) -> OpKind:
+    """An op of a formula on float32 arrays, which overwrites the variable and its state."""
+
+    def lowering(variable: Array, gradient: Array, step: Array, *kept: Array, **numbers: Any) -> tuple[Array, ...]:
+        *slots, lr, scale = kept
+        w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *slots))
+        return tuple(function(w, g * scale, t, lr, *wide, **numbers))
+
+    changed = frozenset({0, *range(3, 3 + len(slots))})
+    return OpKind(
+        name,
+        lowering,
+        shape=lambda *operands, **numbers: (),
+        gradient=None,
+        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated()],
+        key=f"popxl_addons.{name}",
+    )
+
+
+def _as_tensor(value: float | popxl.Tensor) -> popxl.Tensor:
+    return value if isinstance(value, popxl.Tensor) else popxl.constant(value, popxl.float32)
+
+
+def _updated(
+    step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], numbers: Callable[[str], Any]
+) -> NamedTensors:
+    lr, scale = _as_tensor(step.lr), _as_tensor(step.scale)
+    for each in step.trained:
+        kind(each.tensor, each.gradient, step.number, *step.kept(each, **slots), lr, scale, **numbers(each.name))
+    return step.named_state
+
+
+# Optimisers ---------------------------------------------------------------------------------------------------------
+
+
+def _adamw_formula(
+    w: Array, g: Array, t: Array, lr: Array, m: Array, v: Array, *, beta1: float, beta2: float, eps: float, decay: float
+) -> tuple[Array, ...]:
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    direction = m / (1 - beta1**t) / (jnp.sqrt(v / (1 - beta2**t)) + eps)
+    return w - lr * (direction + decay * w), m, v
+
+
+_adamw = _formula("AdamWStep", _adamw_formula, "first_moment", "second_moment")
+
+
+def adamw(
+    variables: Tensors,
+    gradients: Tensors,
+    lr: Rate,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    decays: Callable[[str], bool] = lambda name: True,
+    clip_norm: float | None = None,
+    loss_scaling: float | popxl.Tensor = 1.0,
+    moment_dtype: popxl.dtype = popxl.float32,
+) -> NamedTensors:
+    """One step of AdamW on all variables, in place: call it once, in the main graph.
+
+    Args:
+        variables: what to train, by name or in a sequence: variables, or each replica's pieces of them.
+        gradients: theirs, under the same names or in the same order; the same on all replicas that share a variable.
+        lr: the learning rate: a number, a tensor, or a schedule such as `schedules.cosine(...)`, which is computed in
+            the program.
+        beta1, beta2: what stays of the moments in each step.
+        eps: added to the root of the second moment.
+        weight_decay: what each step takes of a variable, times the learning rate.
+        decays: which variables that is done to, by name. Norms and biases are often left out.
+        clip_norm: the norm that all gradients together have at most; larger ones are scaled down to it.
+        loss_scaling: what the loss was multiplied by: gradients are divided by it.
+        moment_dtype: dtype of the moments. (`AdamOptimizerStep` keeps its first one in float16 by default.)
+
+    Returns:
+        The state, by name: `step`, a float32 scalar that counts, and `<variable>.first_moment` and `.second_moment`.
+
+    Raises:
+        ValueError: outside of the main graph, and for gradients that are missing, left over, or of other shapes.
+
+    See also: `torch.optim.AdamW`, `optax.adamw`.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     w, dw = popxl.variable([1.0, 2.0], name="w"), popxl.constant([0.5, 0.25])
+        ...     state = adamw([w], [dw], lr=0.1, clip_norm=1.0)
+        >>> state.keys_flat()
+        ['step', 'w.first_moment', 'w.second_moment']
+    """
+    with popxl.in_sequence():
+        step = _Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
+        numbers = {"beta1": float(beta1), "beta2": float(beta2), "eps": float(eps)}
+        slots = dict.fromkeys(("first_moment", "second_moment"), moment_dtype)
+        return _updated(
+            step, _adamw, slots, lambda name: numbers | {"decay": float(weight_decay) if decays(name) else 0.0}
+        )
+
+
+def _sgd_formula(
+    w: Array, g: Array, t: Array, lr: Array, *velocity: Array, momentum: float, nesterov: bool, decay: float
+) -> tuple[Array, ...]:
+    g = g + decay * w
+    if not velocity:
+        return (w - lr * g,)
+    v = momentum * velocity[0] + g
+    return w - lr * (g + momentum * v if nesterov else v), v
+
+
+_sgd, _momentum = _formula("SGDStep", _sgd_formula), _formula("MomentumStep", _sgd_formula, "velocity")
+
+
+def sgd(
+    variables: Tensors,
+    gradients: Tensors,
+    lr: Rate,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decays: Callable[[str], bool] = lambda name: True,
+    clip_norm: float | None = None,
+    loss_scaling: float | popxl.Tensor = 1.0,
+    velocity_dtype: popxl.dtype = popxl.float32,
+) -> NamedTensors:
+    """One step of stochastic gradient descent, with momentum or without, on all variables, in place.
+
+    Args:
+        momentum: what stays of the velocity in each step. For 0 there is none.
+        nesterov: look ahead, by the velocity.
+        weight_decay: times the variable, it is added to the gradient.
+        variables, gradients, lr, decays, clip_norm, loss_scaling: as for `adamw`.
+        velocity_dtype: dtype of the velocity.
+
+    Returns:
+        The state, by name: `step`, and with momentum `<variable>.velocity`.
+
+    Raises:
+        ValueError: as `adamw`.
+
+    See also: `torch.optim.SGD`.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     w, dw = popxl.variable([1.0, 2.0], name="w"), popxl.constant([0.5, 0.25])
+        ...     state = sgd([w], [dw], lr=0.1, momentum=0.9)
+        >>> state.keys_flat()
+        ['step', 'w.velocity']
+    """
+    with popxl.in_sequence():
+        step = _Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
+        numbers = {"momentum": float(momentum), "nesterov": bool(nesterov)}
+        return _updated(
+            step,
+            _momentum if momentum else _sgd,
+            {"velocity": velocity_dtype} if momentum else {},
+            lambda name: numbers | {"decay": float(weight_decay) if decays(name) else 0.0},
+        )
+
+
+def _lion_formula(
+    w: Array, g: Array, t: Array, lr: Array, m: Array, *, beta1: float, beta2: float, decay: float
+) -> tuple[Array, ...]:
+    return w - lr * (jnp.sign(beta1 * m + (1 - beta1) * g) + decay * w), beta2 * m + (1 - beta2) * g
+
+
+_lion = _formula("LionStep", _lion_formula, "momentum")
+
+
+def lion(
+    variables: Tensors,
+    gradients: Tensors,
+    lr: Rate,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.01,
+    decays: Callable[[str], bool] = lambda name: True,
+    clip_norm: float | None = None,
+    loss_scaling: float | popxl.Tensor = 1.0,
+    moment_dtype: popxl.dtype = popxl.float32,
+) -> NamedTensors:
+    """One step of Lion on all variables, in place: only the sign of the momentum counts.
+
+    Args:
+        beta1: how much of the momentum is in the direction of a step.
+        beta2: what stays of the momentum.
+        weight_decay: what each step takes of a variable, times the learning rate.
+        variables, gradients, lr, decays, clip_norm, loss_scaling, moment_dtype: as for `adamw`.
+
+    Returns:
+        The state, by name: `step`, and `<variable>.momentum`.
+
+    Raises:
+        ValueError: as `adamw`.
+
+    See also: `optax.lion`; Chen et al., https://arxiv.org/abs/2302.06675.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     w, dw = popxl.variable([1.0, 2.0], name="w"), popxl.constant([0.5, 0.25])
+        ...     state = lion([w], [dw], lr=0.01)
+        >>> state.keys_flat()
+        ['step', 'w.momentum']
+    """
+    with popxl.in_sequence():
+        step = _Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
+        numbers = {"beta1": float(beta1), "beta2": float(beta2)}
+        return _updated(
+            step,
+            _lion,
+            {"momentum": moment_dtype},
+            lambda name: numbers | {"decay": float(weight_decay) if decays(name) else 0.0},
+        )
+
+
+def _adafactor_formula(
+    w: Array, g: Array, t: Array, lr: Array, *variances: Array, **numbers: float
+) -> tuple[Array, ...]:
+    new = t ** numbers["beta2_decay"]
+    smallest, squares = numbers["eps1"], g * g
+    if len(variances) == 2:
+        rows, columns = variances
+        rows = rows + new * (squares.mean(-1, keepdims=True) - rows)
+        columns = columns + new * (squares.mean(-2, keepdims=True) - columns)
+        variances = (rows, columns)
+        variance = rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest)
+    else:
+        variance = variances[0] + new * (squares - variances[0])
+        variances = (variance,)
+    update = g * jax.lax.rsqrt(jnp.maximum(variance, smallest * smallest))
+    update = update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(update * update)) / numbers["clip"])
+    size = jnp.maximum(numbers["eps2"], jnp.sqrt(jnp.mean(w * w)))
+    rate = size * jnp.minimum(lr, jax.lax.rsqrt(t))
+    return w * (1 - lr * numbers["decay"]) - rate * update, *variances
+
+
+_adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, "row_variance", "column_variance")
+_adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, "variance")
+
+
+def adafactor(
+    variables: Tensors,
+    gradients: Tensors,
+    lr: Rate = 0.01,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float, float] = (float(np.finfo(np.float32).eps), 1e-3),
+    update_clip: float = 1.0,
+    weight_decay: float = 0.0,
+    decays: Callable[[str], bool] = lambda name: True,
+    clip_norm: float | None = None,
+    loss_scaling: float | popxl.Tensor = 1.0,
+) -> NamedTensors:
+    """One step of Adafactor on all variables, in place: of a matrix, the state is a row and a column.
+
+    Args:
+        lr: an upper bound of the learning rate, which is relative to the size of a variable.
+        beta2_decay: the second moment forgets `1 - t ** beta2_decay` less in each step t.
+        eps: the smallest variance, and the smallest size of a variable.
+        update_clip: the largest root mean square of what a variable is changed by.
+        weight_decay: what each step takes of a variable, times the learning rate.
+        variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`. The variables have to be whole.
+
+    Returns:
+        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, or `.variance` of vectors.
+
+    Raises:
+        ValueError: as `adamw`; and for variables in pieces.
+
+    See also: `torch.optim.Adafactor`; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     w, dw = popxl.variable(np.ones((2, 3)), name="w"), popxl.constant(np.ones((2, 3)))
+        ...     state = adafactor([w], [dw])
+        >>> state.w.row_variance.shape, state.w.column_variance.shape
+        ((2, 1), (1, 3))
+    """
+    with popxl.in_sequence():
+        step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
+        if pieces := [each.name for each in step.trained if each.tensor.meta_shape]:
+            raise ValueError(f"adafactor: {pieces} are in pieces, which have no rows. Use `adamw`, or keep them whole.")
+        lr_, scale = _as_tensor(step.lr), _as_tensor(step.scale)
+        numbers: dict[str, Any] = {
+            "beta2_decay": float(beta2_decay),
+            "eps1": eps[0],
+            "eps2": eps[1],
+            "clip": float(update_clip),
+        }
+        for each in step.trained:
+            shape, f32 = each.tensor.shape, popxl.float32
+            if len(shape) > 1:
+                kind = _adafactor_of_matrices
+                kept = step.kept(
+                    each,
+                    row_variance=(f32, (*shape[:-1], 1)),
+                    column_variance=(f32, (*shape[:-2], 1, shape[-1])),
+                )
+            else:
+                kind, kept = _adafactor_of_vectors, step.kept(each, variance=f32)
+            decay = float(weight_decay) if decays(each.name) else 0.0
+            kind(each.tensor, each.gradient, step.number, *kept, lr_, scale, **numbers, decay=decay)
+        return step.named_state
+
+
+# Of Optax -----------------------------------------------------------------------------------------------------------
+
+
+def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
+    """An optimiser of any transformation of Optax's: a function of variables and gradients, as `adamw` is one.
+
+    JAX computes the first state at once, of the values that the variables have on the host. State that belongs to a
+    variable is in pieces where the variable is. A transformation that looks at a whole variable or at all of them, as
+    clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved and loaded by those
+    who have made the same optimiser before.
+
+    Args:
+        transformation: an `optax.GradientTransformation`, with the learning rate in it.
+
+    Returns:
+        A function `(variables, gradients, clip_norm=None, loss_scaling=1.0)`, which makes one step, in place, and
+        returns the state by name: `step`, and `state.0`, `state.1`, ... in the order of the leaves of Optax's.
+
+    Raises:
+        TypeError: for what is no transformation.
+
+    Example:
+        With Optax installed::
+
+            optimizer = from_optax(optax.adamw(1e-3))
+            with ir.main_graph:
+                state = optimizer(variables, gradients, clip_norm=1.0)
+    """
+    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
+        raise TypeError(
+            f"from_optax: `transformation` is {transformation!r}; expected a GradientTransformation of Optax."
+        )
+    return partial(_by_optax, transformation)
+
+
+def _by_optax(
+    transformation: Any,
+    variables: Tensors,
+    gradients: Tensors,
+    clip_norm: float | None = None,
+    loss_scaling: float | popxl.Tensor = 1.0,
+) -> NamedTensors:
+    import optax
+
+    with popxl.in_sequence():
+        step = _Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
+        trained = {each.name: each for each in step.trained}
+        if unknown := [name for name, each in trained.items() if _owner(each) is None]:
+            raise ValueError(f"from_optax: {unknown} are no variables, and nothing says what they start with.")
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            first = transformation.init({name: jnp.asarray(_start(each)) for name, each in trained.items()})
+        owners = optax.tree_utils.tree_map_params(
+            transformation, lambda leaf, name: name, first, {name: name for name in trained},
+            transform_non_params=lambda leaf: "",
+        )  # fmt: skip
+        leaves, tree = jax.tree.flatten(first)
+        state = []
+        for i, (leaf, name) in enumerate(zip(leaves, jax.tree.leaves(owners), strict=True)):
+            leaf = np.asarray(leaf)
+            if name and leaf.shape == trained[name].whole_shape:
+                v = trained[name].state(f"optax{i}", popxl.dtype.as_dtype(leaf.dtype), start=leaf)
+            else:
+                v = popxl.variable(leaf, name=f"optimizer.optax{i}")
+            step.state[f"state.{i}"] = v
+            state.append(v if v.piece is None else v.piece)
+        kind = _optax_kind(transformation, tuple(trained), tree)
+        tensors = [each.tensor for each in step.trained]
+        kind(*tensors, *state, *(each.gradient for each in step.trained), _as_tensor(step.scale))
+        return step.named_state
+
+
+def _owner(each: _Trained) -> Variable | None:
+    if isinstance(each.tensor, Variable):
+        return each.tensor
+    return next((v for v in popxl.gmg().variables if v.piece is each.tensor), None)
+
+
+def _start(each: _Trained) -> np.ndarray:
+    """A value of a variable on the host: the first of several."""
+    owner = _owner(each)
+    assert owner is not None
+    return owner.data if owner.replica_grouping.num_groups == 1 else owner.data[0]
+
+
+def _optax_kind(transformation: Any, names: tuple[str, ...], tree: Any) -> OpKind:
+    """The op that makes one step with variables, state, gradients, and what these are multiplied by."""
+    count = len(names)
+
+    def lowering(*arrays: Array) -> tuple[Array, ...]:
+        *others, scale = arrays
+        weights, state, gradients = others[:count], others[count:-count], others[-count:]
+        params = dict(zip(names, weights, strict=True))
+        scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
+        grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
+        updates, state = transformation.update(grads, jax.tree.unflatten(tree, state), params)
+        new = (params[name] + updates[name].astype(params[name].dtype) for name in names)
+        return (*new, *jax.tree.leaves(state))
+
+    changed = frozenset(range(count + tree.num_leaves))
+    return OpKind(
+        "OptaxStep",
+        lowering,
+        shape=lambda *operands: (),
+        gradient=None,
+        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated()],
+        key=f"popxl_addons.OptaxStep.{tree}",
+    )

@@ -1,0 +1,1 @@
+"""What compiled programs cost: read off the text that XLA gives of them."""

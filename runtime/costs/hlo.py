@@ -1,0 +1,234 @@
+"""The text of a compiled program, read: its instructions, and what a run of them does.
+
+The text is XLA's HLO, after all its passes: what is in it runs, in this order. Here it becomes computations of
+instructions, each with how often a run carries it out. `runtime.costs.work` says what they do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+HOST = 5
+"""The number of the host's memory. 0 is the memory of the device; others are on the chip."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array: its dtype as XLA names it, its dimensions, and the number of the memory that it is in."""
+
+    dtype: str
+    dimensions: tuple[int, ...]
+    memory: int = 0
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dimensions)
+
+    @property
+    def bytes(self) -> int:
+        return math.ceil(self.elements * _bits(self.dtype) / 8)
+
+
+def _bits(dtype: str) -> int:
+    """Of one element: `pred` and names without digits are a byte, tokens nothing."""
+    if dtype in ("token", "opaque"):
+        return 0
+    found = re.match(r"(?:bf|[a-z])(\d+)", dtype)
+    return int(found[1]) if found else 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: its name in its computation.
+        opcode: what it is, such as "fusion" or "all-reduce-start".
+        results: its results; several, if it is a tuple.
+        operands: the names of its operands, or what stands in their place.
+        text: what stands behind them: attributes and metadata.
+        is_root: whether it is the result of its computation.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    text: str
+    is_root: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The opcode of an asynchronous instruction without `-start`."""
+        return self.opcode.removesuffix("-start")
+
+    def attribute(self, name: str) -> str:
+        """What stands behind `name=`; "" if nothing does."""
+        found = re.search(rf"\b{name}=((?:{{[^}}]*}}|[^\s,{{])+)", self.text)
+        return found[1] if found else ""
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """An attribute that is a list of numbers."""
+        return tuple(map(int, re.findall(r"-?\d+", self.attribute(name))))
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """The computations that it names: those of a fusion, a call, branches, or a loop's body."""
+        listed = self.attribute("branch_computations")
+        names = re.findall(r"%([\w.\-]+)", listed)
+        single = ("calls", "to_apply", "body", "true_computation", "false_computation")
+        return (*names, *(found.lstrip("%") for name in single if (found := self.attribute(name))))
+
+    @cached_property
+    def scope(self) -> str:
+        """Where it comes from: the names of JAX's functions and scopes, divided by slashes."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
+        return found[1] if found else ""
+
+    @property
+    def cycles(self) -> int:
+        """How long XLA for TPUs thinks that it takes; 0, where it does not say."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.text)
+        return int(found[1]) if found else 0
+
+
+@dataclass
+class Computation:
+    """Instructions in the order in which they run, by their names."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+
+    def operands(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
+        """What the operands of an instruction are; nothing, for one that is not known."""
+        known = (self.instructions.get(name) for name in instruction.operands)
+        return tuple(() if each is None else each.results for each in known)
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """By their numbers."""
+        return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+    @cached_property
+    def root(self) -> Instruction:
+        """What it gives."""
+        return next(i for i in reversed(self.instructions.values()) if i.is_root)
+
+    def users(self, name: str) -> Iterator[Instruction]:
+        """The instructions that have one as an operand, also by way of another shape of the same array."""
+        for each in self.instructions.values():
+            if name in each.operands:
+                if each.opcode == "bitcast":
+                    yield from self.users(each.name)
+                else:
+                    yield each
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+        computations: by their names.
+        entry: the name of the one that is run.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+    def runs(self) -> Iterator[tuple[Computation, Instruction, int]]:
+        """Every instruction that a run carries out, where it is, and how often: of a conditional those of all
+        branches, and of a fusion the whole only."""
+        waiting = [(self.entry, 1)]
+        while waiting:
+            name, times = waiting.pop()
+            computation = self.computations[name]
+            for instruction in computation.instructions.values():
+                if instruction.opcode == "while":
+                    waiting.append((instruction.attribute("body").lstrip("%"), times * self.turns(instruction)))
+                elif instruction.opcode in ("call", "conditional", "async-start"):
+                    waiting += ((callee, times) for callee in instruction.called)
+                else:
+                    yield computation, instruction, times
+
+    def turns(self, loop: Instruction) -> int:
+        """How often a loop turns: as XLA says, or as its condition does; once, if neither is known."""
+        if known := re.search(r'"known_trip_count":{"n":"(\d+)"}', loop.text):
+            return int(known[1])
+        condition = self.computations[loop.attribute("condition").lstrip("%")]
+        last = condition.root
+        if last.opcode != "compare" or last.attribute("direction") != "LT":
+            return 1
+        limit = condition.instructions.get(last.operands[1])
+        return int(limit.operands[0]) if limit is not None and limit.opcode == "constant" else 1
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+_HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\) -> .*{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](?:{([^}]*)})?")
+_MEMORY = re.compile(r"S\((\d+)\)")
+
+
+def read(text: str) -> Module:
+    """The text of a program as computations.
+
+    Example:
+        >>> module = read(jax.jit(jnp.sin).lower(1.0).compile().as_text())
+        >>> [instruction.opcode for _, instruction, _ in module.runs()]
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = computations[header[2]] = Computation(header[2])
+            entry = header[2] if header[1] else entry
+        elif current is not None and (start := _INSTRUCTION.match(line)):
+            instruction = _instruction(line[start.end() :], start[2], bool(start[1]))
+            current.instructions[instruction.name] = instruction
+    return Module(computations, entry)
+
+
+def _instruction(text: str, name: str, is_root: bool) -> Instruction:
+    """One line, from behind the sign of equality: type, opcode, operands in brackets, attributes."""
+    end = _closing(text) + 1 if text[0] == "(" else text.index(" ")
+    opcode, _, rest = text[end:].strip().partition("(")
+    inside = _closing("(" + rest) - 1
+    operands = tuple(part.rpartition("%")[2].strip() for part in _parts(rest[:inside]) if part.strip())
+    return Instruction(name, opcode, tuple(shapes(text[:end])), operands, rest[inside + 1 :], is_root)
+
+
+def shapes(text: str) -> Iterator[Shape]:
+    """All arrays of a type."""
+    for dtype, dimensions, layout in _SHAPE.findall(text):
+        memory = _MEMORY.search(layout)
+        yield Shape(dtype, tuple(map(int, re.findall(r"\d+", dimensions))), int(memory[1]) if memory else 0)
+
+
+def _closing(text: str) -> int:
+    """Where the bracket closes with which a text begins. Strings may have any brackets."""
+    depth, is_quoted = 0, False
+    for i, letter in enumerate(text):
+        if letter == '"' and text[i - 1] != "\\":
+            is_quoted = not is_quoted
+        elif not is_quoted:
+            depth += (letter in "({") - (letter in ")}")
+            if depth == 0:
+                return i
+    return len(text)
+
+
+def _parts(text: str) -> list[str]:
+    """Operands, divided by the commas that are in no brackets."""
+    found, depth, start = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter in "({[") - (letter in ")}]")
+        if letter == "," and depth == 0:
+            found.append(text[start:i])
+            start = i + 1
+    return [*found, text[start:]]

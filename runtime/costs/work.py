@@ -1,0 +1,336 @@
+"""What one run of a compiled program does: kernels, operations, bytes, and what chips send to each other.
+
+Operations and bytes are counted as XLA's own cost analysis does, which does not work for GPUs that are not here. Other
+than there, loops count as often as they turn, and each graph of the program has its own account.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from runtime.costs.hlo import HOST, Computation, Instruction, Module, Shape
+from runtime.lowering.scopes import graph_of, source_of
+
+COLLECTIVES = frozenset(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
+)
+
+_NOTHING = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
+    "add-dependency while conditional call".split()
+)
+"""Instructions that are no kernel: they run nothing, or others."""
+
+_EACH = frozenset(
+    "abs add and atan2 cbrt ceil clamp compare convert cosine divide erf exponential exponential-minus-one floor "
+    "is-finite log log-plus-one logistic maximum minimum multiply negate not or popcnt power real remainder "
+    "round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine "
+    "sqrt subtract tan tanh xor".split()
+)
+"""Instructions that compute each element of their result with one operation."""
+
+_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+
+
+class Collective(NamedTuple):
+    """What chips do together.
+
+    Attributes:
+        kind: what it is: "all-reduce".
+        bytes: of one chip: what goes in, or what comes out, whichever is more.
+        group_size: how many chips are together; 0 for all.
+        groups: which of them, as XLA writes it.
+        source: the user's line; "" where it is not known.
+        graph: the graph that it is in.
+        runs: how often a run carries it out.
+    """
+
+    kind: str
+    bytes: int
+    group_size: int
+    groups: str
+    source: str
+    graph: str
+    runs: int
+
+
+class Product(NamedTuple):
+    """How factors are multiplied: their dtype, and the precision that is asked for: "highest", "high", "default"."""
+
+    dtype: str
+    precision: str
+
+
+@dataclass
+class Work:
+    """What is done, in one run, by one chip.
+
+    Attributes:
+        kernels: what the chip is told to run, one after the other.
+        copies: what only copies: some kernels, and what goes from memory to memory meanwhile.
+        cycles: XLA's own estimate for TPUs; 0 elsewhere.
+        products: operations of matrix products and convolutions.
+        others: all other operations, one for each element that is computed or reduced.
+        bytes: read and written, as XLA counts them: in whichever memory.
+        memory_bytes: those of them in the memory of the device.
+        host_bytes: those of them in the memory of the host.
+    """
+
+    kernels: int = 0
+    copies: int = 0
+    cycles: int = 0
+    products: Counter[Product] = field(default_factory=Counter)
+    others: int = 0
+    bytes: int = 0
+    memory_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Operations of both kinds."""
+        return sum(self.products.values()) + self.others
+
+    def add(self, more: Work, times: int = 1) -> None:
+        """Add what is done so many times."""
+        for name in ("kernels", "copies", "cycles", "others", "bytes", "memory_bytes", "host_bytes"):
+            setattr(self, name, getattr(self, name) + times * getattr(more, name))
+        self.products.update({key: times * count for key, count in more.products.items()})
+
+
+@dataclass
+class Account:
+    """The work of each graph, by its name, and what chips do together."""
+
+    graphs: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    collectives: list[Collective] = field(default_factory=list)
+
+    @property
+    def total(self) -> Work:
+        """The work of all graphs."""
+        total = Work()
+        for work in self.graphs.values():
+            total.add(work)
+        return total
+
+    def add(self, more: Account, times: int = 1) -> None:
+        """Add what is done so many times."""
+        for name, work in more.graphs.items():
+            self.graphs[name].add(work, times)
+        self.collectives += (each._replace(runs=each.runs * times) for each in more.collectives)
+
+
+def account_of(module: Module) -> Account:
+    """What a run of a compiled program does."""
+    account = Account()
+    for computation, instruction, times in module.runs():
+        if instruction.opcode in _NOTHING or instruction.opcode.endswith(("-done", "-update")):
+            continue
+        graph = graph_of(instruction.scope)
+        is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
+        work = Work(not is_meanwhile, int(instruction.kind == "copy"), instruction.cycles)
+        _compute(module, computation, instruction, work)
+        for memory, count in _traffic(module, computation, instruction):
+            work.bytes += count
+            work.memory_bytes += count * (memory == 0)
+            work.host_bytes += count * (memory == HOST)
+        account.graphs[graph].add(work, times)
+        if instruction.kind in COLLECTIVES:
+            account.collectives.append(_collective(computation, instruction, graph, times))
+    return account
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+def _compute(module: Module, computation: Computation, instruction: Instruction, work: Work) -> None:
+    """Add the operations of an instruction."""
+    kind, result = instruction.kind, instruction.results[0] if instruction.results else Shape("token", ())
+    operands = [shapes[0] for shapes in computation.operands(instruction) if shapes]
+    if kind == "fusion":
+        for name in instruction.called:
+            inside = module.computations[name]
+            for each in inside.instructions.values():
+                _compute(module, inside, each, work)
+    elif kind == "dot":
+        contracted = (operands[0].dimensions[d] for d in instruction.sizes("lhs_contracting_dims"))
+        work.products[_product(operands[0], instruction)] += 2 * result.elements * math.prod(contracted)
+    elif kind == "convolution":
+        work.products[_product(operands[0], instruction)] += _of_convolution(
+            instruction, operands[0], operands[1], result
+        )
+    elif kind == "custom-call":
+        _compute_by_library(instruction, operands, result, work)
+    elif kind in _EACH:
+        work.others += result.elements
+    elif kind == "reduce":
+        work.others += sum(each.elements for each in operands[: len(instruction.results)])
+    elif kind == "reduce-window":
+        work.others += result.elements * math.prod(_window(instruction, "size") or [1])
+
+
+def _product(factor: Shape, instruction: Instruction) -> Product:
+    precisions = set(re.findall(r"\w+", instruction.attribute("operand_precision")))
+    precision = next((each for each in ("highest", "high") if each in precisions), "default")
+    return Product(factor.dtype, precision)
+
+
+def _window(instruction: Instruction, name: str) -> list[int]:
+    """Numbers of a window, such as `size=3x3`."""
+    found = re.search(rf"\b{name}=([\d_x\-]+)", instruction.attribute("window"))
+    return list(map(int, re.split("[x_]", found[1]))) if found else []
+
+
+def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, result: Shape) -> int:
+    """Two operations for each product of an element that is there, not one of the padding or between dilated ones."""
+    of_image, of_kernel, of_result = re.split("[_>-]+", instruction.attribute("dim_labels"))
+    sizes = _window(instruction, "size")
+    count = len(sizes)
+    strides = _window(instruction, "stride") or [1] * count
+    pads = _window(instruction, "pad") or [0] * (2 * count)
+    spread = _window(instruction, "lhs_dilate") or [1] * count
+    apart = _window(instruction, "rhs_dilate") or [1] * count
+    pairs = 1
+    for d in range(count):
+        inside = image.dimensions[of_image.index(str(d))]
+        outside = result.dimensions[of_result.index(str(d))]
+        last = (inside - 1) * spread[d]
+        places = (o * strides[d] + k * apart[d] - pads[2 * d] for o, k in product(range(outside), range(sizes[d])))
+        pairs *= sum(0 <= place <= last and place % spread[d] == 0 for place in places)
+    features_in = kernel.dimensions[of_kernel.index("i")]
+    features_out = result.dimensions[of_result.index("f")]
+    batch = result.dimensions[of_result.index("b")]
+    return 2 * pairs * features_in * features_out * batch
+
+
+def _compute_by_library(instruction: Instruction, operands: list[Shape], result: Shape, work: Work) -> None:
+    """Add the operations of a call of cuBLAS or cuDNN."""
+    target = instruction.attribute("custom_call_target")
+    if "cublas" in target and operands:
+        found = re.search(r'"lhs_contracting_dimensions":\["?([\d",]*)', instruction.text)
+        contracted = (operands[0].dimensions[int(d)] for d in re.findall(r"\d+", found[1])) if found else ()
+        work.products[_product(operands[0], instruction)] += 2 * result.elements * math.prod(contracted)
+    elif "conv" in target and len(operands) > 1:
+        labels = re.split("[_>-]+", instruction.attribute("dim_labels"))
+        kernel, larger = operands[1], result
+        if "BackwardFilter" in target:
+            kernel, larger = result, operands[1]
+        elif "BackwardInput" in target:
+            larger = operands[0]
+        features = kernel.dimensions[labels[1].index("o")]
+        count = 2 * larger.elements * kernel.elements // features
+        work.products[_product(operands[0], instruction)] += count
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def _traffic(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[int, int]]:
+    """What an instruction reads and writes: numbers of memories, and bytes."""
+    operands, results = computation.operands(instruction), instruction.results
+    if instruction.opcode == "fusion":
+        (name,) = instruction.called
+        inside = module.computations[name]
+        for number, shapes in enumerate(operands):
+            memory = shapes[0].memory if shapes else 0
+            yield memory, _read(module, inside, inside.parameters[number])
+        for shape, written in zip(results, _written(module, inside, inside.root), strict=False):
+            yield shape.memory, written
+        return
+    if instruction.kind in _SLICES:
+        part = results[-2] if instruction.opcode.endswith("-start") else results[0]
+        yield operands[0][0].memory, part.bytes
+        yield part.memory, part.bytes
+        return
+    if instruction.kind == "dynamic-update-slice":
+        part = operands[1][0]
+        yield part.memory, part.bytes
+        yield operands[0][0].memory, part.bytes
+        return
+    read = [shape for shapes in operands for shape in shapes]
+    yield from ((shape.memory, shape.bytes) for shape in read)
+    if instruction.kind == "copy":
+        yield results[0].memory, results[0].bytes
+    elif instruction.opcode.endswith("-start"):
+        yield 0, _exchanged(computation, instruction)
+    else:
+        yield from ((shape.memory, shape.bytes) for shape in results)
+
+
+def _read(module: Module, inside: Computation, parameter: Instruction) -> int:
+    """The bytes that a fusion reads of what it is given: of what it only cuts from, those that are cut out."""
+    whole = sum(shape.bytes for shape in parameter.results)
+    count = 0
+    for user in inside.users(parameter.name):
+        first = bool(user.operands) and _origin(inside, user.operands[0]) == parameter.name
+        if user.opcode in _SLICES and first:
+            count += user.results[0].bytes
+        elif user.opcode == "fusion":
+            nested = module.computations[user.called[0]]
+            numbers = (n for n, name in enumerate(user.operands) if _origin(inside, name) == parameter.name)
+            count += sum(_read(module, nested, nested.parameters[n]) for n in numbers)
+        elif user.opcode != "dynamic-update-slice" or not first:
+            return whole
+    return min(whole, count)
+
+
+def _origin(inside: Computation, name: str) -> str:
+    """What something is another shape of."""
+    while name in inside.instructions and inside.instructions[name].opcode == "bitcast":
+        name = inside.instructions[name].operands[0]
+    return name
+
+
+def _written(module: Module, inside: Computation, root: Instruction) -> list[int]:
+    """The bytes that a fusion writes, for each of its results: of what it only overwrites a part of, that part."""
+    root = inside.instructions.get(_origin(inside, root.name), root)
+    if root.opcode == "tuple":
+        parts = (inside.instructions[name] for name in root.operands)
+        return [sum(_written(module, inside, part)) for part in parts]
+    if root.opcode == "dynamic-update-slice":
+        return [inside.instructions[root.operands[1]].results[0].bytes]
+    if root.opcode == "fusion":
+        nested = module.computations[root.called[0]]
+        return _written(module, nested, nested.root)
+    return [sum(shape.bytes for shape in root.results)]
+
+
+# Between chips -------------------------------------------------------------------------------------------------------
+
+
+def _exchanged(computation: Computation, instruction: Instruction) -> int:
+    """What goes into a collective, or what comes out of it, whichever is more."""
+    given = sum(shape.bytes for shapes in computation.operands(instruction) for shape in shapes)
+    taken = sum(shape.bytes for shape in instruction.results)
+    if instruction.opcode.endswith("-start") and instruction.kind != "all-reduce":
+        taken -= given  # the operands are among the results
+    return max(given, taken)
+
+
+def _collective(computation: Computation, instruction: Instruction, graph: str, times: int) -> Collective:
+    groups = re.search(
+        r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\S+?)(?:,|$)", instruction.text
+    )
+    shown = groups[1] if groups else ""
+    return Collective(
+        instruction.kind,
+        _exchanged(computation, instruction),
+        _group_size(shown),
+        shown,
+        source_of(instruction.scope),
+        graph,
+        times,
+    )
+
+
+def _group_size(groups: str) -> int:
+    """`{{0,1},{2,3}}` and `[2,2]<=[4]` are groups of two; `{}` is one of all, for which 0 stands."""
+    if groups.startswith("["):
+        return int(groups[1:].partition("]")[0].split(",")[-1])
+    first = re.match(r"\{\{([\d,]*)\}", groups)
+    return len(first[1].split(",")) if first else 0

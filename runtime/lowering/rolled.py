@@ -1,0 +1,237 @@
+"""Loops that the machine makes: ops of a graph that are the same again and again, as turns of one loop.
+
+The ops of one turn, the *model*, are lowered, with what another turn takes and makes in the place of what they do. What
+turns take lies in one array, a stack, of which each has a row: its weights, say. So does what turns make and others
+read later. What is overwritten is overwritten in its row. See `runtime.plan.rolling` for where such loops are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.base.nesting import done
+from popxl.core.recording import Op
+from popxl.core.tensor import Constant, Tensor
+from popxl.graph import Graph
+from runtime.lowering.effects import Channels, channels_of_ops
+from runtime.lowering.stacks import Row, Stack, read
+
+if TYPE_CHECKING:
+    from runtime.lowering.lower import Environment, Lowering
+
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a turn finds.
+
+    Attributes:
+        name: the storage that the model finds.
+        of_turns: the storage that each turn finds.
+        is_written: whether turns overwrite it.
+        before: what the model makes, or finds, that the next turn finds here; `None`, if nothing is handed on.
+    """
+
+    name: Tensor
+    of_turns: tuple[Tensor, ...]
+    is_written: bool = False
+    before: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What a turn makes, and somebody reads after the loop.
+
+    Attributes:
+        name: the storage that the model makes.
+        of_turns: the storage that each turn makes.
+        is_last_only: whether only what the last turn makes is read.
+        first: a storage that lies before those of all turns: what the first turn finds, where others find this.
+    """
+
+    name: Tensor
+    of_turns: tuple[Tensor, ...]
+    is_last_only: bool = False
+    first: Tensor | None = None
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """What lies in the stack."""
+        return self.of_turns if self.first is None else (self.first, *self.of_turns)
+
+
+@dataclass(frozen=True, eq=False)
+class Rolled:
+    """Ops that are carried out as a loop.
+
+    Attributes:
+        turns: the ops of each turn.
+        model: the number of the turn that is lowered.
+        taken: what a turn finds.
+        made: what is left of it.
+    """
+
+    turns: tuple[tuple[Op, ...], ...]
+    model: int
+    taken: tuple[Taken, ...]
+    made: tuple[Made, ...]
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """Those of the model."""
+        return self.turns[self.model]
+
+    @cached_property
+    def all(self) -> tuple[Op, ...]:
+        """Those of all turns, in order."""
+        return tuple(op for turn in self.turns for op in turn)
+
+
+class AsWritten:
+    """What is carried out of graphs: their ops, in order. Others may know better.
+
+    Attributes:
+        same: tensors that stand for others, which have their values.
+    """
+
+    same: Mapping[Tensor, Tensor] = MappingProxyType({})
+
+    def schedule(self, graph: Graph) -> Sequence[Op | Rolled]:
+        """What is carried out of a graph, in order."""
+        return graph.ops
+
+
+def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: Channels) -> None:
+    """Carry out a loop."""
+    turning, streams = _Turning(loop, environment), channels_of_ops(loop.ops)
+    stepping = channels.stepping(streams)
+
+    def turn(state: Any, rows: Sequence[Array]) -> Any:
+        held, positions = state
+        inside = stepping.at(positions)
+        after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
+        return (turning.left(held, rows, after), inside.positions(streams)), None
+
+    start = (turning.start, stepping.start)
+    (held, positions), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
+    channels.put_back(streams, stepping.at(positions).take(streams))
+    turning.finish(held, environment)
+
+
+class _Turning:
+    """How turns find what they take, and where they leave what they make.
+
+    Carried from turn to turn are: what is overwritten and in no stack; what a turn hands to the next one; what was made
+    last; and the stacks that are written to.
+
+    Attributes:
+        start: what the first turn gets.
+        rows: for each turn the numbers of its rows, as arrays. XLA does not see through these, and leaves what it would
+            do to a whole stack before the loop in the turns.
+    """
+
+    def __init__(self, loop: Rolled, environment: Environment) -> None:
+        self._handed = tuple((t, t.before) for t in loop.taken if t.before is not None)
+        self._last = tuple(m for m in loop.made if m.is_last_only)
+        self._made = tuple(m for m in loop.made if not m.is_last_only)
+        known = [t for t in loop.taken if t.before is None and not _is_number(t, environment)]
+        for storages in _that_overlap(t.of_turns for t in known):
+            _bring_together(environment, storages)
+        places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
+        in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
+        written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
+        self._read = tuple(t for t in in_rows if len(set(t.of_turns)) > 1 or in_rows[t][0].stack in written)
+        alone = [t for t in known if t not in self._read]
+        self._alone = tuple(t for t in alone if t.is_written)
+        self._fixed = {t.name: environment.read(t.of_turns[0]) for t in alone if not t.is_written}
+        self._rooms = tuple(_room(made, environment) for made in self._made)
+        self._stacks = tuple(dict.fromkeys((*written, *self._rooms)))
+        self._of_read = tuple(in_rows[t][0].stack for t in self._read)
+        read = [[row.number for row in in_rows[t]] for t in self._read]
+        made = [range(len(m.rows) - len(m.of_turns), len(m.rows)) for m in self._made]
+        self.rows = tuple(np.asarray(numbers, np.int32) for numbers in (*read, *made))
+        self.start = (
+            [environment.read(t.of_turns[0]) for t in self._alone],
+            [environment.read(t.of_turns[0]) for t, _ in self._handed],
+            [jnp.zeros(m.name.shape, m.name.dtype.as_jax()) for m in self._last],
+            [stack.array for stack in self._stacks],
+        )
+
+    def found(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array]:
+        """What the model finds in a turn."""
+        alone, handed, _, arrays = held
+        now = dict(zip(self._stacks, arrays, strict=True))
+        values = dict(self._fixed)
+        values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
+        values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
+        for taken, stack, row in zip(self._read, self._of_read, rows, strict=False):
+            values[taken.name] = lax.dynamic_index_in_dim(now.get(stack, stack.array), row, keepdims=False)
+        return values
+
+    def left(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
+        """What the next turn gets."""
+        now = dict(zip(self._stacks, held[-1], strict=True))
+        taken = [(t.name, s, row) for t, s, row in zip(self._read, self._of_read, rows, strict=False) if t.is_written]
+        made = zip((m.name for m in self._made), self._rooms, rows[len(self._read) :], strict=True)
+        for name, stack, row in (*taken, *made):
+            now[stack] = lax.dynamic_update_index_in_dim(now[stack], after.read(name), row, 0)
+        return (
+            [after.read(t.name) for t in self._alone],
+            [after.read(before) for _, before in self._handed],
+            [after.read(m.name) for m in self._last],
+            [now[stack] for stack in self._stacks],
+        )
+
+    def finish(self, held: Any, environment: Environment) -> None:
+        """Leave what there is after the last turn."""
+        alone, _, last, arrays = held
+        for stack, array in zip(self._stacks, arrays, strict=True):
+            stack.array = array
+        for taken, value in zip(self._alone, alone, strict=True):
+            environment.values[taken.of_turns[0]] = value
+        for made, value in zip(self._last, last, strict=True):
+            environment.values[made.of_turns[-1]] = value
+        for made, stack in zip(self._made, self._rooms, strict=True):
+            environment.values.update((t, Row(stack, n)) for n, t in enumerate(made.rows))
+
+
+def _is_number(taken: Taken, environment: Environment) -> bool:
+    """Whether turns take a constant that nothing has changed: it is best written down where it is used."""
+    is_same = isinstance(taken.name, Constant) and len(set(taken.of_turns)) == 1
+    return is_same and not taken.is_written and taken.name not in environment.values
+
+
+def _that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+    """What turns take, with all together that has a storage in common."""
+    found: dict[Tensor, list[Tensor]] = {}
+    for storages in of_turns:
+        groups = {id(group): group for t in storages if (group := found.get(t)) is not None}
+        whole = list(dict.fromkeys([*(t for group in groups.values() for t in group), *storages]))
+        found.update(dict.fromkeys(whole, whole))
+    return [tuple(group) for group in {id(group): group for group in found.values()}.values()]
+
+
+def _bring_together(environment: Environment, storages: Sequence[Tensor]) -> None:
+    """Have several storages lie in one stack. If they do not, their values are copied there."""
+    places = [environment.place(t) for t in storages] if len(storages) > 1 else []
+    stacks = {place.stack for place in places if isinstance(place, Row)}
+    if len(stacks) > 1 or not all(isinstance(place, Row) for place in places):
+        stack = Stack(jnp.stack([read(place) for place in places]))
+        environment.values.update((t, Row(stack, n)) for n, t in enumerate(storages))
+
+
+def _room(made: Made, environment: Environment) -> Stack:
+    """A stack for what turns make."""
+    room = jnp.zeros((len(made.rows), *made.name.shape), made.name.dtype.as_jax())
+    if made.first is not None:
+        room = lax.dynamic_update_index_in_dim(room, environment.read(made.first), 0, 0)
+    return Stack(room)

@@ -1,0 +1,52 @@
+"""Values of one shape and dtype that lie in one array, so that a loop can take one of them in each turn.
+
+A graph that is lowered has a value for each storage. This may be a row of a stack: it is cut out where it is read, and
+overwritten in place where it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax import lax
+
+Array = Any
+
+
+class Stack:
+    """An array of values, while a program is traced.
+
+    Attributes:
+        array: what is in it at present; the first dimension counts the values.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
+class Row(NamedTuple):
+    """A value in a stack."""
+
+    stack: Stack
+    number: int
+
+    def read(self) -> Array:
+        """The value at present."""
+        return lax.index_in_dim(self.stack.array, self.number, keepdims=False)
+
+    def write(self, value: Array) -> None:
+        """Overwrite it."""
+        self.stack.array = lax.dynamic_update_index_in_dim(self.stack.array, value, self.number, 0)
+
+
+def read(place: Array | Row) -> Array:
+    """A value, wherever it is."""
+    return place.read() if isinstance(place, Row) else place
+
+
+def put_back(place: Array | Row, row: Row) -> None:
+    """Have a row hold a value, if it is not there that the value is."""
+    if not isinstance(place, Row) or place != row:
+        row.write(read(place))

@@ -1,0 +1,73 @@
+"""Graphs that are called once are part of the graph that calls them, as far as loops are looked for.
+
+The gradient of a model whose layers are called is a graph: its updates come after it, in the graph that calls it. Taken
+as one, each update may share the turn of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+from popxl.core.aliasing import changed_inputs, reachable, storages
+from popxl.core.recording import Op
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import is_call
+from popxl.graph import Graph
+from runtime.lowering.lower import view_of
+
+
+class Flat:
+    """The graphs of a program, with those that are part of others.
+
+    Args:
+        main: the graph that the program runs.
+
+    Attributes:
+        graphs: the graphs that are no part of others, each with its ops and those of its parts, in order.
+        same: for the inputs of parts what is bound to them; for the results of their calls what is returned.
+    """
+
+    def __init__(self, main: Graph) -> None:
+        self._sites = Counter(callee for graph in reachable(main) for op in graph.ops for callee in op.called_graphs)
+        self._storages = cache(lambda graph: storages(graph.ops))
+        self.same: dict[Tensor, Tensor] = {}
+        self.graphs: dict[Graph, tuple[Op, ...]] = {}
+        waiting = [main]
+        while waiting:
+            graph = waiting.pop()
+            if graph not in self.graphs:
+                self.graphs[graph] = tuple(self._ops(graph))
+                waiting += [callee for op in self.graphs[graph] for callee in op.called_graphs]
+
+    def _ops(self, graph: Graph) -> Iterator[Op]:
+        """The ops of a graph, with those of its parts in the place of their calls."""
+        entered = [iter(graph.ops)]
+        while entered:
+            op = next(entered[-1], None)
+            if op is None:
+                entered.pop()
+            elif self._is_part(op):
+                (run,) = op.runs
+                self.same.update(zip(run.inputs, run.given, strict=True))
+                self.same.update(run.results)
+                entered.append(iter(run.graph.ops))
+            else:
+                yield op
+
+    def _is_part(self, op: Op) -> bool:
+        """Whether an op is the only call of a graph that calls others, and nothing has to be copied for it: the graph
+        changes what it takes by reference only, and each of its results is one that it has made."""
+        if not is_call(op) or self._sites[op.called_graphs[0]] > 1 or not op.runs[0].is_bound:
+            return False
+        (run,) = op.runs
+        if not run.graph.called_graphs:
+            return False
+        changed = changed_inputs(run.graph)
+        made_of = self._storages(op.graph)
+        count = Counter(s for t in run.given for s in made_of[t])
+        apart = all(count[s] == 1 for i in changed for s in made_of[run.given[i]])
+        outputs = [output.origin for _, output in run.results]
+        own = all(view_of(t) is None and t not in run.inputs and not isinstance(t, Constant) for t in outputs)
+        return apart and own and changed <= op.modified and len(set(outputs)) == len(outputs)

@@ -1,0 +1,122 @@
+"""The loops of one graph: of the spans of its ops that repeat themselves, those that can be turns."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
+from popxl.graph import Graph
+from runtime.lowering.rolled import Rolled
+from runtime.plan.rolling.forms import Forms
+from runtime.plan.rolling.patterns import FEWEST, Span, spans
+from runtime.plan.rolling.schedule import close_together
+from runtime.plan.rolling.turns import CannotRoll, rolled
+
+TRIED = 8
+"""How many spans of a sequence are tried before it is left alone."""
+
+Item = Op | Rolled
+
+
+def loops_of(
+    ops: Sequence[Op],
+    outputs: Sequence[Tensor],
+    forms: Forms,
+    size: Callable[[Graph], int],
+    reasons: dict[Graph, str],
+) -> tuple[Item, ...]:
+    """Ops in order, and in the place of some of them loops.
+
+    Args:
+        ops: those of a graph.
+        outputs: what the graph returns.
+        forms: those of the ops of the program.
+        size: how many ops a graph stands for.
+        reasons: is told, of graphs that are called again and again, why they are in no loop.
+    """
+    count = Counter(forms.of(op) for op in ops if op.called_graphs)
+    if max(count.values(), default=0) < FEWEST:
+        return tuple(ops)
+    returned = {root for t in outputs for root in forms.roots(t)}
+    ops = close_together([op for op in ops if op.kind.view is None], forms, returned)
+    return _Sequence(ops, returned, forms, size, reasons).items()
+
+
+class _Sequence:
+    """Ops, with all of a turn close together."""
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        returned: Iterable[Tensor],
+        forms: Forms,
+        size: Callable[[Graph], int],
+        reasons: dict[Graph, str],
+    ) -> None:
+        self._ops = ops
+        self._roots = forms.roots
+        self._forms = [forms.of(op) for op in self._ops]
+        self._sizes = [sum(1 + size(callee) for callee in op.called_graphs) for op in self._ops]
+        self._reasons = reasons
+        self._made_at = {t: i for i, op in enumerate(self._ops) for t in op.outputs}
+        self._last_read: dict[Tensor, float] = {}
+        for i, op in enumerate(self._ops):
+            self._last_read.update((root, i) for t in op.inputs for root in self._roots(t))
+        self._last_read.update(dict.fromkeys(returned, math.inf))
+
+    def items(self) -> tuple[Item, ...]:
+        """The ops, and loops of them: first where the most is saved, and then before and after that."""
+        found: dict[int, tuple[Rolled, int]] = {}
+        waiting = [(0, len(self._ops))]
+        while waiting:
+            first, end = waiting.pop()
+            for start, last, loop in self._tried(first, end):
+                found[start] = loop, last
+                waiting += [(first, start), (last, end)]
+                break
+        items: list[Item] = []
+        i = 0
+        while i < len(self._ops):
+            if i in found:
+                loop, i = found[i]
+                items.append(loop)
+            else:
+                items.append(self._ops[i])
+                i += 1
+        return tuple(items)
+
+    def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, Rolled]]:
+        """The loops between two places, the best first: each with where it begins and ends."""
+        for span in spans(self._forms, self._sizes, first, end)[:TRIED]:
+            problem = None
+            for start, turns in self._cuts(span):
+                last = start + turns * span.period
+                of_turns = [tuple(self._ops[i : i + span.period]) for i in range(start, last, span.period)]
+                try:
+                    yield start, last, rolled(of_turns, self._roots, self._read_from(last))
+                    return
+                except CannotRoll as reason:
+                    problem = problem or str(reason)
+            for op in self._ops[span.first : span.first + span.period]:
+                self._reasons.update((callee, problem or "") for callee in op.called_graphs)
+
+    def _cuts(self, span: Span) -> Iterator[tuple[int, int]]:
+        """Where the first turn may begin, and how many there are. Better is what hands less from turn to turn; the
+        first or the last turn may be a special one."""
+        for start in sorted(span.starts, key=lambda start: (self._handed(start + span.period, span.period), start)):
+            yield start, span.turns
+            if span.turns > FEWEST:
+                yield start + span.period, span.turns - 1
+                yield start, span.turns - 1
+
+    def _handed(self, place: int, period: int) -> int:
+        """How much is made in the turn before a place, and read in the one after it."""
+        after = (root for op in self._ops[place : place + period] for t in op.inputs for root in self._roots(t))
+        return len({t for t in after if place - period <= self._made_at.get(t, -1) < place})
+
+    def _read_from(self, place: int) -> set[Tensor]:
+        """What is read, or overwritten, from a place on."""
+        return {t for t, last in self._last_read.items() if last >= place}

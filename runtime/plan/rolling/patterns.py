@@ -1,0 +1,73 @@
+"""Where a sequence repeats itself: spans of it that are one turn after another, all of the same forms."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+FEWEST = 3
+"""Turns that a loop has at least."""
+
+OFTEN = 16
+"""How often a form that is looked for may come in a turn."""
+
+
+class Span(NamedTuple):
+    """A part of a sequence that repeats itself: from `first` up to `end`, each is like the one `period` before."""
+
+    first: int
+    end: int
+    period: int
+
+    @property
+    def turns(self) -> int:
+        """How often the period fits."""
+        return (self.end - self.first) // self.period
+
+    @property
+    def starts(self) -> range:
+        """Where the first turn may begin, so that no turn is lost."""
+        return range(self.first, self.end - self.turns * self.period + 1)
+
+
+def spans(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[Span]:
+    """The longest spans from `first` up to `end`; those come first that would save the most if one turn were enough.
+
+    Args:
+        forms: what is repeated.
+        sizes: what each is worth. Of those that are worth something, one is in each turn.
+
+    Example:
+        >>> spans([7, 1, 2, 1, 2, 1, 2, 1], [0, 5, 0, 5, 0, 5, 0, 5], 0, 8)
+        [Span(first=1, end=8, period=2)]
+    """
+    total = [0, *accumulate(sizes)]
+    found: defaultdict[int, list[Span]] = defaultdict(list)
+    for place, period in _repeats(forms, sizes, first, end):
+        if not any(span.first <= place < span.end - period for span in found[period]):
+            start, last = place, place + period
+            while start > first and forms[start - 1] == forms[start - 1 + period]:
+                start -= 1
+            while last < end and forms[last] == forms[last - period]:
+                last += 1
+            found[period].append(Span(start, last, period))
+
+    def saved(span: Span) -> int:
+        return (span.turns - 1) * (total[span.first + span.period] - total[span.first])
+
+    long_enough = (span for of_period in found.values() for span in of_period if span.turns >= FEWEST)
+    return sorted(long_enough, key=lambda span: (-saved(span), span.period, span.first))
+
+
+def _repeats(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Places of what is worth something, each with how much later the same comes again."""
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for i in range(first, end):
+        if sizes[i]:
+            places[forms[i]].append(i)
+    for of_form in places.values():
+        for often in range(1, min(OFTEN, len(of_form) - 1) + 1):
+            for place, again in zip(of_form, of_form[often:], strict=False):
+                yield place, again - place

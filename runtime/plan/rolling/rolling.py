@@ -1,0 +1,185 @@
+"""The loops of a program: where its graphs are rolled, what is left alone and why, and which variables lie together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import callees_first, changed_inputs
+from popxl.core.recording import Op
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import Run, chooses, is_call
+from popxl.graph import Graph
+from popxl.ops.repeat import returned_by_ref
+from runtime.lowering.rolled import AsWritten, Rolled, Taken
+from runtime.plan.rolling.flat import Flat
+from runtime.plan.rolling.forms import Forms
+from runtime.plan.rolling.loops import Item, loops_of
+from runtime.plan.structure import Structures
+
+SMALL = 2**14
+"""So many bytes may be copied to where turns find them: of seeds and other numbers."""
+
+Source = Tensor | tuple[object, int] | None
+"""Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""
+
+
+class Rolling(AsWritten):
+    """The loops of a program.
+
+    Args:
+        main: the graph that the program runs.
+        held: what holds its variables.
+
+    Attributes:
+        together: variables that lie in one array each, as the turns of some loop take one after the other.
+        same: tensors of graphs that are part of those that call them, by what stands for them there; and the opposite.
+    """
+
+    def __init__(self, main: Graph, held: Collection[Tensor]) -> None:
+        structures = Structures(main)
+        self._size = structures.size
+        flat = Flat(main)
+        self.same = flat.same
+        forms = Forms(structures, flat.same)
+        self._reasons: dict[Graph, str] = {}
+        self._schedules = {
+            graph: loops_of(ops, graph.outputs, forms, structures.size, self._reasons)
+            for graph, ops in flat.graphs.items()
+        }
+        while True:
+            walk = _Walk(self._schedules, forms, main)
+            done(walk.through(main, {t: t for t in held}))
+            if not walk.refused:
+                break
+            for loop, reason in walk.refused.items():
+                self._write_out(loop, reason)
+        self.together = tuple(walk.together())
+
+    def schedule(self, graph: Graph) -> Sequence[Item]:
+        """What is carried out of a graph, in order."""
+        return self._schedules.get(graph, graph.ops)
+
+    @property
+    def loops(self) -> tuple[Rolled, ...]:
+        """All loops."""
+        return tuple(item for items in self._schedules.values() for item in items if isinstance(item, Rolled))
+
+    @property
+    def left_alone(self) -> Mapping[Graph, str]:
+        """The graphs that are called outside of loops, each with why."""
+        items = (item for items in self._schedules.values() for item in items)
+        called = dict.fromkeys(g for item in items if isinstance(item, Op) for g in item.called_graphs)
+        return {g: self._reasons.get(g, "it is not called again and again in one pattern") for g in called}
+
+    @property
+    def saved(self) -> int:
+        """How many ops XLA need not compile again."""
+        callees = (
+            (len(loop.turns) - 1, callee) for loop in self.loops for op in loop.ops for callee in op.called_graphs
+        )
+        return sum(times * self._size(callee) for times, callee in callees)
+
+    def told(self) -> str:
+        """What is rolled, in a sentence."""
+        count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all)
+        return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
+
+    def _write_out(self, loop: Rolled, reason: str) -> None:
+        """Have the turns of a loop carried out one after the other."""
+        for graph, items in self._schedules.items():
+            self._schedules[graph] = tuple(op for item in items for op in (loop.all if item is loop else (item,)))
+        self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
+
+
+class _Walk:
+    """A way through a program that notes where the values lie that the turns of loops take.
+
+    It enters the graphs that have loops, and knows of what these take and make what the lowering will know. What
+    branches are given, and graphs that turns call, lies by itself.
+    """
+
+    def __init__(self, schedules: dict[Graph, tuple[Item, ...]], forms: Forms, main: Graph) -> None:
+        self._schedules, self._storage = schedules, forms.storage
+        self._with_loops: set[Graph] = set()
+        for graph in (graph for graph in callees_first(main) if graph in schedules):
+            items = schedules[graph]
+            ops = [item for item in items if isinstance(item, Op)]
+            if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
+                self._with_loops.add(graph)
+        self._known_apart: set[Graph] = set()
+        self._wishes: list[Sequence[Tensor]] = []
+        self.refused: dict[Rolled, str] = {}
+
+    def through(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
+        """Go through a graph, given where its storages lie. Returns where they lie in the end."""
+        for item in self._schedules[graph]:
+            if isinstance(item, Rolled):
+                self._at_loop(item, sources)
+                yield self._apart(item.ops)
+            elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
+                (run,) = item.runs
+                after = yield self.through(run.graph, self._bound(run, sources))
+                if is_call(item):
+                    results = ((t, self._storage(output)) for t, output in run.results)
+                    sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
+            else:
+                yield self._apart((item,))
+        return sources
+
+    def _apart(self, ops: Sequence[Op]) -> Nested[None]:
+        """Go through graphs that ops run on what lies by itself: once is enough."""
+        for callee in dict.fromkeys(callee for op in ops for callee in op.called_graphs):
+            if callee in self._with_loops and callee not in self._known_apart:
+                self._known_apart.add(callee)
+                yield self.through(callee, {})
+
+    def _bound(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
+        """Where the inputs of a graph lie that a call or loop runs: where what is bound to them does, unless that is
+        copied because the graph changes it."""
+        own = len(run.own)
+        written = {i - own for i in changed_inputs(run.graph)}
+        copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
+        given = [*map(self._storage, run.given)]
+        count = Counter(given)
+        return {
+            inner: sources.get(storage)
+            for i, (inner, storage) in enumerate(zip(run.inputs, given, strict=False))
+            if storage is not None
+            and i not in copied
+            and (i not in written or (i in run.op.modified and count[storage] == 1))
+        }
+
+    def _at_loop(self, loop: Rolled, sources: dict[Tensor, Source]) -> None:
+        for taken in loop.taken:
+            if taken.before is None and len(set(taken.of_turns)) > 1:
+                self._at_stack(loop, taken, sources)
+        for made in loop.made:
+            if not made.is_last_only:
+                stack = object()
+                sources.update((t, (stack, n)) for n, t in enumerate(made.rows))
+
+    def _at_stack(self, loop: Rolled, taken: Taken, sources: dict[Tensor, Source]) -> None:
+        """Note what the turns of a loop take in one place."""
+        storages = [*dict.fromkeys(taken.of_turns)]
+        found = [sources.get(t) for t in storages]
+        variables = [source for source in found if isinstance(source, Tensor)]
+        stacks = Counter(source[0] for source in found if isinstance(source, tuple))
+        size = len(storages) * taken.name.nelms * taken.name.dtype.itemsize
+        alone = len(found) - max(stacks.values(), default=0)
+        if len(variables) == len(found):
+            self._wishes.append(variables)
+        elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
+            self.refused.setdefault(
+                loop, f"what takes the place of {taken.name!r} lies apart, and would have to be copied first"
+            )
+
+    def together(self) -> list[tuple[Tensor, ...]]:
+        """The variables that turns take in one place, those that loops have in common with each other together."""
+        group: dict[Tensor, list[Tensor]] = {}
+        for wish in self._wishes:
+            known = {id(group[t]): group[t] for t in wish if t in group}
+            whole = list(dict.fromkeys([*(t for each in known.values() for t in each), *wish]))
+            group.update(dict.fromkeys(whole, whole))
+        return [tuple(each) for each in {id(each): each for each in group.values()}.values()]

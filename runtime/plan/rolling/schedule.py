@@ -1,0 +1,95 @@
+"""An order of the ops of a graph in which what belongs to one turn of a loop stands together.
+
+Programs often say all gradients first, and then all updates. Nothing is changed by an update being made as soon as its
+gradient is there, and everything before it that reads the weight. So of the ops that could be next, this order takes
+the first of those with the fewest calls to come after them: an update rather than the gradient of the next layer.
+
+What begins with nothing that was computed, such as a load, stays behind all that the program says before it: what is
+loaded early takes room. An op like which there are no others would only come between turns. Where no turn needs what it
+makes, it comes after all that could be next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Sequence
+from heapq import heappop, heappush
+
+from popxl.core.dependencies import used_outside
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
+from runtime.plan.rolling.forms import Forms
+from runtime.plan.rolling.patterns import FEWEST
+
+
+def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor]) -> list[Op]:
+    """Ops in such an order. What `in_sequence` says does not matter here: it changes no numbers.
+
+    Args:
+        ops: the ops, in an order in which they may be carried out.
+        forms: theirs. Those of one form may take part in different turns.
+        returned: the storages that are read after them.
+    """
+    count = Counter(map(forms.of, ops))
+    is_rare = {op: count[forms.of(op)] < FEWEST for op in ops}
+    needs = _needs(ops, forms)
+    place = {op: i for i, op in enumerate(ops)}
+    followers: defaultdict[Op, list[Op]] = defaultdict(list)
+    read = {root for op in ops for t in op.inputs for root in forms.roots(t)}
+    ahead = dict.fromkeys(ops, 0)  # calls whose results are read, on the longest way that begins with an op
+    is_put_off = dict(is_rare)
+    for op in reversed(ops):
+        ahead[op] += bool(op.called_graphs) and any(t in read or t in returned for t in op.outputs)
+        for needed in needs[op]:
+            ahead[needed] = max(ahead[needed], ahead[op])
+            is_put_off[needed] &= is_put_off[op]
+            followers[needed].append(op)
+    missing = {op: len(needed) for op, needed in needs.items()}
+    made = {t for op in ops if op.inputs for t in op.outputs}
+    waits = {op: is_put_off[op] or made.isdisjoint(root for t in op.inputs for root in forms.roots(t)) for op in ops}
+    ready: list[tuple[bool, int, bool, int]] = []
+    ordered: list[Op] = []
+    taken: set[Op] = set()
+    upto = 0  # all ops before this place are taken
+
+    def offer(op: Op) -> None:
+        if not missing[op] and (not waits[op] or place[op] == upto):
+            heappush(ready, (is_put_off[op], ahead[op], is_rare[op], place[op]))
+
+    for op in ops:
+        offer(op)
+    while ready:
+        op = ops[heappop(ready)[-1]]
+        ordered.append(op)
+        taken.add(op)
+        for follower in followers[op]:
+            missing[follower] -= 1
+            if not waits[follower]:
+                offer(follower)
+        before = upto
+        while upto < len(ops) and ops[upto] in taken:
+            upto += 1
+        if before < upto < len(ops) and waits[ops[upto]]:
+            offer(ops[upto])
+    return ordered
+
+
+def _needs(ops: Sequence[Op], forms: Forms) -> dict[Op, set[Op]]:
+    """For each op what it has to follow: what made or changed last what it reads, what reads what it changes, and what
+    uses the same thing outside of the program."""
+    needs: dict[Op, set[Op]] = {}
+    changed: dict[object, Op] = {}
+    readers: defaultdict[Tensor, set[Op]] = defaultdict(set)
+    for op in ops:
+        touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in forms.roots(t)]
+        things = [*used_outside(op)]
+        needs[op] = {changed[thing] for thing in (*things, *(root for root, _ in touched)) if thing in changed}
+        for root, writes in touched:
+            needs[op] |= readers[root] if writes else set()
+        for root, writes in touched:
+            if writes:
+                changed[root], readers[root] = op, set()
+            else:
+                readers[root].add(op)
+        changed.update(dict.fromkeys((*things, *op.outputs), op))
+    return needs

@@ -1,0 +1,117 @@
+"""What the turns of a loop take and make: found by laying the ops of all turns side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
+
+from popxl.core.aliasing import overwritten
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
+from runtime.lowering.rolled import Made, Rolled, Taken
+
+Roots = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+class CannotRoll(Exception):
+    """Why turns of the same forms are no loop, as the end of a sentence."""
+
+
+def rolled(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> Rolled:
+    """Ops as the turns of a loop.
+
+    Args:
+        turns: the ops of each turn; all turns have the same forms.
+        roots: gives the storages that a tensor shows.
+        read_later: what is read, or overwritten, after these ops.
+
+    Raises:
+        CannotRoll: if they are none.
+    """
+    return _Laid(turns, roots).loop(read_later)
+
+
+class _Laid:
+    """The storages of turns side by side.
+
+    The model is the turn that tells apart the most of them: the first one may get the same tensor twice where others
+    get two. A storage goes by what it is in the model.
+    """
+
+    def __init__(self, turns: Sequence[tuple[Op, ...]], roots: Roots) -> None:
+        self._turns = tuple(turns)
+        found = [tuple(_storages(turn, roots)) for turn in turns]
+        self._model = max(range(len(turns)), key=lambda t: len(set(found[t])))
+        self._of_turns = _columns(found, self._model)
+        model = turns[self._model]
+        self._written = {root for op in model for i in overwritten(op) for root in roots(op.inputs[i])}
+        self._made = {t for op in model for t in op.outputs if t in self._of_turns}
+        self._inside = {t for name in self._made for t in self._of_turns[name]}
+        self._check_written()
+
+    def _check_written(self) -> None:
+        """Check that no turn knows what it overwrites by two names."""
+        names = [*self._of_turns]
+        for storages in zip(*self._of_turns.values(), strict=True):
+            count = Counter(storages)
+            for name, storage in zip(names, storages, strict=True):
+                if name in self._written and count[storage] > 1:
+                    raise CannotRoll(f"a turn overwrites {storage!r}, and is given it in another place, too")
+
+    def loop(self, read_later: Container[Tensor]) -> Rolled:
+        """The loop."""
+        taken = tuple(self._taken())
+        made = tuple(self._left(taken, read_later))
+        return Rolled(self._turns, self._model, taken, made)
+
+    def _taken(self) -> Iterator[Taken]:
+        for name, of_turns in self._of_turns.items():
+            if name in self._made:
+                continue
+            is_written = name in self._written
+            if self._inside.isdisjoint(of_turns):
+                yield Taken(name, of_turns, is_written)
+            elif is_written:
+                raise CannotRoll(f"a turn overwrites {name!r}, which an earlier one has made")
+            else:
+                yield Taken(name, of_turns, before=self._before(name, of_turns))
+
+    def _before(self, name: Tensor, of_turns: Sequence[Tensor]) -> Tensor:
+        """What a turn hands on to the next one under a name."""
+        if of_turns[0] not in self._inside:
+            for source, handed in self._of_turns.items():
+                if handed[:-1] == of_turns[1:]:
+                    return source
+        raise CannotRoll(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
+
+    def _left(self, taken: Sequence[Taken], read_later: Container[Tensor]) -> Iterator[Made]:
+        """What is read after the loop. What the first turn is given in its place lies beside it: the gradient of a
+        layer reads what went into it, say."""
+        firsts = {t.before: t.of_turns[0] for t in taken if t.before is not None}
+        for name in self._of_turns:
+            if name in self._made:
+                of_turns = self._of_turns[name]
+                read = [t in read_later for t in of_turns]
+                if any(read[:-1]):
+                    first = firsts.get(name)
+                    is_apart = first is None or first.producer is None or first not in read_later
+                    yield Made(name, of_turns, first=None if is_apart else first)
+                elif read[-1]:
+                    yield Made(name, of_turns, is_last_only=True)
+
+
+def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
+    """The storages that a turn reads and makes, in order; some come several times."""
+    for op in turn:
+        for t in op.inputs:
+            yield from roots(t)
+        yield from (t for t in op.outputs if t.origin is t)
+
+
+def _columns(found: Sequence[Sequence[Tensor]], model: int) -> dict[Tensor, tuple[Tensor, ...]]:
+    """For each storage of the model what takes its place in each turn."""
+    columns: dict[Tensor, tuple[Tensor, ...]] = {}
+    for name, *of_turns in zip(found[model], *found, strict=True):
+        if columns.setdefault(name, tuple(of_turns)) != tuple(of_turns):
+            raise CannotRoll(f"where one turn is given {name!r} twice, another is given two tensors")
+    return columns

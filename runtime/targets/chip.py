@@ -1,0 +1,198 @@
+"""`Gpu` and `Tpu`: the published figures of one chip, from which a program is compiled and costed for it.
+
+Those of some chips are in the folder `chips`, each with its sources. Those of another GPU are a file of the same form,
+which `popxl.Target` takes.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from popxl.errors import PopxlError
+
+FOLDER = Path(__file__).parent / "chips"
+
+
+class Chip(BaseModel):
+    """What is published of a chip. Rates are per second, and of dense numbers.
+
+    Attributes:
+        name: what its maker calls it.
+        sources: where the figures are from.
+        flops: floating point (or integer) operations, by the dtype of the factors. `"tfloat32"` is what GPUs round
+            float32 to unless they are told not to.
+        memory_bytes: its memory.
+        memory_bandwidth: bytes between the chip and its memory.
+        network_bandwidth: bytes that it sends to other chips, all links together, in one direction.
+        host_bandwidth: bytes between it and the memory of its host, in one direction.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    sources: tuple[str, ...] = Field(min_length=1)
+    flops: dict[str, PositiveFloat] = Field(min_length=1)
+    memory_bytes: PositiveInt
+    memory_bandwidth: PositiveFloat
+    network_bandwidth: PositiveFloat
+    host_bandwidth: PositiveFloat
+
+    def rate(self, dtype: str, precision: str = "default") -> float:
+        """Operations a second of products of factors of a dtype, as `flops` names it, at one of JAX's precisions. Of
+        one that nothing is published of, those of float32."""
+        return self.flops.get(dtype, self.flops.get("float32", min(self.flops.values())))
+
+
+class Tpu(Chip):
+    """A TPU.
+
+    Attributes:
+        device_kind: what JAX calls it.
+        clock: cycles a second.
+        host: how many chips a host has along each dimension of a topology.
+        config: how the cores of a chip are put together, where XLA has to be told: a chip is to be one device.
+    """
+
+    device_kind: str
+    clock: PositiveFloat
+    host: tuple[PositiveInt, ...]
+    config: str = ""
+
+    def rate(self, dtype: str, precision: str = "default") -> float:
+        if dtype == "float32":  # its factors are taken to pieces, each of bfloat16
+            return self.flops["bfloat16"] / {"highest": 6, "high": 3}.get(precision, 1)
+        return self.flops.get(dtype, self.flops["bfloat16"])
+
+
+class Gpu(Chip):
+    """A GPU. XLA chooses tiles and fusions by these figures; CUDA's `cudaGetDeviceProperties` gives them.
+
+    Attributes:
+        compute_capability: such as "9.0".
+        cores: multiprocessors.
+        units: float32 units of a core.
+        threads: those of a core, at most.
+        registers: those of a core.
+        shared_memory: bytes of a core.
+        shared_memory_of_block: bytes that a block gets without asking.
+        most_shared_memory_of_block: bytes that it gets if it asks.
+        l2_bytes: the cache of the chip.
+        clock_ghz: of its cores, boosted.
+        per_host: how many a host has.
+
+    Example:
+        >>> gpu = runtime.targets.chip.shipped(Gpu, "h100")
+        >>> gpu.model_copy(update={"memory_bytes": 94 << 30, "name": "NVIDIA H100 NVL"}).model_dump_json()
+    """
+
+    compute_capability: str = Field(pattern=r"^\d+\.\d+$")
+    cores: PositiveInt
+    units: PositiveInt
+    threads: PositiveInt
+    registers: PositiveInt
+    shared_memory: PositiveInt
+    shared_memory_of_block: PositiveInt
+    most_shared_memory_of_block: PositiveInt
+    l2_bytes: PositiveInt
+    clock_ghz: PositiveFloat
+    per_host: PositiveInt = 8
+
+    def rate(self, dtype: str, precision: str = "default") -> float:
+        return super().rate("tfloat32" if (dtype, precision) == ("float32", "default") else dtype)
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls it."""
+        return self.name
+
+    def for_xla(self) -> str:
+        """The figures as the text of XLA's `GpuTargetConfigProto`."""
+        major, minor = self.compute_capability.split(".")
+        device = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": self.shared_memory_of_block,
+            "shared_memory_per_block_optin": self.most_shared_memory_of_block,
+            "shared_memory_per_core": self.shared_memory,
+            "threads_per_core_limit": self.threads,
+            "core_count": self.cores,
+            "fpus_per_core": self.units,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "memory_bandwidth": round(self.memory_bandwidth),
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+            "registers_per_core_limit": self.registers,
+            "registers_per_block_limit": self.registers,
+            "cuda_compute_capability": {"major": int(major), "minor": int(minor)},
+        }
+        return _as_text(
+            {
+                "gpu_device_info": device,
+                "platform_name": "CUDA",
+                "dnn_version_info": {"major": 9, "minor": 10},
+                "runtime_version": {"major": 12, "minor": 9},
+                "device_description_str": self.name,
+            }
+        )
+
+
+def _as_text(message: dict[str, Any]) -> str:
+    """A message in the text form of protocol buffers."""
+
+    def value(of: Any) -> str:
+        if isinstance(of, dict):
+            return f"{{ {_as_text(of)} }}"
+        return '"' + of.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(of, str) else str(of)
+
+    return " ".join(f"{name}{'' if isinstance(of, dict) else ':'} {value(of)}" for name, of in message.items())
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+C = TypeVar("C", bound=Chip)
+
+
+def names(kind: type[Chip]) -> list[str]:
+    """The chips whose figures are here, by the names that descriptions use."""
+    return sorted(path.stem for path in FOLDER.glob("*.json") if path.stem.startswith("v") == (kind is Tpu))
+
+
+@cache
+def shipped(kind: type[C], name: str) -> C:
+    """The figures of a chip that are here. `KeyError` if there are none."""
+    if name not in names(kind):
+        raise KeyError(name)
+    return read(kind, FOLDER / f"{name}.json")
+
+
+def of_device(device_kind: str) -> Chip | None:
+    """The figures of a device that JAX has, by what it calls it; `None` if there are none."""
+    kinds: tuple[type[Tpu] | type[Gpu], ...] = (Tpu, Gpu)
+    known = (shipped(kind, name) for kind in kinds for name in names(kind))
+    return next((chip for chip in known if chip.device_kind == device_kind), None)
+
+
+def read(kind: type[C], path: str | os.PathLike[str]) -> C:
+    """Figures from a file.
+
+    Raises:
+        PopxlError: if it cannot be read, or something is missing or wrong in it.
+    """
+    try:
+        return kind.model_validate_json(Path(path).read_bytes())
+    except OSError as problem:
+        raise PopxlError(f"Target: the figures of a chip cannot be read from {os.fspath(path)!r}: {problem}") from None
+    except ValidationError as problem:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in problem.errors())
+        raise PopxlError(
+            f"Target: {os.fspath(path)!r} does not hold the figures of a {kind.__name__}: {wrong}. "
+            f"{FOLDER / 'h100.json'} is an example."
+        ) from None

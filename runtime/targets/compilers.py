@@ -1,0 +1,136 @@
+"""The compilers of TPUs and GPUs, which need neither: loaded when a program is compiled for one, and quietly.
+
+Each is a plugin of JAX, and works beside whatever else runs in this process. A device that it gives has no memory and
+runs nothing; arrays for it are described, not made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from popxl.base.quiet import is_more, quiet
+from popxl.errors import PopxlError
+
+_lock = threading.RLock()
+
+
+def spare_the_search() -> None:
+    """Have JAX look for no TPU and no GPU where their compilers are installed and they are not here: it would say so at
+    length. Nothing changes if some are here, if other plugins are, or if JAX was told what to look for."""
+    others = [name for name in _plugins() if name not in _GPU_PLUGINS]
+    is_told = jax.config.values["jax_platforms"]
+    if is_told or others or not (_plugins() or _has_libtpu()):
+        return
+    if not any(found for pattern in _HARDWARE for found in Path("/dev").glob(pattern)):
+        jax.config.update("jax_platforms", "cpu")
+
+
+_HARDWARE = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "accel/*", "vfio/[0-9]*")
+"""Files in /dev of GPUs, and of TPUs."""
+
+
+@cache
+def start_jax() -> None:
+    """Have JAX start, and load its plugins, without what these have to tell of hardware that is not here."""
+    if _plugins() or _has_libtpu():
+        with quiet(is_more):
+            jax.default_backend()
+
+
+def _plugins() -> list[str]:
+    """The plugins of JAX that are installed as modules."""
+    found = find_spec("jax_plugins")
+    return (
+        [] if found is None else [f"jax_plugins.{each.name}" for each in iter_modules(found.submodule_search_locations)]
+    )
+
+
+def _has_libtpu() -> bool:
+    return find_spec("libtpu") is not None
+
+
+def tpu_devices(
+    generation: str, layout: Sequence[int], host: Sequence[int], config: str = ""
+) -> tuple[jax.Device, ...]:
+    """The chips of a slice of TPUs, in the order in which they stand.
+
+    Args:
+        generation: "v5e", say.
+        layout: how many chips there are along each dimension.
+        host: how many of them a host has along each.
+        config: how the cores of a chip are put together, if XLA is to be told.
+    """
+    if not _has_libtpu():
+        raise _missing("a TPU", "tpu")
+    # What the library asks when it is loaded: not the network, and it may be loaded by several processes.
+    _set(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+    bounds = [min(a, b) for a, b in zip(layout, host, strict=True)]
+    told = {"chips_per_host_bounds": (bounds + [1, 1])[:3]} | ({"chip_config_name": config} if config else {})
+    name = f"{generation}:{'x'.join(map(str, layout))}"
+    return _found("tpu", name, told)
+
+
+def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
+    """GPUs of one kind, those of one host after the other.
+
+    Args:
+        name: what to call them.
+        figures: what XLA is to know of one; see `runtime.targets.chip.Gpu.for_xla`.
+        hosts: how many hosts there are.
+        per_host: how many GPUs each has.
+    """
+    plugin = next((name for name in _GPU_PLUGINS if name in _plugins()), None)
+    if plugin is None:
+        raise _missing("a GPU", "gpu")
+    _set(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")  # there are no libraries to check
+    told = {"target_config": figures, "topology": f"1x{hosts}x{per_host}"}
+    try:
+        return _found("cuda", name, told)
+    except NotImplementedError:  # JAX has loaded it before, and put it aside, as there is no GPU
+        with _lock, quiet():
+            import_module(plugin).initialize()
+        return _found("cuda", name, told)
+
+
+_GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+def _missing(what: str, extra: str) -> PopxlError:
+    return PopxlError(
+        f"Session: to compile for {what}, install its compiler with the extra `{extra}`: "
+        f"`pip install 'popxl-jax[{extra}]'`. It needs no such hardware."
+    )
+
+
+def _set(**variables: str) -> None:
+    """Set environment variables that a compiler reads, unless the user has."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+@cache
+def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
+    with _lock, quiet():
+        found = topologies.get_topology_desc(name, platform, **dict(told))
+        jax.default_backend()  # JAX asks before it compiles anything; then it loads all plugins, and these write, too
+        return tuple(sorted(found.devices, key=lambda device: device.id))
+
+
+def _found(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, ...]:
+    """The devices of a topology: the same objects each time, so that what is compiled for them can be shared."""
+    hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in told.items())
+    try:
+        return _found_once(platform, name, tuple(hashable))
+    except jax.errors.JaxRuntimeError as problem:
+        raise PopxlError(f"Session: XLA does not know the target {name!r}: {problem}") from problem

@@ -1,0 +1,149 @@
+"""`Target`: a machine to compile for that need not be here. Programs know it as `popxl.Target`.
+
+A session on a target compiles, and tells what the program needs there; nothing can be run. `runtime.targets.compilers`
+has the compilers, `runtime.targets.chip` the figures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from runtime.targets import chip, compilers
+from runtime.targets.chip import Chip, Gpu, Tpu
+
+_DESCRIPTION = re.compile(r"(?P<kind>tpu|gpu) +(?P<name>[^:\s](?:[^:]*[^:\s])?)(?::(?P<layout>[0-9x]+))?")
+
+FORMS = "'tpu v5e:4x4', 'gpu h100:8' or 'gpu my.json:8'"
+"""How machines are described, as errors show it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to compile for: chips of one kind, and how many. It need not be here.
+
+    Compiling needs the extra `tpu` or `gpu`, which install a compiler, and no such hardware.
+
+    Args:
+        description: `"tpu v5e:4x4"`, TPUs of a generation, and how they stand; `"gpu h100:8"`, GPUs, and how many.
+            Without a colon it is one chip.
+        figures: of another GPU than those that are known: what is published of it, or a JSON file of that. The name in
+            the description is then yours. A description may name the file itself: `"gpu my.json:8"`.
+
+    Raises:
+        ValueError: for another description, or a chip that is not known.
+        PopxlError: for a file that does not hold the figures of a GPU.
+
+    Attributes:
+        description: as given.
+        chip: the figures of a chip, with their sources.
+
+    Example:
+        >>> target = popxl.Target("tpu v5e:2x2")
+        >>> target.count, target.chip.memory_bytes
+        (4, 17179869184)
+        >>> session = popxl.Session(ir, target)  # popxl.Session(ir, "tpu v5e:2x2") is the same
+        >>> print(session.report)
+    """
+
+    description: str
+    figures: Gpu | str | os.PathLike[str] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.description, str):
+            raise TypeError(
+                f"Target: `description` must be a string such as {FORMS}; got {self.description!r} "
+                f"({type(self.description).__name__})."
+            )
+        found = _DESCRIPTION.fullmatch(self.description.strip())
+        if found is None:
+            raise ValueError(f"Target: {self.description!r} describes no machine; expected {FORMS}.")
+        if self.figures is not None and found["kind"] == "tpu":
+            raise ValueError(f"Target: {self.description!r} are TPUs, whose figures are known; `figures` are of a GPU.")
+        self.chip, self.count  # noqa: B018  # what is wrong with them is said now
+
+    def __str__(self) -> str:
+        return self.description
+
+    @property
+    def kind(self) -> str:
+        """What kind of chips they are: "tpu" or "gpu"."""
+        return self._part("kind")
+
+    @property
+    def count(self) -> int:
+        """How many chips there are."""
+        return math.prod(self.layout)
+
+    @cached_property
+    def layout(self) -> tuple[int, ...]:
+        """How many chips there are along each dimension of a slice of TPUs; or how many GPUs."""
+        text = self._part("layout")
+        dimensions = len(self.chip.host) if isinstance(self.chip, Tpu) else 1
+        found = tuple(int(size) for size in text.split("x") if size) if text else (1,) * dimensions
+        if len(found) == dimensions and 0 not in found and text.count("x") in (0, dimensions - 1):
+            return found
+        wanted = "x".join("abc"[:dimensions]) + ", its chips along each dimension" if dimensions > 1 else "a number"
+        raise ValueError(f"Target: in {self.description!r}, expected {wanted} after the colon; got {text!r}.")
+
+    @cached_property
+    def chip(self) -> Chip:
+        """The figures of a chip."""
+        name = self._part("name")
+        if isinstance(self.figures, Gpu):
+            return self.figures
+        if self.figures is not None or name.endswith(".json"):
+            return chip.read(Gpu, name if self.figures is None else self.figures)
+        kind = Tpu if self.kind == "tpu" else Gpu
+        try:
+            return chip.shipped(kind, name.lower())
+        except KeyError:
+            known = ", ".join(chip.names(kind))
+            more = "" if kind is Tpu else ", or those of a JSON file: 'gpu my.json:8'"
+            raise ValueError(
+                f"Target: no figures are known of {self.kind} {name!r}; known are {known}{more}."
+            ) from None
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The chips, as JAX has them. The compiler is loaded.
+
+        Raises:
+            PopxlError: if it is not installed, or XLA knows no slice of this form.
+        """
+        return self.first(self.count)
+
+    def first(self, count: int) -> tuple[jax.Device, ...]:
+        """So many of the chips: of one host, if it has as many."""
+        if isinstance(self.chip, Tpu):
+            whole = self.layout
+            if count < self.count and count <= math.prod(map(min, whole, self.chip.host)):
+                whole = tuple(map(min, whole, self.chip.host))
+            found = compilers.tpu_devices(self._part("name").lower(), whole, self.chip.host, self.chip.config)
+            return found[:count]
+        assert isinstance(self.chip, Gpu)
+        per_host = min(self.count, self.chip.per_host)
+        hosts, over = divmod(self.count, per_host)
+        if over:
+            raise ValueError(
+                f"Target: {self.count} GPUs in {self.description!r}, and a host has {per_host}; expected a multiple."
+            )
+        name = re.sub(r"\W+", "_", f"{Path(self._part('name')).stem}_{self.count}")
+        return compilers.gpu_devices(name, self.chip.for_xla(), hosts, per_host)[:count]
+
+    def _part(self, name: str) -> str:
+        """What the description says of something; "" for nothing."""
+        found = _DESCRIPTION.fullmatch(self.description.strip())
+        assert found is not None
+        return found[name] or ""
+
+
+def is_target(description: str) -> bool:
+    """Whether a description is one of a target: `"tpu v5e:4x4"`, and not `"tpu"`, which is a TPU that is here."""
+    return _DESCRIPTION.fullmatch(description.strip()) is not None

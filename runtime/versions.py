@@ -1,0 +1,101 @@
+"""What a report of a problem should say: the versions of what programs run with, and the devices that JAX sees."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import re
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.extend.backend import backends
+
+from popxl.base.version import VERSION
+from runtime.targets.devices import ask_for_cpu_devices
+
+_PACKAGES = re.compile(r"jax|jaxlib|jax[-_].*|libtpu|numpy|torch")
+"""The packages on which it depends what a program does. Hardware is driven by `jax-cuda12-plugin` and the like."""
+
+
+class ShowVersions(argparse.Action):
+    """An option of a command, which prints `versions()` and ends the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        what = "print the versions of what programs run with, and the devices that JAX sees"
+        super().__init__(option_strings, dest, nargs=0, help=what)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPUs to the programs that use them
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """The versions of what programs run with, and the devices that JAX sees, such as `1 gpu (NVIDIA H200), 8 cpu`.
+
+    JAX is started, if it does not run yet.
+
+    Example:
+        >>> print(versions())
+        popxl...
+        python...
+        jax...
+        devices...
+    """
+    installed = reversed([*metadata.distributions()])  # the first of a name is the one that is imported
+    packages = {each.name: each.version for each in installed if _PACKAGES.fullmatch(each.name or "")}
+    found, problems = _devices(packages)
+    lines = [("popxl", VERSION), ("python", platform.python_version()), *sorted(packages.items())]
+    lines += [("devices", found), *(("", problem) for problem in problems)]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _devices(packages: Container[str]) -> tuple[str, list[str]]:
+    """The devices that JAX sees, the best first, and a sentence for each kind that cannot be used."""
+    ask_for_cpu_devices()
+    with _heard(logging.INFO if "libtpu" in packages else logging.WARNING) as said:  # it is looked for in any case
+        try:
+            best = jax.local_devices()
+        except (RuntimeError, AssertionError) as problem:  # the latter, if JAX_PLATFORMS names only what is not here
+            platforms = jax.config.values["jax_platforms"]
+            asked = f" with JAX_PLATFORMS={platforms}" if platforms else ""
+            return f"none. JAX does not start{asked}: {_sentence(str(problem)) or 'there is no such device.'}", said
+    others = [backend.local_devices() for backend in backends().values() if backend.platform != best[0].platform]
+    return ", ".join(map(_counted, [best, *filter(None, others)])), said
+
+
+def _counted(found: Sequence[jax.Device]) -> str:
+    kinds = ", ".join(sorted({each.device_kind for each in found} - {found[0].platform}))
+    return f"{len(found)} {found[0].platform}{kinds and f' ({kinds})'}"
+
+
+@contextmanager
+def _heard(level: int) -> Iterator[list[str]]:
+    """What JAX logs of devices that it cannot use, in a sentence each, in place of its tracebacks."""
+    sentences: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            why = f": {record.exc_info[1]}" if record.exc_info else ""
+            sentences.append(_sentence(record.getMessage() + why))
+
+    log, listener = logging.getLogger("jax._src.xla_bridge"), Listener(level)
+    before, log.propagate = (log.level, log.propagate), False
+    log.setLevel(level)
+    log.addHandler(listener)
+    try:
+        yield sentences
+    finally:
+        log.removeHandler(listener)
+        log.level, log.propagate = before
+
+
+def _sentence(text: str) -> str:
+    """The first line of a message."""
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,48 @@
+"""Programs lowered for machines that are not here: what JAX hands to their compilers, of which none is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+
+import popxl
+from runtime.program.compiled import lowered_for
+from runtime.program.layout import Layout
+from runtime.targets.replicas import Replicas
+from runtime.targets.target import Target
+
+
+class StandIns(Replicas):
+    """Replicas on CPUs that stand for something else."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Elsewhere(Target):
+    """A target whose devices stand for those of another platform."""
+
+    stands_for: str = "tpu"
+
+    @property
+    def platform(self) -> str:
+        return self.stands_for
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        return StandIns(self.count, self.devices)
+
+
+def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
+    """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
+    found, count = tuple(jax.local_devices(backend="cpu")[:devices]), ir.instance_replication_factor
+    return Layout(ir, Target(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=platform))
+
+
+def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:
+    """The StableHLO of a program for a platform."""
+    return str(lowered_for(layout_for(ir, platform, devices), platform).as_text())

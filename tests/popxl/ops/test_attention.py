@@ -1,0 +1,121 @@
+"""Attention over several blocks, dropout, and memory. Of one block, what it means is in the table of ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.transforms import autodiff
+from tests.popxl.evaluate import evaluate
+
+Array = np.ndarray
+
+
+def attended(q: Array, k: Array, v: Array, mask: Array | None = None, causal: bool = False) -> Array:
+    """In NumPy, by the matrix of scores."""
+    times = q.shape[-3] // k.shape[-3]
+    k, v = (np.repeat(t, times, axis=-3) for t in (k, v))
+    scores = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    powers = np.exp(scores - np.where(np.isinf(top), 0, top))
+    total = powers.sum(-1, keepdims=True)
+    return np.where(total == 0, 0, powers / np.where(total == 0, 1, total)) @ v
+
+
+def with_gradients(build: Any, g: Array, *arrays: Array) -> list[Array]:
+    """The result of a function of tensors, and the gradients of those that are floats."""
+
+    def both(*ts: popxl.Tensor) -> list[popxl.Tensor]:
+        *ts, given = ts
+        graph = popxl.gcg().ir.create_graph(build, *ts)
+        wanted = [t for t in graph.inputs if t.dtype.is_floating_point]
+        info = autodiff(graph, grads_required=wanted)
+        site = ops.call_with_info(graph, *ts)
+        return [site.outputs[0], *ops.call(info.graph, given, inputs_dict=info.inputs_dict(site))]
+
+    return evaluate(both, *arrays, g)
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("causal", "mask"),
+    [
+        (False, np.random.default_rng(5).random((2, 1, 1030, 700)) < 0.5),
+        (True, normal(4, 1, 700, seed=6)),
+    ],
+    ids=["bools", "numbers and causal"],
+)
+def test_several_blocks_as_torch(causal: bool, mask: Array | None) -> None:
+    """Lengths that blocks do not divide, queries in groups, a query that sees nothing: results and gradients."""
+    torch = pytest.importorskip("torch")
+    q, k, v = normal(2, 4, 1030, 3), normal(2, 2, 700, 3, seed=1), normal(2, 2, 700, 5, seed=2)
+    g = normal(2, 4, 1030, 5, seed=3)
+    if mask is not None and mask.dtype == bool:
+        mask[0, 0, 3] = False
+    masks = [] if mask is None else [mask]
+    found = with_gradients(lambda q, k, v, *m: ops.attention(q, k, v, *m, causal=causal), g, q, k, v, *masks)
+
+    tensors = [torch.tensor(t.astype(np.float64) if t.dtype != bool else t) for t in (q, k, v, *masks)]
+    for t in tensors:
+        t.requires_grad_(t.is_floating_point())
+    whole = torch.ones(1030, 700, dtype=torch.bool).tril() if causal else torch.ones(1030, 700, dtype=torch.bool)
+    bias = torch.zeros(1030, 700, dtype=torch.float64).masked_fill(~whole, -torch.inf)
+    for t in tensors[3:]:
+        bias = bias + (t if t.is_floating_point() else torch.zeros(t.shape).masked_fill(~t, -torch.inf))
+    heads = [tensors[0], *(t.repeat_interleave(2, 1) for t in tensors[1:3])]
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=bias.broadcast_to(2, 4, 1030, 700))
+    out.backward(torch.tensor(g, dtype=torch.float64))
+    expected = [out.detach(), *(t.grad for t in tensors if t.is_floating_point())]
+    for array, wish in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, wish.numpy(), rtol=2e-4, atol=2e-5)
+
+
+def test_dropout_overlooks_the_same_keys_in_the_gradient() -> None:
+    """With the values as a unit matrix the result is the weights: those that are left are twice as large."""
+    length = 600
+    q, k, v = normal(length, 4), normal(length, 4, seed=1), np.eye(length, dtype=np.float32)
+    seed, g = np.array([7, 1], np.uint32), normal(length, length, seed=2)
+
+    def build(v: popxl.Tensor, q: popxl.Tensor, k: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
+        return ops.attention(q, k, v, dropout=0.5, seed_tensor=seed)
+
+    weights, to_v, to_q, to_k = with_gradients(build, g, v, q, k, seed)
+    whole = attended(q[None], k[None], v[None])[0]
+    kept = weights != 0
+    assert abs(kept.mean() - 0.5) < 0.01
+    np.testing.assert_allclose(weights, np.where(kept, 2 * whole, 0), rtol=1e-4)
+    np.testing.assert_allclose(to_v, weights.T @ g, rtol=1e-3, atol=1e-5)
+    slope = np.where(kept, 2 * g, 0)
+    to_scores = whole * (slope - (slope * whole).sum(-1, keepdims=True)) / 2
+    np.testing.assert_allclose(to_q, to_scores @ k, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(to_k, to_scores.T @ q, rtol=1e-3, atol=1e-5)
+
+
+def test_memory_grows_with_the_length_not_with_its_square() -> None:
+    """Of a program with the gradient, which is compiled, and not run: 32 768 tokens, whose scores would be 4 GiB."""
+
+    def temporaries(length: int) -> int:
+        ir = popxl.Ir()
+        with ir.main_graph:
+            q, k, v, g = (popxl.variable(np.zeros((1, length, 8), np.float32)) for _ in range(4))
+            graph = ir.create_graph(lambda q, k, v: ops.attention(q, k, v, causal=True), q, k, v)
+            site = ops.call_with_info(graph, q, k, v)
+            info = autodiff(graph)
+            for t, dt in zip((q, k, v), ops.call(info.graph, g, inputs_dict=info.inputs_dict(site)), strict=True):
+                ops.var_updates.accumulate_(t, dt)
+        with popxl.Session(ir, "cpu") as session:
+            return session.program.temporaries()
+
+    short, long = temporaries(4096), temporaries(32_768)
+    assert long < 8.5 * short and long < 64 * 2**20

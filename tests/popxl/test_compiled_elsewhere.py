@@ -1,0 +1,115 @@
+"""What the compilers of TPUs and GPUs make of a program: exchanges, memories, units."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from tests.popxl.random_programs.elsewhere import check, program
+
+pytestmark = pytest.mark.targets
+
+F32 = popxl.float32
+V5E, H100 = "tpu v5e:2x2", "gpu h100:4"
+
+
+def hlo(ir: popxl.Ir, target: str) -> str:
+    return str(popxl.Session(ir, target).program.executable.as_text())
+
+
+def kept(*tensors: popxl.Tensor) -> None:
+    for t in tensors:
+        ops.host_store(popxl.d2h_stream(t.shape, t.dtype), t)
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
+def test_a_reduce_scatter_is_one(target):
+    """Of all replicas, and of groups; of 5000 numbers each, which are no whole rows of a TPU."""
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph:
+        x = popxl.variable(np.ones(20000), F32)
+        for group in (None, ir.replica_grouping(group_size=2), ir.replica_grouping(stride=2)):
+            kept(ops.collectives.replicated_reduce_scatter(x, "mean", group))
+    text = hlo(ir, target)
+    whole = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
+    assert whole == [] and len(re.findall(r" reduce-scatter(?:-start)?\(", text)) >= 1
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
+@pytest.mark.parametrize("first", [0, 5, 10])
+def test_remote_buffers_are_on_the_host(first, target):
+    """Of random programs. `python -m tests.popxl.random_programs.elsewhere` checks as many as there is time for."""
+    buffers, copied = check(program(range(first, first + 3)), target)
+    assert buffers > 0 and copied == 0
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
+def test_slots_of_all_sizes_are_moved_one_by_one(target):
+    """From less than a row to more than a block; whole buffers stay where they are."""
+    ir = popxl.Ir(replication=4)
+    dtypes = (popxl.float32, popxl.float16, popxl.int8, popxl.bool, popxl.float8_143)
+    with ir.main_graph, popxl.in_sequence():
+        i = popxl.variable(np.uint32(0))
+        for dtype in dtypes:
+            for shape, entries in (((), 1), ((5,), 3), ((3, 50, 130), 2)):
+                b, other = (popxl.remote_buffer(shape, dtype, entries) for _ in range(2))
+                ops.remote_store(other, i, ops.remote_load(b, 0))
+                ops.remote_store(b, 0, ops.remote_load(other, i))
+    assert check(ir, target) == (2 * 3 * len(dtypes), 0)
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_prints(replicas, target):
+    """Beside a remote variable, too."""
+    ir = popxl.Ir(replication=replicas)
+    with ir.main_graph, popxl.in_sequence():
+        _, t = popxl.variable(1.0), popxl.variable(np.ones((3, 5)), F32)
+        buffer = popxl.remote_buffer((3, 5), F32)
+        ops.remote_store(buffer, 0, ops.print_tensor(t + ops.remote_load(buffer, 0), "t"))
+    assert re.search(r"is_host_transfer=true|xla_ffi_python_gpu_callback", hlo(ir, target))
+
+
+@pytest.mark.parametrize("target", [V5E, H100])
+def test_a_program_that_takes_nothing(target):
+    """Nothing, and what is on the host alone: nobody says on which devices that is."""
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph:
+        popxl.replica_sharded_variable(np.ones(5), F32)
+    assert popxl.Session(ir, target).memory().arguments == 0
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((3,), F32)
+        ops.remote_store(buffer, 0, ops.remote_load(buffer, 0) + 1)
+    assert popxl.Session(ir, target).report.buffers[0].memory == "host"
+
+
+def test_floats_of_16_bits_are_multiplied_as_such():
+    """By units of GPUs that take them: no operand is converted to float32 first."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x, w = popxl.variable(np.ones((64, 96)), popxl.float16), popxl.variable(np.ones((96, 128)), popxl.float16)
+        images, kernels = (popxl.variable(np.ones(shape), popxl.float16) for shape in ((8, 16, 14, 14), (32, 16, 3, 3)))
+        kept(x @ w, ops.conv(images, kernels))
+    text = hlo(ir, "gpu h100")
+    assert re.search(r"f16\[\S* .*custom-call\(.*custom_call_target=\"__cudnn", text)
+    assert not re.search(r"= f32\[[\d,]+\]\{[\d,]+\} convert\(f?1?6?.*%(parameter|x|w|images|kernels)", text)
+    assert "f32[64,96]" not in text and "f32[96,128]" not in text
+
+
+def test_a_report_says_how_float32_is_multiplied():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        kept(popxl.variable(np.ones((3, 5)), F32) @ popxl.variable(np.ones((5, 7)), F32))
+    told = (
+        "at the precision 'highest': in six passes of bfloat16. `ir.options.precision = 'default'` would take one pass"
+    )
+    assert told in " ".join(str(popxl.Session(ir, "tpu v5e").report).split())
+    ir.options.precision = "default"
+    assert popxl.Session(ir, "tpu v5e").report.precision == (
+        "Products of float32 are computed at the precision 'default': in one pass of bfloat16."
+    )
+    assert popxl.Session(ir).report.precision is None

@@ -1,0 +1,147 @@
+"""`session.cost()` and `session.hlo()`: what is read off a compiled program, beside what XLA says of it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from runtime.costs.hlo import Shape, read, shapes
+from runtime.costs.work import Product, account_of
+from runtime.targets.chip import Gpu, Tpu, of_device, shipped
+
+
+def analysed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, dict[str, float]]:
+    """What is read off the text of a compiled function, and what XLA says of it."""
+    compiled = jax.jit(function, **options).lower(*arguments).compile()
+    return account_of(read(compiled.as_text())), compiled.cost_analysis()
+
+
+def test_operations_and_bytes_are_those_that_xla_counts() -> None:
+    def function(x: Any, w: Any, kernel: Any, image: Any, i: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        convolved = jax.lax.conv_general_dilated(
+            image, kernel, (2, 1), ((1, 1), (0, 2)), lhs_dilation=(1, 2), rhs_dilation=(2, 1)
+        )
+        updated = jax.lax.dynamic_update_slice(x, y[:3, :5] * 2, (i, 0))
+        cut = jax.lax.dynamic_slice(w, (i, i), (2, 3))
+        return y.sum(0) + 1, convolved.max() * 2, updated, jnp.exp(cut)
+
+    shaped = [jnp.ones(shape) for shape in ((64, 32), (32, 48), (8, 4, 3, 3), (2, 4, 12, 10))]
+    account, said = analysed(function, *shaped, 3, donate_argnums=0)
+    total = account.total
+    products = 2 * 64 * 32 * 48
+    assert total.products[Product("f32", "default")] > products
+    assert total.flops == pytest.approx(said["flops"] + said["transcendentals"], rel=0.01)
+    assert total.bytes == pytest.approx(said["bytes accessed"], rel=0.01)
+
+
+def test_loops_count_as_often_as_they_turn() -> None:
+    def function(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+
+    account, _ = analysed(function, jnp.ones((4, 6)), jnp.ones((6, 6)))
+    assert account.total.products == {Product("f32", "default"): 7 * 2 * 4 * 6 * 6}
+
+
+def test_types_are_read() -> None:
+    text = "(f32[1,256]{1,0:T(8,128)S(5)}, (pred[], /*index=1*/s4[3]{0}), bf16[2,3]{1,0}, u32[]{:S(2)}, token[])"
+    found = list(shapes(text))
+    assert found[0] == Shape("f32", (1, 256), 5)
+    assert [shape.memory for shape in found] == [5, 0, 0, 0, 2, 0]
+    assert [shape.bytes for shape in found] == [1024, 1, 2, 12, 4, 0]
+
+
+# Sessions ------------------------------------------------------------------------------------------------------------
+
+
+def network(ir: popxl.Ir) -> int:
+    """A called layer, seven turns of it, and an all-reduce. Returns the line of that."""
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.ones((4, 6)), popxl.float32, "x")
+        w = popxl.variable(np.ones((6, 6)), popxl.float32, "w")
+        layer = ir.create_graph(lambda x, w: ops.tanh(x @ w), x, w)
+        (y,) = ops.repeat(layer, 7, x, w)
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        y = ops.collectives.replicated_all_reduce(y) if ir.replication_factor > 1 else y
+        ops.var_updates.copy_var_update_(x, y)
+        ops.host_store(popxl.d2h_stream((4, 6), popxl.float32, "y"), y)
+    return line
+
+
+@pytest.mark.parametrize("calls", ["inlined", "dispatched"])
+def test_a_session_has_its_cost(calls: Any) -> None:
+    ir = popxl.Ir(replication=2)
+    ir.options.calledGraphs = calls
+    line = network(ir)
+    session = popxl.Session(ir, "ipu_model")
+    cost = session.cost()
+    assert 7 * 2 * 4 * 6 * 6 + 7 * 4 * 6 <= cost.flops < 1.3 * (7 * 2 * 4 * 6 * 6 + 7 * 4 * 6)
+    assert cost.argument_bytes == 4 * (4 * 6 + 6 * 6)
+    assert cost.alias_bytes == 4 * 4 * 6
+    assert (cost.code_bytes, cost.cycles, cost.seconds) == (None, None, None)
+    assert cost.kernels >= 7 and cost.bytes_accessed > 7 * 4 * (4 * 6 + 6 * 6)
+    assert cost.collectives["all-reduce"].model_dump() == {"count": 1, "bytes": 4 * 4 * 6}
+    (use,) = cost.uses
+    assert (use.source, use.replicas, use.graph) == (f"test_cost.py:{line}", 2, "")
+    layer = max(cost.graphs, key=lambda graph: graph.flops)
+    assert layer.name == ir.main_graph.called_graphs[0].called_graphs[0].name
+    assert "all-reduce   test_cost.py:" in str(cost)
+    assert type(cost).model_validate_json(cost.model_dump_json()) == cost
+    texts = session.hlo()
+    assert (list(texts) == ["the program"]) == (calls == "inlined")
+    assert all(text.startswith("HloModule") for text in texts.values())
+
+
+def test_rates_are_of_the_precision_that_is_asked_for() -> None:
+    tpu, gpu = shipped(Tpu, "v5e"), shipped(Gpu, "h100")
+    assert tpu.rate("float32", "highest") == tpu.rate("bfloat16") / 6 == tpu.rate("float32", "high") / 2
+    assert gpu.rate("float32", "highest") == 67e12 and gpu.rate("float32") == 494.5e12
+    assert of_device("TPU v5 lite") is tpu and of_device("abacus") is None
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("description", "name"), [("tpu v5e:1x2", "TPU v5e"), ("gpu h100:2", "NVIDIA H100 80GB HBM3")])
+def test_a_target_has_a_time_and_what_bounds_it(description: str, name: str) -> None:
+    ir = popxl.Ir(replication=2)
+    line = network(ir)
+    session = popxl.Session(ir, description)
+    cost, report = session.cost(), session.report
+    assert cost.chip == name and cost.seconds is not None and 1e-9 < cost.seconds < 1e-3
+    assert sum(count for count in cost.model_dump()["collectives"]["all-reduce"].values()) == 1 + 4 * 4 * 6
+    assert [use.source for use in cost.uses] == [f"test_cost.py:{line}"]
+    layer = max(cost.graphs, key=lambda graph: graph.flops)
+    assert layer.flops >= 7 * 2 * 4 * 6 * 6 and layer.bound in ("compute", "memory")
+    assert layer.name == ir.main_graph.called_graphs[0].called_graphs[0].name
+    assert (cost.cycles is not None and cost.cycles > 100) == description.startswith("tpu")
+    target = report.target
+    assert target is not None and target.cost.model_dump(exclude={"compile_seconds"}) == cost.model_dump(
+        exclude={"compile_seconds"}
+    )
+    assert (target.used, target.chips, target.fits) == (2, 2, True)
+    assert target.with_buffers == target.without_buffers == session.memory().device
+    for told in ("Nothing has run: the machine is not here.", "It is an estimate; nothing was measured.", "Figures: "):
+        assert told in str(report)
+
+
+@pytest.mark.targets
+def test_remote_buffers_of_a_tpu_are_bound_by_the_host() -> None:
+    ir = popxl.Ir()
+    ir.options.remoteBuffers = "host"
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((128, 256), popxl.float32, 4)
+        popxl.remote_variable(np.ones((128, 256), np.float32), buffer, 0)
+        ops.remote_store(buffer, 1, ops.remote_load(buffer, 0) + 1)
+    session = popxl.Session(ir, "tpu v5e")
+    cost, target = session.cost(), session.report.target
+    slot = 4 * 128 * 256
+    assert (cost.host_bytes, cost.argument_bytes) == (4 * slot, 0)
+    (main,) = cost.graphs
+    assert (main.bound, main.host_bytes, main.seconds) == ("host", 2 * slot, 2 * slot / 16e9)
+    assert target is not None and target.with_buffers - target.without_buffers == 4 * slot

@@ -1,0 +1,254 @@
+"""Machines that are not here: programs are compiled for them, and told about; nothing runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from runtime.files.bundle import unpack
+from runtime.targets import compilers
+from runtime.targets.chip import Gpu, names, shipped
+from runtime.targets.target import Target as MadeForDevices
+
+V5E, H100 = "tpu v5e:2x2", "gpu h100:4"
+
+
+def network(replicas: int = 1) -> tuple[popxl.Ir, popxl.HostToDeviceStream, popxl.Variable]:
+    """[3, 5] @ [5, 7], summed over the replicas, which is added to the first weight."""
+    ir = popxl.Ir(replication=replicas)
+    with ir.main_graph:
+        x_in = popxl.h2d_stream((3, 5), popxl.float32, "x")
+        w = popxl.variable(np.ones((5, 7)), popxl.float32, "w")
+        x = ops.host_load(x_in)
+        y = ops.relu(x @ w)
+        if replicas > 1:
+            y = ops.collectives.replicated_all_reduce(y)
+        ops.var_updates.accumulate_(w, x.T @ y)
+        ops.host_store(popxl.d2h_stream((), popxl.float32, "total"), ops.sum(y))
+    return ir, x_in, w
+
+
+# Descriptions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("description", "layout", "name"),
+    [
+        ("tpu v5e:4x4", (4, 4), "TPU v5e"),
+        ("tpu v5e", (1, 1), "TPU v5e"),
+        ("tpu v5p:2x2x4", (2, 2, 4), "TPU v5p"),
+        ("gpu h100:8", (8,), "NVIDIA H100 80GB HBM3"),
+        ("gpu A100", (1,), "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_a_target_is_a_description(description: str, layout: tuple[int, ...], name: str) -> None:
+    target = popxl.Target(description)
+    assert (target.layout, target.count, target.chip.name) == (layout, np.prod(layout), name)
+    assert target == popxl.Target(description) and hash(target) == hash(popxl.Target(description))
+    assert str(target) == description
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("abacus",), "'abacus' describes no machine; expected 'tpu v5e:4x4', 'gpu h100:8'"),
+        (("tpu v1",), "no figures are known of tpu 'v1'; known are v4, v5e, v5p, v6e"),
+        (("gpu x9:2",), "no figures are known of gpu 'x9'; known are a100, b200, h100, h200, or those of a JSON file"),
+        (("tpu v5e:8",), "in 'tpu v5e:8', expected axb, its chips along each dimension after the colon; got '8'"),
+        (("tpu v5p:2x2",), "expected axbxc"),
+        (("tpu v5e:0x2",), "got '0x2'"),
+        (("gpu h100:2x2",), "expected a number after the colon; got '2x2'"),
+        (("tpu v5e", "my.json"), "are TPUs, whose figures are known"),
+    ],
+)
+def test_what_describes_no_machine_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        popxl.Target(*arguments)
+
+
+def test_a_target_is_described_by_a_string() -> None:
+    with pytest.raises(TypeError, match=r"`description` must be a string such as .*; got 4 \(int\)"):
+        popxl.Target(4)  # type: ignore[arg-type]
+
+
+def test_figures_of_another_gpu_are_a_file(tmp_path: Path) -> None:
+    mine = shipped(Gpu, "h100").model_copy(update={"name": "H100 NVL", "memory_bytes": 94 << 30})
+    file = tmp_path / "mine.json"
+    file.write_text(mine.model_dump_json())
+    for target in (
+        popxl.Target(f"gpu {file}:2"),
+        popxl.Target("gpu mine:2", file),
+        popxl.Target("gpu mine:2", mine),
+    ):
+        assert (target.chip, target.count) == (mine, 2)
+    assert "device_memory_size: 100931731456" in mine.for_xla() and '"H100 NVL"' in mine.for_xla()
+    file.write_text(mine.model_dump_json(exclude={"cores", "sources"}))
+    with pytest.raises(popxl.errors.PopxlError, match="the figures of a Gpu: sources: Field required; cores: Field"):
+        popxl.Target(f"gpu {file}")
+    with pytest.raises(popxl.errors.PopxlError, match=r"cannot be read from 'none\.json': .*No such file"):
+        popxl.Target("gpu none.json")
+
+
+def test_all_figures_have_sources() -> None:
+    assert names(Gpu) == ["a100", "b200", "h100", "h200"]
+    for name in names(Gpu):
+        assert shipped(Gpu, name).sources
+        assert popxl.Target(f"gpu {name}").chip.flops["bfloat16"] > 1e14
+
+
+@pytest.mark.parametrize(("description", "extra"), [(V5E, "tpu"), (H100, "gpu")])
+def test_a_compiler_that_is_not_installed_is_asked_for(
+    description: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    ir, *_ = network()
+    with pytest.raises(
+        popxl.errors.PopxlError, match=rf"with the extra `{extra}`: `pip install 'popxl-jax\[{extra}\]'`"
+    ):
+        popxl.Session(ir, description)
+
+
+# Sessions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("description", [V5E, H100])
+def test_a_session_compiles_and_tells_and_does_not_run(description: str) -> None:
+    ir, x_in, w = network(4)
+    session = popxl.Session(ir, description)
+    memory = session.memory()
+    assert (memory.variables, memory.arguments, len(memory.devices)) == (5 * 7 * 4, 3 * 5 * 4, 4)
+    assert str(session.report).startswith(f"Report of {ir!r}\n\n  4 replicas on 4 devices ({description})")
+    with session:
+        for name, use in {
+            "run": lambda: session.run({x_in: np.ones((4, 3, 5), np.float32)}),
+            "run_with_outputs": lambda: session.run_with_outputs(),
+            "weights_from_host": session.weights_from_host,
+            "weights_to_host": session.weights_to_host,
+            "write_variable_data": lambda: session.write_variable_data(w, np.zeros((5, 7), np.float32)),
+            "recording": session.recording,
+            "debugging": session.debugging,
+        }.items():
+            with pytest.raises(
+                popxl.errors.PopxlError, match=f"Session.{name}: {description} is not here. The program"
+            ):
+                use()
+        np.testing.assert_array_equal(session.get_tensor_data(w), np.ones((5, 7)))
+    session.write_variable_data(w, np.zeros((5, 7), np.float32))  # the host copy
+    np.testing.assert_array_equal(session.get_tensor_data(w), np.zeros((5, 7)))
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("description", ["tpu v5e:4x4", "gpu h100:16"])
+def test_the_chips_of_several_hosts_are_in_one_mesh(description: str) -> None:
+    ir, *_ = network(16)
+    session = popxl.Session(ir, popxl.Target(description))
+    assert (session.program.replicas.count, session.program.replicas.mesh.size) == (16, 16)
+    assert len({device.process_index for device in session.program.devices}) > 1
+    assert session.memory().variables == 5 * 7 * 4
+
+
+def test_what_does_not_fit_is_said() -> None:
+    class TooLarge:
+        def compile(self, **_: Any) -> None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM.")
+
+    device = jax.devices("cpu")[0]
+    with pytest.raises(popxl.errors.PopxlError, match="does not fit into the memory of a cpu: RESOURCE_EXHAUSTED: Ran"):
+        MadeForDevices((device,), is_here=False).compile(TooLarge())
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        MadeForDevices((device,)).compile(TooLarge())
+
+
+@pytest.mark.targets
+def test_a_part_of_the_chips_is_of_one_host() -> None:
+    ir, *_ = network(4)
+    session = popxl.Session(ir, "tpu v5e:4x4")
+    assert {device.process_index for device in session.program.devices} == {0}
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("description", [V5E, H100])
+def test_ipus_are_chips(description: str) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(np.ones((3, 5)), popxl.float32)
+        passed = popxl.constant(np.full((3, 5), 2), popxl.float32)
+        layer = ir.create_graph(lambda x, y: ops.tanh(x + y), x, passed)
+        for ipu in range(2):
+            with popxl.ipu(ipu):
+                for _ in range(2):
+                    (x,) = ops.call(layer, x, passed)
+        ops.host_store(popxl.d2h_stream((3, 5), popxl.float32, "x"), x)
+    report = popxl.Session(ir, description).report
+    assert (report.calls, len(report.devices)) == ("dispatched", 2)
+
+
+@pytest.mark.targets
+def test_the_environment_describes_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPXL_OFFLINE_DEVICE", "tpu v5e")
+    ir, *_ = network()
+    assert popxl.Session(ir, "ipu_hw").report.device == "tpu v5e"
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("description", "kind"), [("tpu v5e", "tpu"), ("gpu h100", "gpu")])
+def test_a_program_is_saved_for_a_machine_that_has_the_chips(description: str, kind: str, tmp_path: Path) -> None:
+    """And not read back here, where XLA cannot."""
+    ir, *_ = network()
+    file = tmp_path / "program.session"
+    popxl.Session(ir, description).save(file)
+    header, parts = unpack("popxl session", file.read_bytes())
+    assert (header["device"], header["target"]["platform"]) == (kind, kind)
+    assert len(header["executables"]) == 1 and len(parts["executable/0"]) > 1000
+    with pytest.raises(RuntimeError, match=f"JAX finds no device of the kind '{kind}'"):
+        popxl.Session.load(file)
+    with pytest.raises(
+        popxl.errors.PopxlError, match=f"for something else than cpu .*: platform: '{kind}' in the file"
+    ):
+        popxl.Session.load(file, "cpu")
+    with pytest.raises(
+        popxl.errors.PopxlError, match=f"{description} is not here, and XLA reads compiled programs back"
+    ):
+        popxl.Session.load(file, description)
+
+
+QUIET = """
+import os
+if {runs}:
+    import jax
+    jax.numpy.ones(3).sum().block_until_ready()
+os.write(2, b"JAX has said what it says")
+import popxl, jax
+ir = popxl.Ir()
+with ir.main_graph:
+    x = popxl.variable(1.0)
+    popxl.ops.var_updates.copy_var_update_(x, x + 1)
+with popxl.Session(ir, "ipu_hw") as session:
+    session.run()
+for name in ("tpu v5e:2x2", "gpu h100:4"):
+    assert len(popxl.Target(name).devices) == 4
+    popxl.Session(ir, name)
+assert jax.default_backend() == "cpu" and session.get_tensor_data(x) == 2
+"""
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("runs", "platforms"), [(False, ""), (True, ""), (False, "cpu")])
+def test_compilers_are_loaded_beside_jax_and_in_silence(runs: bool, platforms: str) -> None:
+    """Whether JAX runs already, and whichever platforms it was told to look for. Nor does it look for hardware."""
+    environment = {name: value for name, value in os.environ.items() if name[:4] not in ("JAX_", "TPU_")}
+    told = environment | {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, "-c", QUIET.format(runs=runs)]
+    done = subprocess.run(program, env=told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.partition("JAX has said what it says")[2] == ""

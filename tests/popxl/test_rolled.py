@@ -1,0 +1,397 @@
+"""Calls that differ only in what they are given, as turns of a loop: which are, and that nothing else can tell."""
+
+# No deferred annotations in this file: `TensorByRef` is read from them.
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popart
+import popxl
+from popxl import ops
+from popxl.transforms import autodiff
+from runtime.plan.decision import decide
+from runtime.targets.replicas import Replicas
+
+TURNS = 4
+X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
+SPEC = popxl.TensorSpec((2, 3), popxl.float32)
+
+Build = Callable[[popxl.Tensor], Sequence[popxl.Tensor]]
+
+
+class Run:
+    """A program that is built, compiled and run twice.
+
+    Args:
+        build: gets what is fed, and returns what is to be stored.
+        way: how called graphs are compiled.
+        transfers: how often it loads and stores in a run.
+        replicas: how many run it.
+        several: whether each has a device of its own.
+    """
+
+    def __init__(self, build: Build, way: Any, transfers: int = 1, replicas: int = 1, several: bool = True) -> None:
+        ir = popxl.Ir(replicas)
+        ir.num_host_transfers = transfers
+        ir.options.calledGraphs = way
+        with ir.main_graph, popxl.in_sequence():
+            self.stream = popxl.h2d_stream(SPEC.shape, SPEC.dtype, "x")
+            results = build(ops.host_load(self.stream)) if transfers == 1 else build(self.stream)  # type: ignore[arg-type]
+            stored = [popxl.d2h_stream(t.shape, t.dtype, f"out{i}") for i, t in enumerate(results)]
+            for stream, t in zip(stored, results, strict=True):
+                ops.host_store(stream, t)
+        self.session = popxl.Session(ir, "ipu_model" if several else popart.DeviceManager().createIpuModelDevice())
+        leading = tuple(n for n in (transfers, replicas) if n > 1)
+        with self.session as session:
+            feed = {self.stream: np.broadcast_to(X, (*leading, *X.shape))}
+            runs = [session.run(feed) for _ in range(2)]
+            self.stored = [np.asarray(run[stream]) for run in runs for stream in run]
+            variables = session.get_tensors_data(ir.main_graph.variables)
+        self.variables = {v.name: np.array(data) for v, data in variables.items()}
+
+
+def rolled(build: Build, turns: Sequence[int], **how: Any) -> Run:
+    """A program, checked: it has loops of so many turns, and gives what it gives with all calls written out."""
+    run, plain = Run(build, "rolled", **how), Run(build, "inlined", **how)
+    assert sorted(loop.turns for loop in run.session.report.loops) == sorted(turns)
+    for ours, theirs in zip(run.stored, plain.stored, strict=True):
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+    assert run.variables.keys() == plain.variables.keys()
+    for name, ours in run.variables.items():
+        np.testing.assert_allclose(ours, plain.variables[name], 1e-5, 1e-6, err_msg=name)
+    return run
+
+
+def weights(name: str = "w", count: int = TURNS, shape: tuple[int, ...] = (3, 3), **more: Any) -> list[popxl.Tensor]:
+    random = np.random.default_rng(len(name))
+    return [
+        popxl.variable(random.normal(0, 0.5, shape).astype(np.float32), name=f"{name}{i}", **more) for i in range(count)
+    ]
+
+
+def layer(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+    return x + ops.gelu(x @ w)
+
+
+def graph_of(function: Callable[..., Any], *inputs: Any) -> popxl.Graph:
+    return popxl.gcg().ir.create_graph(function, *inputs)
+
+
+def training(x: popxl.Tensor, ws: Sequence[popxl.Tensor], update: Callable[..., Any]) -> list[popxl.Tensor]:
+    """All layers, then all their gradients, then all updates."""
+    graph = graph_of(layer, SPEC, ws[0])
+    info, sites, found = autodiff(graph), [], []
+    for w in ws:
+        sites.append(ops.call_with_info(graph, x, w))
+        x = sites[-1].outputs[0]
+    dx = x
+    for w, site in zip(reversed(ws), reversed(sites), strict=True):
+        dx, dw = ops.call(info.graph, dx, inputs_dict=info.inputs_dict(site))
+        found.append((w, dw))
+    for w, dw in found:
+        update(w, dw)
+    return [x, dx]
+
+
+def descend(w: popxl.Tensor, dw: popxl.Tensor) -> None:
+    ops.scaled_add_(w, dw, b=-0.1)
+
+
+# What is rolled -----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_and_their_updates_share_a_turn() -> None:
+    run = rolled(lambda x: training(x, weights(), descend), [TURNS, TURNS])
+    forward, backward = run.session.report.loops
+    assert (forward.ops, backward.ops) == (1, 2)
+    text = run.session.program.executable.as_text()
+    assert text.count(" while(") == 2
+    assert "Loops of calls" in str(run.session.report)
+
+
+def test_what_a_turn_is_given() -> None:
+    """The same in all turns, from the turn before, a variable of its own, a constant of its own, a view of a variable;
+    turns that share a variable; and an op between two calls."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        (shared,) = weights("shared", 1)
+        pairs, own = weights("pair", 2), weights("own", shape=(9,))
+        first = x
+
+        def one(x: popxl.Tensor, first: popxl.Tensor, w: popxl.Tensor, v: popxl.Tensor) -> popxl.Tensor:
+            return ops.gelu(x @ w) + first @ v
+
+        def other(x: popxl.Tensor, w: popxl.Tensor, scale: popxl.Tensor) -> popxl.Tensor:
+            return ops.tanh(x @ w) * scale
+
+        mixing, scaling = graph_of(one, x, x, shared, shared), graph_of(other, x, shared, popxl.constant(1.0))
+        for i in range(TURNS):
+            (x,) = ops.call(mixing, x, first, shared, pairs[i // 2])
+            x = x + 1
+            (x,) = ops.call(scaling, x, ops.reshape_(own[i], (3, 3)), popxl.constant(i / 2, popxl.float32))
+        return [x]
+
+    run = rolled(build, [TURNS])
+    assert run.session.report.loops[0].ops == 3
+
+
+def test_the_first_and_the_last_layer_are_special() -> None:
+    """Each is another graph; and a weight is changed between two turns, which may as well be done after all."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights(count=TURNS + 2)
+        graph, last = graph_of(layer, x, ws[0]), graph_of(lambda x, w: x @ w, x, ws[0])
+        (x,) = ops.call(graph_of(lambda x, w: ops.tanh(x @ w), x, ws[0]), x, ws[0])
+        for w in ws[1:-1]:
+            (x,) = ops.call(graph, x, w)
+            if w is ws[2]:
+                ops.scaled_add_(w, ws[0])
+        return [*ops.call(last, x, ws[-1]), x]
+
+    run = rolled(build, [TURNS])
+    assert list(run.session.report.written_out.values()) == ["it is not called again and again in one pattern"] * 2
+
+
+def test_what_the_first_turn_makes_for_all() -> None:
+    """It uses twice what the others use once, so it is no turn like them."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights(count=TURNS + 1)
+        making, adding = (
+            graph_of(lambda w: ops.tanh(w), ws[0]),
+            graph_of(lambda x, a, b: x @ a + x @ b, x, ws[0], ws[0]),
+        )
+        (first,) = ops.call(making, ws[0])
+        (x,) = ops.call(adding, x, first, first)
+        for w in ws[1:]:
+            (own,) = ops.call(making, w)
+            (x,) = ops.call(adding, x, own, first)
+        return [x]
+
+    rolled(build, [TURNS])
+
+
+def test_some_layers_are_updated() -> None:
+    """Their gradients are loops without updates, and what is updated lies between what is not."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights(count=6)
+        return training(x, ws, lambda w, dw: descend(w, dw) if w in ws[3:] else None)
+
+    rolled(build, [6, 3, 3])
+
+
+def test_calls_in_calls() -> None:
+    """The model is a graph, and its gradient: weights, and what is kept for the gradient, go through them."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights()
+        graph = graph_of(layer, SPEC, ws[0])
+
+        def model(x: popxl.Tensor, *ws: popxl.Tensor) -> popxl.Tensor:
+            x = x * 2
+            for w in ws:
+                (x,) = ops.call(graph, x, w)
+            return x
+
+        whole = graph_of(model, SPEC, *ws)
+        info = autodiff(whole)
+        site = ops.call_with_info(whole, x, *ws)
+        dx, *dws = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+        for w, dw in zip(ws, dws, strict=True):
+            descend(w, dw)
+        return [dx]
+
+    rolled(build, [TURNS, TURNS])
+
+
+def test_in_a_loop_with_accumulation() -> None:
+    """Each turn of the loop around loads a batch. Weights and accumulators go in as they lie."""
+
+    def build(stream: popxl.HostToDeviceStream) -> list[popxl.Tensor]:
+        ws, sums = weights(), weights("sum")
+
+        def batch(*ts: popxl.TensorByRef) -> None:
+            of_weight = dict(zip(ts[:TURNS], ts[TURNS:], strict=True))
+            training(ops.host_load(stream), ts[:TURNS], lambda w, dw: ops.var_updates.accumulate_(of_weight[w], dw))
+
+        ops.repeat(graph_of(batch, *ws, *sums), 3, *ws, *sums)
+        for w, total in zip(ws, sums, strict=True):
+            descend(w, total)
+            ops.var_updates.accumulator_zero_(total)
+        return []
+
+    run = rolled(build, [TURNS, TURNS], transfers=3)
+    assert "concatenate" not in run.session.program.executable.as_text()
+
+
+def test_remote_buffers() -> None:
+    """Phased execution: each turn loads its weights, and stores them after the update."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        buffer = popxl.remote_buffer((3, 3), popxl.float32, TURNS)
+        random = np.random.default_rng(0)
+        for i in range(TURNS):
+            popxl.remote_variable(random.normal(size=(3, 3)).astype(np.float32), buffer, i, name=f"remote{i}")
+
+        def step(w: popxl.TensorByRef, x: popxl.Tensor) -> popxl.Tensor:
+            x = layer(x, w)
+            ops.scaled_add_(w, ops.transpose(x) @ x, b=-0.1)
+            return x
+
+        graph = graph_of(step, popxl.TensorSpec((3, 3), popxl.float32), x)
+        for i in range(TURNS):
+            w = ops.remote_load(buffer, i)
+            (x,) = ops.call(graph, w, x)
+            ops.remote_store(buffer, i, w)
+        return [x]
+
+    run = rolled(build, [TURNS])
+    assert run.session.report.loops[0].ops == 4  # one makes room
+
+
+def test_streams_branches_and_loops_in_turns() -> None:
+    def build(stream: popxl.HostToDeviceStream) -> list[popxl.Tensor]:
+        ws, x = weights(), ops.host_load(stream)
+        then, other = graph_of(layer, SPEC, ws[0]), graph_of(lambda x, w: x @ w, SPEC, ws[0])
+
+        def turn(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+            (x,) = ops.conditional(ops.greater(ops.sum(x), popxl.constant(0.0)), then, other, [x, w], [x, w])
+            (x,) = ops.repeat(other, 2, x, w)
+            return ops.tanh(x)
+
+        graph = graph_of(turn, SPEC, ws[0])
+        out = popxl.d2h_stream(SPEC.shape, SPEC.dtype, "each")
+        ops.host_store(out, x)
+        for w in ws:
+            (x,) = ops.call(graph, x, w)
+            x = x + ops.host_load(stream)
+            ops.host_store(out, x)
+        return []
+
+    rolled(build, [TURNS], transfers=TURNS + 1)
+
+
+# Where it runs, and what else there is to a session -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_replicas(several: bool) -> None:
+    """Variables of groups, variables that no replica changes, and gradients that are reduced in each turn."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ir = popxl.gcg().ir
+        ws, fixed = weights(), weights("fixed")
+        own = weights("own", shape=(2, 3), replica_grouping=ir.replica_grouping(group_size=1))
+
+        def update(w: popxl.Tensor, dw: popxl.Tensor) -> None:
+            descend(w, ops.collectives.replicated_all_reduce(dw, "mean"))
+
+        x, dx = training(x, ws, update)
+        reading = graph_of(lambda x, w: ops.tanh(x @ w), x, fixed[0])
+        for w in fixed:
+            (x,) = ops.call(reading, x, w)
+        shift = graph_of(lambda x, b: ops.tanh(x + ops.sum(b)), x, popxl.TensorSpec((3,), popxl.float32))
+        for b in own:
+            (x,) = ops.call(shift, x, b)
+        return [x, dx]
+
+    rolled(build, [TURNS] * 4, replicas=2, several=several)
+
+
+def test_sharded_variables() -> None:
+    """Each replica has a piece of each variable; of a size that cannot be shared out evenly."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        random = np.random.default_rng(0)
+        pieces = [
+            popxl.replica_sharded_variable(random.normal(size=(3,)).astype(np.float32), name=f"b{i}")[1]
+            for i in range(TURNS)
+        ]
+
+        def step(x: popxl.Tensor, piece: popxl.TensorByRef) -> popxl.Tensor:
+            whole = ops.collectives.replicated_all_gather(piece)
+            ops.scaled_add_(piece, piece, b=-0.5)
+            return ops.tanh(x + ops.sum(whole))
+
+        graph = graph_of(step, x, pieces[0])
+        for piece in pieces:
+            (x,) = ops.call(graph, x, piece)
+        return [x]
+
+    rolled(build, [TURNS], replicas=2)
+
+
+def test_a_session(tmp_path: Any) -> None:
+    """Variables that lie together are written, read, saved and looked at by themselves."""
+    run = rolled(lambda x: training(x, weights(), descend), [TURNS, TURNS])
+    ir, feed = run.session.ir, {run.stream: X}
+    variables = {v.name: v for v in ir.main_graph.variables}
+    with run.session as session:
+        session.write_variable_data(variables["w1"], np.eye(3, dtype=np.float32))
+        assert [session.get_tensor_data(variables[name])[0, 0] for name in ("w0", "w1")] == [
+            run.variables["w0"][0, 0],
+            1,
+        ]
+        session.save(tmp_path / "session")
+        session.run(feed)
+        after = {name: np.array(session.get_tensor_data(v)) for name, v in variables.items()}
+    with popxl.Session.load(tmp_path / "session") as session:
+        stream = next(iter(session.expected_inputs()))
+        with session.debugging():
+            session.run({stream: X})
+        for v in session.ir.main_graph.variables:
+            np.testing.assert_allclose(session.get_tensor_data(v), after[v.name], 1e-5, 1e-6)
+
+
+# What is left alone -------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_that_knows_a_variable_by_two_names() -> None:
+    """What the third turn overwrites it reads, too, and other turns read something else."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights()
+
+        def change(w: popxl.TensorByRef) -> None:
+            ops.scaled_add_(w, w, b=-0.5)
+
+        changing, reading = graph_of(change, ws[0]), graph_of(lambda w: ops.sum(w), ws[0])
+        found = []
+        for w, other in zip(ws, (ws[1], ws[0], ws[2], ws[0]), strict=True):
+            ops.call(changing, w)
+            found += ops.call(reading, other)
+        return found
+
+    run = rolled(build, [])
+    assert any("overwrites" in reason for reason in run.session.report.written_out.values())
+    assert "Calls that are written out" in str(run.session.report)
+
+
+def test_values_that_lie_apart() -> None:
+    """What turns take is made at once, and too large to be copied for a loop."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        (w,) = weights("large", 1, (TURNS * 32, 64))
+        parts = ops.split(w, TURNS)
+        graph = graph_of(lambda t: ops.sum(t), parts[0])
+        return [ops.call(graph, part)[0] for part in parts]
+
+    run = rolled(build, [])
+    (reason,) = run.session.report.written_out.values()
+    assert "lies apart" in reason
+
+
+@pytest.mark.parametrize(("count", "way"), [(TURNS, "rolled"), (2, "inlined")])
+def test_where_no_calls_are_kept(count: int, way: str) -> None:
+    """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        ws = weights(count=count)
+        training(popxl.variable(X), ws, descend)
+    target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), devices=(None,))
+    found = decide(ir.main_graph, ir.options, target, ir.main_graph.variables, ws, None)
+    assert found.calls == way

@@ -1,0 +1,177 @@
+"""Optimisers as a whole, against torch's and Optax's; schedules; norms of what is in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl_addons import optimizers
+from popxl_addons.optimizers import schedules
+
+Array = np.ndarray
+RANDOM = np.random.default_rng(0)
+SHAPES = {"layers.0.weight": (3, 4), "layers.0.bias": (5,)}
+STARTS = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+GRADIENTS = [{name: RANDOM.normal(size=s).astype(np.float32) for name, s in SHAPES.items()} for _ in range(4)]
+
+
+def trained(optimizer: Callable[..., Any], dtype: popxl.dtype = popxl.float32, **how: Any) -> dict[str, Array]:
+    """The variables after a step for each of the gradients."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        variables = {name: popxl.variable(value, dtype, name) for name, value in STARTS.items()}
+        streams = {name: popxl.h2d_stream(shape, popxl.float32, name) for name, shape in SHAPES.items()}
+        state = optimizer(variables, {name: ops.host_load(s) for name, s in streams.items()}, **how)
+    with popxl.Session(ir, "cpu") as session:
+        for gradients in GRADIENTS:
+            session.run({streams[name]: g for name, g in gradients.items()})
+        assert session.get_tensor_data(state.step) == len(GRADIENTS)
+        found = session.get_tensors_data(variables.values())
+    return {name: found[v] for name, v in variables.items()}
+
+
+def by_torch(make: Callable[..., Any], clip: float | None = None, rates: Any = None) -> dict[str, Array]:
+    import torch
+
+    parameters = {name: torch.nn.Parameter(torch.tensor(value.astype(np.float64))) for name, value in STARTS.items()}
+    optimizer = make(list(parameters.values()))
+    for i, gradients in enumerate(GRADIENTS):
+        for name, p in parameters.items():
+            p.grad = torch.tensor(gradients[name].astype(np.float64))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip)
+        if rates is not None:
+            optimizer.param_groups[0]["lr"] = rates[i]
+        optimizer.step()
+    return {name: p.detach().numpy() for name, p in parameters.items()}
+
+
+def assert_close(found: dict[str, Array], expected: dict[str, Array], near: float = 1e-5) -> None:
+    for name, array in found.items():
+        np.testing.assert_allclose(array.astype(np.float64), expected[name], rtol=near, atol=near, err_msg=name)
+
+
+def test_adamw_as_torch() -> None:
+    torch = pytest.importorskip("torch")
+    rates = [0.05, 0.1, 0.1 * (1 + np.cos(np.pi / 4)) / 2, 0.1 * (1 + np.cos(np.pi / 2)) / 2]
+    schedule = schedules.cosine(0.1, steps=6, warmup=2)
+    expected = by_torch(lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.2), clip=1.5, rates=rates)
+    assert_close(trained(optimizers.adamw, lr=schedule, weight_decay=0.2, clip_norm=1.5), expected)
+    assert_close(
+        trained(optimizers.adamw, popxl.bfloat16, lr=schedule, weight_decay=0.2, clip_norm=1.5), expected, 3e-2
+    )
+
+
+@pytest.mark.parametrize("how", [{}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1}])
+def test_sgd_as_torch(how: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    expected = by_torch(lambda ps: torch.optim.SGD(ps, lr=0.1, **how))
+    assert_close(trained(optimizers.sgd, lr=0.1, **how), expected)
+
+
+def test_adafactor_as_torch() -> None:
+    torch = pytest.importorskip("torch")
+    smallest = float(np.finfo(np.float32).eps)
+    expected = by_torch(lambda ps: torch.optim.Adafactor(ps, lr=0.3, weight_decay=0.1, eps=(smallest, 1e-3)))
+    assert_close(trained(optimizers.adafactor, lr=0.3, weight_decay=0.1), expected)
+
+
+def test_lion() -> None:
+    expected = {name: value.astype(np.float64) for name, value in STARTS.items()}
+    momentum = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for gradients in GRADIENTS:
+        for name, g in gradients.items():
+            decay = 0.1 if name.endswith("weight") else 0
+            direction = np.sign(0.9 * momentum[name] + 0.1 * g)
+            expected[name] = expected[name] - 0.05 * (direction + decay * expected[name])
+            momentum[name] = 0.99 * momentum[name] + 0.01 * g
+    decays = lambda name: name.endswith("weight")  # noqa: E731
+    assert_close(trained(optimizers.lion, lr=0.05, weight_decay=0.1, decays=decays, loss_scaling=1.0), expected)
+
+
+def test_transformations_of_optax() -> None:
+    """Scaled gradients, clipped here, and state with leaves of all kinds."""
+    optax = pytest.importorskip("optax")
+    schedule = optax.linear_schedule(0.1, 0.0, 8)
+    transformation = optax.chain(optax.add_decayed_weights(0.1), optax.adam(schedule), optax.ema(0.5))
+    found = trained(optimizers.from_optax(transformation), clip_norm=2.0, loss_scaling=0.5)
+    params, state = STARTS, transformation.init(STARTS)
+    for gradients in GRADIENTS:
+        norm = 2 * np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        scaled = {name: 2 * g * min(1, 2 / norm) for name, g in gradients.items()}
+        updates, state = transformation.update(scaled, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(found, {name: np.asarray(value) for name, value in params.items()})
+
+
+def test_schedules() -> None:
+    made = [
+        (schedules.cosine(2.0, 10, end=1.0), lambda t: 1 + (1 + np.cos(np.pi * min(t / 10, 1))) / 2),
+        (schedules.linear(2.0, 10, warmup=4, end=0.5), lambda t: t / 2 if t < 4 else 2 - 1.5 * min((t - 4) / 6, 1)),
+        (schedules.inverse_square_root(2.0, 4), lambda t: t / 2 if t < 4 else 2 * np.sqrt(4 / t)),
+    ]
+    steps = np.arange(1, 14, dtype=np.float32)
+    ir = popxl.Ir()
+    with ir.main_graph:
+        outs = [popxl.d2h_stream((13,), popxl.float32) for _ in made]
+        for out, (schedule, _) in zip(outs, made, strict=True):
+            ops.host_store(out, schedule(popxl.constant(steps)))
+    with popxl.Session(ir, "cpu") as session:
+        found = session.run()
+    for out, (_, meaning) in zip(outs, made, strict=True):
+        np.testing.assert_allclose(found[out], [meaning(t) for t in steps], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="cosine: `warmup` is 5, of 5 steps"):
+        schedules.cosine(1.0, 5, warmup=5)
+
+
+def test_norms_and_state_of_what_is_in_pieces() -> None:
+    """One variable in pieces, one with a value for each of two groups, one that all share: each number counts once."""
+    ir = popxl.Ir(replication=4)
+    pairs = ir.replica_grouping(group_size=2)
+    values = {"cut": RANDOM.normal(size=(2, 3)), "paired": RANDOM.normal(size=(2, 5)), "shared": RANDOM.normal(size=3)}
+    values = {name: value.astype(np.float32) for name, value in values.items()}
+    with ir.main_graph, popxl.in_sequence():
+        cut, piece = popxl.replica_sharded_variable(values["cut"], name="cut")
+        paired = popxl.variable(values["paired"], name="paired", replica_grouping=pairs)
+        shared = popxl.variable(values["shared"], name="shared")
+        gradients = {"cut": piece * 1.0, "paired": paired * 1.0, "shared": shared * 1.0}
+        out = popxl.d2h_stream((), popxl.float32)
+        variables = {"cut": cut, "paired": paired, "shared": shared}
+        ops.host_store(out, optimizers.global_norm(variables, gradients))
+        state = optimizers.sgd(variables, gradients, lr=1.0, momentum=0.5, clip_norm=1.0)
+    norm = np.sqrt(sum((value.astype(np.float64) ** 2).sum() for value in values.values()))
+    with popxl.Session(ir, "ipu_hw") as session:
+        np.testing.assert_allclose(session.run()[out], [norm] * 4, rtol=1e-5)
+        found = session.get_tensors_data([*variables.values(), *state.tensors])
+    assert state.cut.velocity.piece is not None and state.paired.velocity.replica_grouping == pairs
+    for name, v in variables.items():
+        np.testing.assert_allclose(found[v], values[name] * (1 - 1 / norm), rtol=1e-4)
+        np.testing.assert_allclose(found[state[name].velocity], values[name] / norm, rtol=1e-4)
+
+
+def test_what_is_refused() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph as main:
+        w, b = popxl.variable(np.ones((2, 3)), popxl.float32, "w"), popxl.variable([1.0], name="b")
+        for gradients, message in [
+            ({"w": w}, "`b` has no gradient"),
+            ({"w": w, "b": b, "c": b}, "there is a gradient of `c`, and no such variable"),
+            ({"w": b, "b": b}, r"`w` has the shape \(2, 3\), and its gradient \(1,\)"),
+            ([w], "there are 2 `variables` and 1 `gradients`"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                optimizers.adamw({"w": w, "b": b}, gradients, lr=0.1)
+        with pytest.raises(ValueError, match="`clip_norm` is 0"):
+            optimizers.adamw([w], [w], lr=0.1, clip_norm=0)
+        with pytest.raises(TypeError, match="`lr` must be a number"):
+            optimizers.sgd([w], [w], lr="0.1")
+        with pytest.raises(TypeError, match="expected a GradientTransformation"):
+            optimizers.from_optax(0.1)
+        assert len(main.variables) == 2 and main.ops == []
+    with ir.create_empty_graph("inner"), pytest.raises(ValueError, match="Call the optimiser in the main graph"):
+        optimizers.adamw([], [], lr=0.1)

@@ -1,0 +1,73 @@
+"""A step of training in one call: however a batch is divided, the same variables."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl_addons import optimizers
+
+X = np.random.default_rng(0).normal(size=(3, 8, 5)).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 4, (3, 8)).astype(np.int32)
+
+
+class Classifier(addons.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = addons.layers.Linear(4)
+
+    def build(self, x: popxl.Tensor, labels: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
+        logits = self.linear(x)
+        return addons.cross_entropy(logits, labels), logits
+
+
+def trained(replicas: int = 1, accumulate: int = 1, dtype: Any = popxl.float32, **how: Any) -> tuple[Any, ...]:
+    """The losses of three steps, and the weights after them."""
+    np.random.seed(3)
+    size = 8 // replicas // accumulate
+    ir = popxl.Ir(replication=replicas)
+    with ir.main_graph, popxl.in_sequence():
+        x, y = popxl.h2d_stream((size, 5), dtype, "x"), popxl.h2d_stream((size,), popxl.int32, "y")
+        optimizer = partial(optimizers.adamw, lr=0.1, clip_norm=0.5)
+        training = addons.train_step(Classifier(), x, y, optimizer=optimizer, accumulate=accumulate, **how)
+        out = popxl.d2h_stream((), popxl.float32, "loss")
+        ops.host_store(out, training.loss)
+    losses = []
+    with popxl.Session(ir, "ipu_hw") as session:
+        for rows, labels in zip(X.astype(dtype.as_numpy()), Y, strict=True):
+            shape = session.host_shape((size,))
+            loss = session.run({x: rows.reshape(*shape, 5), y: labels.reshape(shape)})[out]
+            losses.append(float(loss.ravel()[0]))
+        weight = session.get_tensor_data(training.variables.linear.weight).astype(np.float64)
+    return losses, weight, training
+
+
+@pytest.mark.filterwarnings("ignore::popxl.errors.UnusedTransferWarning")  # the loss is stored once a step
+def test_however_a_batch_is_divided() -> None:
+    losses, weight, training = trained()
+    assert losses[0] == pytest.approx(np.log(4), abs=0.1)
+    assert set(training.state.keys_flat()) >= {"step", "linear.weight.first_moment"}
+    for how in (
+        {"accumulate": 4, "loss_scaling": 128.0},
+        {"replicas": 2, "accumulate": 2},
+    ):
+        others, found, _ = trained(**how)  # type: ignore[arg-type]
+        np.testing.assert_allclose(others, losses, rtol=1e-5)
+        np.testing.assert_allclose(found, weight, rtol=1e-4, atol=1e-6)
+    others, found, _ = trained(accumulate=2, dtype=popxl.bfloat16)
+    np.testing.assert_allclose(others, losses, rtol=2e-2)
+    np.testing.assert_allclose(found, weight, atol=2e-2)
+
+
+def test_what_is_refused() -> None:
+    with popxl.Ir().main_graph:
+        x, y = popxl.variable(X[0]), popxl.variable(Y[0])
+        for accumulate in (0, 2):
+            with pytest.raises(ValueError, match=f"train_step: `accumulate` is {accumulate}; expected 1 or more"):
+                addons.train_step(Classifier(), x, y, optimizer=optimizers.sgd, accumulate=accumulate)

@@ -1,0 +1,157 @@
+"""Compiles the tests, the tutorials and the models for TPUs and GPUs, and writes what came of it as a page.
+
+    python -m tests.targets                          # all, hours: the page docs/targets.md
+    python -m tests.targets --part 3/100 --areas ops collectives --print
+
+It needs the extras `tpu` and `gpu`, and neither a TPU nor a GPU. Nothing is run: a test has done its part when it
+reaches its first run. Each area and target is a process of its own, as XLA may end one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from popxl.base.version import VERSION
+from tests.tutorials.test_tutorials import LAUNCHERS, PROGRAMS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "targets.md"
+
+TARGETS = ("tpu v5e:2x4", "gpu h100:8")
+
+AREAS: Mapping[str, Sequence[str]] = {
+    "ops": ["tests/popxl/ops"],
+    "collectives": ["tests/popxl/ops/test_collectives.py", "tests/popxl/test_replicas.py"],
+    "variables": ["tests/popxl/test_remote_variables.py", "tests/popxl/test_remote_buffer.py"],
+    "conditionals": ["tests/popxl/test_conditional.py"],
+    "loops": ["tests/popxl/test_repeat.py"],
+    "transfers": ["tests/popxl/test_streams.py"],
+    "placement": ["tests/popxl/test_placement.py"],
+    "calls": ["tests/popxl/test_call.py", "tests/popxl/test_autodiff.py", "tests/popxl/test_plan.py"],
+    "random": ["tests/popxl/test_random_programs.py"],
+    "gpt": ["tests/popxl_addons/test_addons_gpt.py"],
+    "poptorch": ["tests/poptorch/test_models.py", "tests/poptorch/test_operators.py"],
+    "tutorials": [],
+}
+"""What is compiled, and the tests that are taken for it; of tutorials, the programs."""
+
+SECONDS = 3 * 3600
+"""No area takes longer."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.targets", description=__doc__.split("\n")[0])
+    parser.add_argument("--areas", nargs="+", choices=AREAS, default=[*AREAS], metavar="AREA", help=", ".join(AREAS))
+    parser.add_argument("--targets", nargs="+", default=[*TARGETS], metavar="MACHINE", help="which machines")
+    parser.add_argument("--part", metavar="K/N", default="", help="the K-th of N parts of each area")
+    parser.add_argument("--thorough", action="store_true", help="all dtypes, sizes and seeds, rather than some")
+    parser.add_argument("--print", action="store_true", help="print the page, rather than write it to docs/targets.md")
+    options = parser.parse_args()
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for area in options.areas:
+        for target in options.targets:
+            start = time.perf_counter()
+            result = tutorials(target) if area == "tutorials" else tested(area, target, options.part, options.thorough)
+            found[area, target] = result | {"seconds": time.perf_counter() - start}
+            print(f"{area} for {target}: {told(found[area, target])}", file=sys.stderr)
+            if not options.print:  # each time: it takes hours
+                PAGE.parent.mkdir(exist_ok=True)
+                PAGE.write_text(page(found, options.part, options.thorough), encoding="utf-8")
+    if options.print:
+        print(page(found, options.part, options.thorough))
+    return int(any(result["failed"] for result in found.values()))
+
+
+def tested(area: str, target: str, part: str, thorough: bool) -> dict[str, Any]:
+    """What became of the tests of an area."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "--tb=line"]
+        command += ["-p", "tests.targets.plugin", "--target", target, "--target-results", str(results)]
+        command += ["--target-part", part] if part else []
+        command += ["--thorough=1/1"] if thorough else []
+        done = subprocess.run(
+            [*command, *AREAS[area]], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        if done.returncode in (0, 1) or (done.returncode == 5 and part):  # tests have failed; no test is in the part
+            return json.loads(results.read_text(encoding="utf-8"))
+    last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+    return {"programs": 0, "reached": 0, "tests": 0, "failed": {area: f"The process ended ({done.returncode}): {last}"}}
+
+
+def tutorials(target: str) -> dict[str, Any]:
+    """What became of the tutorials, as far as their first run; but for those of several processes, which a target is
+    not for."""
+    found: dict[str, Any] = {"programs": 0, "reached": 0, "tests": 0, "failed": {}}
+    for program, (arguments, _) in ((name, told) for name, told in PROGRAMS.items() if name not in LAUNCHERS):
+        command = [sys.executable, "-m", "popxl", "report", str(ROOT / "tutorials" / program), "--target", target]
+        done = subprocess.run(
+            [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        found["tests"] += 1
+        found["programs"] += done.stdout.count("=== session ")
+        found["reached"] += "Stopped at " in done.stdout
+        if done.returncode:
+            found["failed"][program] = "\n".join(done.stderr.strip().splitlines()[-1:])
+    return found
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+def told(result: Mapping[str, Any]) -> str:
+    """One cell: programs that were compiled, and tests that failed."""
+    failed = f", **{len(result['failed'])} failed**" if result["failed"] else ""
+    return f"{result['programs']} programs of {result['tests']} tests{failed} ({result['seconds']:.0f} s)"
+
+
+def page(found: Mapping[tuple[str, str], Mapping[str, Any]], part: str, thorough: bool) -> str:
+    """The table, and below it why tests failed."""
+    targets = [*dict.fromkeys(target for _, target in found)]
+    how = [f"part {part} of each area" if part else "all", "with" if thorough else "without"]
+    lines = [
+        "# Compiled for machines that are not here",
+        "",
+        f"Written by `python -m tests.targets`, with popxl {VERSION} and jax {jax.__version__}: {how[0]}, {how[1]} the "
+        "tests marked `thorough`. Nothing was run: a test goes as far as its first run, and what that would run has "
+        "been compiled. Numbers were not checked.",
+        "",
+        "| | " + " | ".join(targets) + " |",
+        "|---" * (len(targets) + 1) + "|",
+    ]
+    for area in dict.fromkeys(area for area, _ in found):
+        cells = (told(found[area, target]) if (area, target) in found else "–" for target in targets)
+        lines.append(f"| {area} | " + " | ".join(cells) + " |")
+    for target in targets:
+        why = Counter(
+            reason(message)
+            for (_, compiled_for), result in found.items()
+            if compiled_for == target
+            for message in result["failed"].values()
+        )
+        if why:
+            lines += ["", f"What failed for {target}:", "", "| tests | |", "|---|---|"]
+            lines += [f"| {count} | {text} |" for text, count in why.most_common()]
+    return "\n".join(lines) + "\n"
+
+
+def reason(message: str) -> str:
+    """An error in a line, without what differs from test to test."""
+    line = " ".join(message.partition("--------------------")[0].split())
+    return re.sub(r"\b0x[0-9a-f]+\b|%[\w.\-]+", "…", line)[:300].replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

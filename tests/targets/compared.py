@@ -1,0 +1,172 @@
+"""What our programs cost on TPUs and GPUs, beside the same written by hand in JAX and compiled for the same chip.
+
+    python -m tests.targets.compared [--programs mnist lenet] [--targets "tpu v5e" "gpu h100"]
+
+All of it is read off the compiled programs, so that it is exact, and the same on any machine; but for the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+import popxl
+from popxl.base.version import VERSION
+from runtime.costs.hlo import read
+from runtime.costs.work import account_of
+from runtime.targets.devices import OFFLINE_DEVICE
+from tests.benchmarks import gpt, models, network
+from tests.benchmarks.harness import Size
+from tests.popxl_addons.gpt.model import batches
+from tests.popxl_addons.gpt.variants import VARIANTS
+
+TARGETS = ("tpu v5e", "gpu h100")
+
+HEAD = f"""\
+# What programs cost, beside the same by hand in JAX
+
+Written by `python -m tests.targets.compared`, with popxl {VERSION} and jax {jax.__version__}: on one chip, read off
+what was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are computed in
+float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a hundred steps.
+"""
+
+Costs = dict[str, float]
+
+COLUMNS = (
+    "arguments",
+    "alias",
+    "temporaries",
+    "code",
+    "flops",
+    "bytes accessed",
+    "kernels",
+    "copies",
+    "cycles",
+    "compile seconds",
+)
+
+
+class Case:
+    """A program, ours and JAX's.
+
+    Args:
+        ours: makes the session, on the device that the environment says.
+        function: the same in JAX.
+        arguments: makes what that is given; the first is donated.
+    """
+
+    def __init__(self, ours: Callable[[], Any], function: Callable[..., Any], arguments: Callable[[], Any]) -> None:
+        self.ours, self.function, self.arguments = ours, function, arguments
+
+
+def mnist() -> Case:
+    net = network.network(Size.FULL, batch=8)
+    return Case(lambda: network.Training(net).session, network.jax_step, lambda: ([*net.parameters()], net.data()))
+
+
+def small_gpt(layers: int) -> Case:
+    config = gpt.config_of(Size.FULL, layers)
+    return Case(
+        lambda: VARIANTS["plain"](config),
+        gpt.jax_step(config),
+        lambda: (gpt.jax_state(config), *batches(config, 1)[0]),
+    )
+
+
+def by_poptorch(task: models.Task) -> Case:
+    def session() -> popxl.Session:
+        model = models.wrapped(task)
+        model.compile(*task.data())
+        return model._executable.session
+
+    return Case(session, models.jax_steps(task), lambda: (models.jax_state(task), models.jax_data(task)))
+
+
+CASES: Mapping[str, Callable[[], Case]] = {
+    "mnist": mnist,
+    "gpt 2": lambda: small_gpt(2),
+    "gpt 12": lambda: small_gpt(12),
+    "encoder": lambda: by_poptorch(models.encoder(Size.FULL)),
+    "lenet": lambda: by_poptorch(models.lenet(Size.FULL)),
+}
+
+
+def of_ours(case: Case, target: str) -> Costs:
+    """What our program costs."""
+    os.environ[OFFLINE_DEVICE] = target
+    try:
+        cost = case.ours().cost()
+    finally:
+        del os.environ[OFFLINE_DEVICE]
+    sizes = (cost.argument_bytes, cost.alias_bytes, cost.temporary_bytes, cost.code_bytes or 0)
+    counts = (cost.flops, cost.bytes_accessed, cost.kernels, cost.copies, cost.cycles or 0)
+    return dict(zip(COLUMNS, (*sizes, *counts, cost.compile_seconds), strict=True))
+
+
+def of_jax(case: Case, target: str) -> Costs:
+    """What the one by hand costs."""
+    (device,) = popxl.Target(target).devices
+    where = SingleDeviceSharding(device)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), case.arguments())
+    start = time.perf_counter()
+    compiled = jax.jit(case.function, donate_argnums=0).lower(*given).compile()
+    seconds = time.perf_counter() - start
+    found, total = compiled.memory_analysis(), account_of(read(compiled.as_text())).total
+    sizes = (
+        found.argument_size_in_bytes,
+        found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes,
+    )
+    counts = (total.flops, total.bytes, total.kernels, total.copies, total.cycles)
+    return dict(zip(COLUMNS, (*sizes, *counts, seconds), strict=True))
+
+
+def rows(name: str, target: str) -> Iterator[tuple[str, Costs]]:
+    """Ours, JAX's at the precision that float32 has here, and JAX's as it comes."""
+    case = CASES[name]()
+    yield "ours", of_ours(case, target)
+    with jax.default_matmul_precision("highest"):
+        yield "JAX, highest", of_jax(case, target)
+    case = CASES[name]()  # or JAX would remember what it traced
+    yield "JAX, default", of_jax(case, target)
+
+
+def lines(names: list[str], targets: list[str]) -> Iterator[str]:
+    """The table in Markdown."""
+    yield f"| | | {' | '.join(COLUMNS)} |"
+    yield "|---" * (len(COLUMNS) + 2) + "|"
+    for target in targets:
+        for name in names:
+            for party, costs in rows(name, target):
+                cells = (shown(column, value) for column, value in costs.items())
+                yield f"| {name}, {target} | {party} | {' | '.join(cells)} |"
+
+
+def shown(column: str, value: float) -> str:
+    """One cell. What XLA does not say is a dash."""
+    if column == "compile seconds":
+        return f"{value:.1f}"
+    return f"{value:,.0f}".replace(",", " ") if value or column not in ("code", "cycles") else "–"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.targets.compared", description=__doc__.split("\n")[0])
+    parser.add_argument("--programs", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--targets", nargs="+", default=[*TARGETS])
+    options = parser.parse_args()
+    print(HEAD)
+    for line in lines(options.programs, options.targets):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Tests as programs to compile: with `--target`, all sessions are for a machine that is not here.
+
+    python -m pytest -p tests.targets.plugin --target "tpu v5e:2x4" tests/popxl/test_conditional.py
+
+A test goes as far as its first run, and is skipped there: what it would have run has been compiled. Numbers are not
+compared.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import popxl
+from popxl.ir import Ir
+from runtime.program.machine import NothingRuns, TargetMachine
+from runtime.program.program import Program, Ready
+from runtime.targets.devices import Device
+from runtime.targets.offline import Target
+
+PROGRAMS = "programs compiled"
+REACHED = "reached a run"
+
+
+class Counting(TargetMachine):
+    """Notes what it compiles.
+
+    Attributes:
+        compiled: how many programs it has compiled for the present test.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.compiled = 0
+
+    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+        program = super().program(ir, device, ready)
+        self.compiled += 1
+        return program
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--target", metavar="MACHINE", help="compile all sessions for it, and run nothing")
+    parser.addoption(
+        "--target-results", metavar="FILE", type=Path, help="write what became of the tests there, as JSON"
+    )
+    parser.addoption("--target-part", metavar="K/N", help="only the K-th of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("target_part"):
+        part, parts = map(int, config.getoption("target_part").split("/"))
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts + 1 == part]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (description := config.getoption("target")) is not None:
+        target = popxl.Target(description)
+        target.devices  # noqa: B018  # its compiler is loaded, or asked for, once
+        popxl.Session.machine = config.stash[MACHINE] = Counting(target)
+        config.pluginmanager.register(Results(), "results of targets")
+
+
+MACHINE = pytest.StashKey[Counting]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that is ended because something would have to be run has done its part."""
+    return (yield from counted(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """So has one whose fixtures are."""
+    return (yield from counted(item))
+
+
+def counted(item: pytest.Item) -> Iterator[None]:
+    """What a wrapper of a part of a test does."""
+    machine = item.config.stash.get(MACHINE, None)
+    if machine is None:
+        return (yield)
+    machine.compiled = 0
+    reached = False
+    try:
+        yield
+    except NothingRuns:
+        reached = True
+    item.user_properties += [(PROGRAMS, machine.compiled), (REACHED, reached)]
+    if reached:
+        pytest.skip("It would have to be run.")
+
+
+class Results:
+    """What became of the tests.
+
+    Attributes:
+        found: how many programs were compiled; how many tests there were, and how many of them reached a run; and what
+            those say that failed.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {"programs": 0, "reached": 0, "tests": 0, "failed": {}}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":  # the last; it has what all parts told
+            self.found["tests"] += 1
+            told = report.user_properties
+            self.found["programs"] += sum(int(str(value)) for name, value in told if name == PROGRAMS)
+            self.found["reached"] += any(bool(value) for name, value in told if name == REACHED)
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.found["failed"][report.nodeid] = str(report.longrepr) if crash is None else crash.message
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    results = session.config.pluginmanager.get_plugin("results of targets")
+    file = session.config.getoption("target_results")
+    if isinstance(results, Results) and file is not None:
+        file.write_text(json.dumps(results.found), encoding="utf-8")
+
+
+@pytest.fixture
+def quickly_compiled() -> Any:
+    """In the place of the one of all tests: what is compiled for a target is compiled as users have it."""

@@ -1,0 +1,32 @@
+"""Tests, compiled for a machine that is not here, as far as their first run; and the page of what came of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.targets import __main__ as command
+
+
+@pytest.mark.targets
+def test_tests_go_as_far_as_their_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(command.AREAS, "smoke", ["tests/test_a_smoke.py"])  # type: ignore[misc]
+    result = command.tested("smoke", "tpu v5e", "", thorough=False)
+    assert result["failed"] == {}
+    assert result["tests"] > result["reached"] == result["programs"] > 3
+
+
+def test_a_process_that_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no compiler, or XLA has ended it."""
+    monkeypatch.setitem(command.AREAS, "none", ["tests/there_is_no_such_file.py"])  # type: ignore[misc]
+    result = command.tested("none", "tpu v9", "", thorough=False)
+    assert result["programs"] == 0 and "The process ended (" in result["failed"]["none"]
+
+
+def test_the_page() -> None:
+    good = {"programs": 7, "tests": 9, "reached": 6, "failed": {}, "seconds": 3.2}
+    bad = good | {"failed": {"a": "ValueError: at 0x7f00 %add.3 | no", "b": "ValueError: at 0x8f11 %add.4 | no"}}
+    text = command.page({("ops", "tpu v5e"): good, ("ops", "gpu h100"): bad, ("loops", "tpu v5e"): good}, "1/9", False)
+    assert "part 1/9 of each area, without the tests marked `thorough`" in text
+    assert "| ops | 7 programs of 9 tests (3 s) | 7 programs of 9 tests, **2 failed** (3 s) |" in text
+    assert "| loops | 7 programs of 9 tests (3 s) | – |" in text
+    assert "What failed for gpu h100:\n\n| tests | |\n|---|---|\n| 2 | ValueError: at … … \\| no |\n" in text

@@ -43,6 +43,8 @@ docs/pytorch
 docs/jax
 docs/running
 docs/performance
+docs/targets
+docs/costs
 ```
 
 ```{toctree}

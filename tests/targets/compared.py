@@ -35,6 +35,7 @@ HEAD = f"""\
 Written by `python -m tests.targets.compared`, with popxl {VERSION} and jax {jax.__version__}: on one chip, read off
 what was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are computed in
 float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a hundred steps.
+Compile seconds are of one process beside others, and compare little.
 """
 
 Costs = dict[str, float]

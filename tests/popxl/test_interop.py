@@ -835,7 +835,7 @@ def test_name_scopes_and_the_users_lines() -> None:
 
 
 def test_a_whole_function_as_one_op() -> None:
-    kind = popxl.OpKind("Attention", attention)
+    kind = popxl.OpKind("Attention", attention, key="tests.Attention")
     graph = graph_of(lambda x, w: ops.sum(kind(x, w)), X, W)
     assert [op.op_type for op in graph.ops] == ["Attention", "ReduceSum"]
     assert_agree(popxl.to_jax(graph), lambda x, w: attention(x, w).sum(), X, W)

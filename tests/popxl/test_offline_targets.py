@@ -159,6 +159,8 @@ def test_the_chips_of_several_hosts_are_in_one_mesh(description: str) -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     class TooLarge:
+        args_info = ()
+
         def compile(self, **_: Any) -> None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM.")
 

@@ -105,7 +105,7 @@ class Cost(OnPage, _Part):
 
     Example:
         >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
-        >>> cost.cycles, cost.collectives["all-reduce"].bytes
+        >>> cost.cycles, {kind: each.bytes for kind, each in cost.collectives.items()}
         >>> print(cost)
     """
 

@@ -14,7 +14,7 @@ from popxl.context import get_current_context
 from popxl.core import editing
 from popxl.core.printing import algebra, schedule
 from popxl.core.tensor import Constant, Tensor, Variable
-from popxl.dtypes import check_dtype
+from popxl.dtypes import check_dtype, dtype
 from popxl.errors import PopxlError
 from popxl.values.spec import TensorSpec
 
@@ -197,7 +197,8 @@ class Graph:
 
     def _named(self, wish: str, spec: TensorSpec, kind: type[Tensor], known: dict[str, Any]) -> Any:
         """A tensor among those known. Its name is the wish, made unique among theirs."""
-        check_dtype(spec.dtype, f"The dtype of {wish!r}")
+        if not isinstance(spec.dtype, dtype):  # asked here, as the text for the error takes its time
+            check_dtype(spec.dtype, f"The dtype of {wish!r}")
         id = self._prefix + wish
         if id in known:
             suffix = f"__t{self.ir.next_suffix()}"
@@ -255,7 +256,7 @@ class Graph:
         del self._outputs[count:]
         self._ir.edits.note()
 
-    def append(self, op: Op, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> None:
+    def append(self, op: Op, specs: Sequence[TensorSpec], names: Sequence[str | None]) -> None:
         """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
         sequence = get_current_context().sequence
         key = (self, op.execution_context) if sequence.mode is not None else None
@@ -357,8 +358,10 @@ class Graph:
         t._id, t._name, t.graph_ref = fresh.id, fresh.name, self.ref
         self._tensors[t.id] = t
 
-    def _new_tensors(self, specs: Iterable[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
+    def _new_tensors(self, specs: Sequence[TensorSpec], names: Sequence[str | None]) -> tuple[Tensor, ...]:
         """Several new tensors; none, if a name cannot be given."""
+        if len(specs) == 1 == len(names):  # nearly always
+            return (self.new_tensor(names[0], specs[0]),)
         made: list[Tensor] = []
         try:
             for spec, name in zip(specs, names, strict=True):

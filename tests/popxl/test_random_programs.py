@@ -27,6 +27,11 @@ def test_agreement(seeds: range) -> None:
     check(seeds)
 
 
+def test_what_a_call_hands_back_is_not_overwritten() -> None:
+    """XLA did so, where a kept call gave an array as it had been given it, and both were read at once."""
+    check([15256])
+
+
 def test_everything_is_drawn() -> None:
     """Each value of each setting that the first hundred draws give is among those that are run here."""
 

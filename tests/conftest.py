@@ -118,6 +118,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         output["left out"] = [session.config.stash.get(count, 0) for count in (LEFT_OUT, TARGETS_LEFT_OUT)]
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
     """A process of pytest-xdist has ended. All of them have left out the same tests."""
     counts = getattr(node, "workeroutput", {}).get("left out", (0, 0))

@@ -14,11 +14,17 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.tree_util import Partial
 
 
-def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+def kept(function: Callable[..., Any], in_order: int | None = None) -> Callable[..., Any]:
     """A function whose calls are kept. Those that it makes itself, of functions of JAX among them, are inlined.
 
     What it hands back as it was given, or gives twice, does not pass through the call. XLA (jaxlib 0.10.2) takes the
     result for an array of its own, and overwrites it in the same breath as it reads the other one.
+
+    Args:
+        function: the function.
+        in_order: one of its arguments, by its place. What it holds passes through the call all the same, so that who
+            uses it next does so after the call: a slot of a remote buffer that was read at once with all others would
+            take memory until it is needed.
     """
 
     @wraps(function)
@@ -26,7 +32,8 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
         with set_xla_metadata(inlineable=None):  # or all calls that are traced inside would be kept
             results, tree = jax.tree.flatten(function(*arguments))
         given, own = jax.tree.leaves(arguments), list[Any]()
-        known = {id(leaf): i for i, leaf in enumerate(given)}
+        passing = set() if in_order is None else {id(leaf) for leaf in jax.tree.leaves(arguments[in_order])}
+        known = {id(leaf): i for i, leaf in enumerate(given) if id(leaf) not in passing}
         for leaf in results:
             if id(leaf) not in known:
                 known[id(leaf)] = len(given) + len(own)

@@ -351,7 +351,7 @@ class Lowering:
             return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
-        return kept(function)
+        return kept(function, in_order=1)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -108,9 +107,16 @@ def one_by_one() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def _compiled_modules() -> Any:
+    """The class of modules that `torch.compile` makes. To import it takes as long as torch: worker processes do not."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return OptimizedModule
+
+
 def uncompiled(model: Any) -> Any:
     """What a user has given to `torch.compile`; others as they are."""
-    if isinstance(model, OptimizedModule):
+    if isinstance(model, _compiled_modules()):
         return model._orig_mod
     return getattr(model, "_torchdynamo_orig_callable", model)
 
@@ -118,7 +124,7 @@ def uncompiled(model: Any) -> Any:
 @contextmanager
 def without_compile() -> Iterator[None]:
     """Have what `torch.compile` has made run the Python that it was made of."""
-    kind: Any = OptimizedModule
+    kind = _compiled_modules()
     run = kind.__call__
     kind.__call__ = lambda module, *args, **kwargs: module._orig_mod(*args, **kwargs)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import popdist
 import popxl
 from popxl import ops
-from popxl.base.distributed import Instance, launched
+from popxl.base.distributed import LOOPBACK, Instance, launched
 from popxl.errors import PopxlError
+from runtime.processes import held_port
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
 
@@ -72,6 +74,15 @@ def test_a_single_process_is_the_only_instance() -> None:
 def test_a_launcher_is_needed() -> None:
     with pytest.raises(PopxlError, match="takes the number of replicas from `poprun`, which has not started this"):
         popxl.Ir(replication="popdist")
+
+
+def test_a_port_is_held_for_what_listens_later() -> None:
+    """JAX's service comes to it, when all instances are there; until then no other process is given it."""
+    with held_port(LOOPBACK) as port:
+        with pytest.raises(OSError), socket.create_server((LOOPBACK, port)):
+            pass
+        with socket.create_server((LOOPBACK, port), reuse_port=True):
+            pass
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:

@@ -628,6 +628,7 @@ def main():
         loader = torch.utils.data.DataLoader(Slow(), 2, num_workers=workers)
         kept.append(AsynchronousDataAccessor(loader, sharing_strategy=strategy))
         assert next(iter(kept[-1])).tolist() == [0, 1]
+    assert "torch._dynamo" not in sys.modules, "its import takes as long as that of torch"
     print("ready", flush=True)
     {last}
 

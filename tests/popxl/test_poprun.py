@@ -293,7 +293,22 @@ def test_an_instance_is_killed(train: Run, who: int) -> None:
     assert said == f"poprun: instance {who} was killed by SIGKILL; the others are stopped."
 
 
-@pytest.mark.thorough(but_each=9)
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_fails_first_is_told(poprun: Run, who: int) -> None:
+    """Of programs that need no collectives, so that they start quickly."""
+    program = f"""
+        import os, time
+        if os.environ["POPDIST_INSTANCE_INDEX"] == "{who}":
+            raise OSError("no such data")
+        time.sleep(1000)
+    """
+    done = poprun("--num-instances=2", program=program)
+    assert done.returncode == 1
+    assert f"[{who}] OSError: no such data" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"poprun: instance {who} failed with exit code 1; the others are stopped."
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_instance_raises(train: Run, who: int) -> None:
     done, said = train(f"def in_the_third_run(*_): 1 / (me - {who})")

@@ -331,6 +331,24 @@ def test_the_first_instance_exits_while_another_waits_for_it(train: Run) -> None
     assert "Instances waited at the end of the program: instance 1 did not come within 4 seconds" in said
 
 
+def test_the_first_instance_ends_last(poprun: Run, tmp_path: Path) -> None:
+    """What connects all of them is in its process."""
+    program = f"""
+        import atexit, pathlib, time
+        import popdist
+        ended = pathlib.Path({str(tmp_path / "ended")!r})
+        if popdist.getInstanceIndex() == 0:
+            atexit.register(ended.touch)  # runs after what is registered later
+        popdist.init()
+        if popdist.getInstanceIndex() == 1:
+            time.sleep(0.5)
+            assert not ended.exists()
+    """
+    done = poprun("--num-instances=2", program=program)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ended").exists()
+
+
 @pytest.mark.thorough
 def test_an_instance_never_comes(train: Run) -> None:
     done, said = train("def before_joining(): me == 1 and time.sleep(1000)", "--timeout=6")

@@ -20,7 +20,9 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.op import Colocated, OpKind, Overwrites
+from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
+from popxl.ops.collectives.collectives import members
+from popxl.ops.collectives.group import Group
 from popxl.ops.var_updates.factors import factor
 from popxl.tensor import Variable
 from popxl.values.sharding import piece_count
@@ -28,6 +30,7 @@ from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
+from popxl_addons.optimizers.means import Means, MeansOverPieces
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.variable_factory import VariableFactory
 
@@ -235,7 +238,7 @@ class _Step:
         return NamedTensors.from_dict(self.state)
 
 
-def _formula(name: str, function: Callable[..., Any], *slots: str) -> OpKind:
+def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Iterable[Trait] = ()) -> OpKind:
     """An op of a formula on float32 arrays, which overwrites the variable and its state."""
 
     def lowering(variable: Array, gradient: Array, step: Array, *others: Array, **numbers: Any) -> tuple[Array, ...]:
@@ -249,7 +252,7 @@ def _formula(name: str, function: Callable[..., Any], *slots: str) -> OpKind:
         lowering,
         shape=lambda *operands, **numbers: (),
         gradient=None,
-        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated()],
+        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated(), *traits],
         key=f"popxl_addons.{name}",
     )
 
@@ -455,28 +458,40 @@ def lion(
 
 
 def _adafactor_formula(
-    w: Array, g: Array, t: Array, lr: Array, *variances: Array, **numbers: float
+    w: Array, g: Array, t: Array, lr: Array, *variances: Array, means: Means | None = None, **numbers: float
 ) -> tuple[Array, ...]:
+    means = means or Means()
     new = t ** numbers["beta2_decay"]
     smallest, squares = numbers["eps1"], g * g
     if len(variances) == 2:
         rows, columns = variances
-        rows = rows + new * (squares.mean(-1, keepdims=True) - rows)
-        columns = columns + new * (squares.mean(-2, keepdims=True) - columns)
+        rows = rows + new * (means.of_rows(squares) - rows)
+        columns = columns + new * (means.of_columns(squares) - columns)
         variances = (rows, columns)
-        variance = rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest)
+        variance = means.part(rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest))
     else:
         variance = variances[0] + new * (squares - variances[0])
         variances = (variance,)
     update = g * jax.lax.rsqrt(jnp.maximum(variance, smallest * smallest))
-    update = update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(update * update)) / numbers["clip"])
-    size = jnp.maximum(numbers["eps2"], jnp.sqrt(jnp.mean(w * w)))
+    update = update / jnp.maximum(1.0, jnp.sqrt(means.of_all(update * update)) / numbers["clip"])
+    size = jnp.maximum(numbers["eps2"], jnp.sqrt(means.of_all(w * w)))
     rate = size * jnp.minimum(lr, jax.lax.rsqrt(t))
     return w * (1 - lr * numbers["decay"]) - rate * update, *variances
 
 
-_adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, "row_variance", "column_variance")
-_adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, "variance")
+def _adafactor_in_pieces(
+    *arrays: Array, group: Group, whole: tuple[int, ...], pieces: int, **numbers: float
+) -> tuple[Array, ...]:
+    return _adafactor_formula(*arrays, means=MeansOverPieces(group, whole, pieces), **numbers)
+
+
+_MATRIX, _VECTOR = ("row_variance", "column_variance"), ("variance",)
+_adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, *_MATRIX)
+_adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, *_VECTOR)
+_adafactor_of_cut_matrices, _adafactor_of_cut_vectors = (
+    _formula(name, _adafactor_in_pieces, *slots, traits=[BetweenReplicas()])
+    for name, slots in (("AdafactorPieceStep", _MATRIX), ("AdafactorVectorPieceStep", _VECTOR))
+)
 
 
 def adafactor(
@@ -500,13 +515,14 @@ def adafactor(
         eps: the smallest variance, and the smallest size of a variable.
         update_clip: the largest root mean square of what a variable is changed by.
         weight_decay: what each step takes of a variable, times the learning rate.
-        variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`. The variables have to be whole.
+        variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`.
 
     Returns:
-        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, or `.variance` of vectors.
+        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are whole on all replicas,
+        or `.variance` of vectors.
 
     Raises:
-        ValueError: as `adamw`; and for variables in pieces.
+        ValueError: as `adamw`.
 
     See also: `torch.optim.Adafactor`; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 
@@ -519,8 +535,6 @@ def adafactor(
     """
     with popxl.in_sequence():
         step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        if pieces := [each.name for each in step.trained if each.tensor.meta_shape]:
-            raise ValueError(f"adafactor: {pieces} are in pieces, which have no rows. Use `adamw`, or keep them whole.")
         factors = step.factors
         numbers: dict[str, Any] = {
             "beta2_decay": float(beta2_decay),
@@ -529,18 +543,22 @@ def adafactor(
             "clip": float(update_clip),
         }
         for each in step.trained:
-            shape, f32 = each.tensor.shape, popxl.float32
+            shape, f32, how = each.whole_shape, popxl.float32, dict(numbers)
+            how["decay"] = float(weight_decay) if decays(each.name) else 0.0
+            cut = bool(each.tensor.meta_shape)
+            if cut:
+                how |= {"whole": shape, "pieces": each.pieces, **members("adafactor", each.grouping.const_rg)}
             if len(shape) > 1:
-                kind = _adafactor_of_matrices
+                kind = _adafactor_of_cut_matrices if cut else _adafactor_of_matrices
                 kept = step.kept(
                     each,
                     row_variance=(f32, (*shape[:-1], 1)),
                     column_variance=(f32, (*shape[:-2], 1, shape[-1])),
                 )
             else:
-                kind, kept = _adafactor_of_vectors, step.kept(each, variance=f32)
-            decay = float(weight_decay) if decays(each.name) else 0.0
-            kind(each.tensor, each.gradient, step.number, *kept, *factors, **numbers, decay=decay)
+                kind = _adafactor_of_cut_vectors if cut else _adafactor_of_vectors
+                kept = step.kept(each, variance=f32)
+            kind(each.tensor, each.gradient, step.number, *kept, *factors, **how)
         return step.named_state
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.benchmarks import curves, network, page, run, variants
+from tests.benchmarks import curves, language_model, network, page, run, variants
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
@@ -42,6 +42,11 @@ def test_variants():
     found, losses = zip(*(line.split(" | ")[:2] for line in lines), strict=True)
     assert tuple(name.strip() for name in found) == names
     np.testing.assert_allclose([float(loss) for loss in losses], float(losses[0]), rtol=1e-5)
+
+
+def test_the_language_model_is_about_as_short_as_in_flax():
+    lines = {name: language_model.lines_of(path) for name, path in language_model.FILES.items()}
+    assert 70 < lines[OURS] <= 1.25 * lines["Flax"] < 110
 
 
 def test_curves(tmp_path):

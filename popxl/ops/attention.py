@@ -120,7 +120,8 @@ class _Blocks:
         return len(self.pairs) == 1
 
     def softmax(self) -> tuple[Any, Any]:
-        """Of one pair of blocks: how much of each value each query gets, and the logarithm of the sum of exponentials."""
+        """Of one pair of blocks: the share that each query gets of each value, and the logarithm of the sum of
+        exponentials."""
         scores = self.scores(0, 0)
         top = largest(scores, (4,), keepdims=True)
         if self.mask is not None:  # there may be queries that see no key

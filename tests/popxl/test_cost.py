@@ -58,14 +58,18 @@ def test_what_is_reduced_counts_by_what_is_done_to_each_element() -> None:
 
 def test_calls_of_libraries_are_read() -> None:
     """Their precision stands in their settings, and what they work in is not read and written as a whole."""
-    text = """HloModule step
+    settings = (
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+        '"precision_config":{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}'
+    )
+    text = f"""HloModule step
 
-ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {
-  %a = f32[4,32,192]{2,1,0} parameter(0)
-  %b = f32[4,32,64]{2,1,0} parameter(1)
-  %call = (f32[4,192,64]{2,1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},"precision_config":{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}
-  ROOT %out = f32[4,192,64]{2,1,0} get-tuple-element(%call), index=0
-}
+ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
+  %a = f32[4,32,192]{{2,1,0}} parameter(0)
+  %b = f32[4,32,64]{{2,1,0}} parameter(1)
+  %c = (f32[4,192,64]{{2,1,0}}, s8[4096]{{0}}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", {settings}
+  ROOT %out = f32[4,192,64]{{2,1,0}} get-tuple-element(%c), index=0
+}}
 """
     total = account_of(read(text)).total
     assert total.products == {Product("f32", "highest"): 2 * 4 * 192 * 64 * 32}

@@ -5,8 +5,8 @@ gradient is there, and everything before it that reads the weight. So of the ops
 the first of those with the fewest calls to come after them: an update rather than the gradient of the next layer.
 
 What begins with nothing that was computed, such as a load, stays behind all that the program says before it: what is
-loaded early takes room, but for single numbers, such as a learning rate. An op like which there are no others would only come between turns. Where no turn needs what it
-makes, it comes after all that could be next.
+loaded early takes room, but for single numbers, such as a learning rate. An op like which there are no others would
+only come between turns. Where no turn needs what it makes, it comes after all that could be next.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from popxl_addons.performance_utils import (
     print_FLOPs,
     total_FLOPs,
 )
+from popxl_addons.precision import MixedPrecision
 from popxl_addons.remote import (
     create_remote_buffer,
     load_remote_graph,
@@ -93,6 +94,7 @@ __all__ = [
     "GraphLike",
     "GraphWithNamedArgs",
     "InputStreams",
+    "MixedPrecision",
     "Module",
     "NameScopeMeta",
     "NamedTensors",

@@ -354,6 +354,11 @@ def attention(
     Memory grows with the length of the text, not with its square; the gradient computes the scores anew. Sums are made
     in float32. A query that sees no key gets zeros.
 
+    On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through JAX's Pallas kernel, unless
+    there is a mask, dropout, or more than 256 channels. All else is computed in blocks of plain JAX, on GPUs as well:
+    cuDNN's kernel, which `jax.nn.dot_product_attention` calls, asks for a GPU in this process, and programs may be
+    compiled for GPUs that are elsewhere.
+
     Args:
         queries: of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.
         keys: of shape `(..., key heads, key length, channels)`. The number of heads divides that of the queries: each

@@ -9,6 +9,7 @@ from popxl_addons import ops as ops
 from popxl_addons import optimizers as optimizers
 from popxl_addons import rts as rts
 from popxl_addons import transforms as transforms
+from popxl_addons import weights as weights
 from popxl_addons.array_munging import (
     handle_negative_axis,
     pad_axis,
@@ -82,6 +83,7 @@ from popxl_addons.variable_factory import (
     add_replica_sharded_variable_input,
     add_variable_input,
 )
+from popxl_addons.weights import load_safetensors, save_safetensors
 
 __all__ = [
     "BoundGraph",
@@ -133,6 +135,7 @@ __all__ = [
     "is_subgraph",
     "layers",
     "load_remote_graph",
+    "load_safetensors",
     "named_buffers",
     "named_replica_grouping",
     "named_variable_buffers",
@@ -150,6 +153,7 @@ __all__ = [
     "repeat_shard",
     "route_tensor_into_graph",
     "rts",
+    "save_safetensors",
     "seed_variable",
     "set_available_memory_proportion_by_ipu",
     "set_graph_available_memory_proportion_by_ipu",
@@ -167,5 +171,6 @@ __all__ = [
     "unshard",
     "unshard2D",
     "unshard_arrays",
+    "weights",
     "write_variables_pb",
 ]

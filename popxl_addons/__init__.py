@@ -26,6 +26,7 @@ from popxl_addons.array_munging import (
     unshard_arrays,
 )
 from popxl_addons.debugging import print_tensor, print_text
+from popxl_addons.generation import Generator
 from popxl_addons.git_commit import GIT_COMMIT
 from popxl_addons.grad_info import create_grad_graph_info
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
@@ -90,6 +91,7 @@ __all__ = [
     "CalledGraphsGradInfo",
     "CalledGraphsGradInfoLike",
     "GIT_COMMIT",
+    "Generator",
     "GradGraphInfoLike",
     "GraphCache",
     "GraphLike",

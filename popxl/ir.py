@@ -16,6 +16,7 @@ from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.looking.communication import Communication, communication_of
 from popxl.looking.dot import write_checkpoint
 from popxl.looking.memory import Memory, memory_of
 from popxl.options import SessionOptions
@@ -141,8 +142,8 @@ class Ir:
             raise ValueError(f"Ir: the number of replicas is {count}; expected 1 or more.")
         if self._axes is not None and count != self._axes.count:
             raise ValueError(
-                f"Ir: the number of replicas is {count}, and the axes {self._axes} have {self._axes.count}. Leave it to "
-                "the axes, or make an Ir with others."
+                f"Ir: the number of replicas is {count}, and the axes {self._axes} have {self._axes.count}. Leave it "
+                "to the axes, or make an Ir with others."
             )
         self.options.enableReplicatedGraphs = count > 1
         self.options.replicatedGraphCount = count
@@ -396,6 +397,27 @@ class Ir:
             >>> ir.memory().picture().save("memory.svg")
         """
         return memory_of(self)
+
+    def communication(self) -> Communication:
+        """What replicas send each other in a run: each collective, its bytes, its groups and its line. Nothing is
+        compiled.
+
+        `session.communication()` compares it with what was compiled.
+
+        Example:
+            >>> ir = popxl.Ir(replication=4)
+            >>> with ir.main_graph:
+            ...     x = popxl.variable(np.ones((1024, 1024)), popxl.float32, "x")
+            ...     y = ops.collectives.replicated_all_reduce(x, "mean", ir.replica_grouping(stride=2))
+            >>> print(ir.communication())
+            Communication of Ir[id=...]
+            <BLANKLINE>
+            4 replicas. Bytes are those of one: what goes in, or comes out, whichever is more.
+            <BLANKLINE>
+              collective   tensor     bytes   groups ...
+              all-reduce   x        4.19 MB   of 2, 2 apart ...
+        """
+        return communication_of(self)
 
     def dot_checkpoint(self, check: str, save_dir: Path | str | None = None) -> None:
         """Write the graphs as they are now in Graphviz form, one file each, if the checkpoint `check` is active.

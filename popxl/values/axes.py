@@ -99,6 +99,12 @@ class Axes:
             return None
         return math.prod(size for _, size in sizes[chosen[-1] + 1 :]), math.prod(sizes[i][1] for i in chosen)
 
+    @property
+    def places(self) -> dict[tuple[int, int], str]:
+        """The axes with several replicas, by how far apart neighbours are along them, and how many there are."""
+        found = ((self.strided((name,)), name) for name, size in self.sizes if size > 1)
+        return {place: name for place, name in found if place is not None}
+
     def strided_names(self, stride: int, group_size: int) -> tuple[str, ...]:
         """The axes along which replicas are together in strided groups; none, if there are no such axes. Axes of size 1
         are not among them."""

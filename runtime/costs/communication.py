@@ -1,7 +1,7 @@
-"""`Sent`: what a compiled program sends between its chips, beside what the program says. `Session.communication` has it.
+"""`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
 
-XLA may carry out several exchanges as one, as long as the bytes stay, and sum small pieces whole. All else is a
-difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
+XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
+All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from popxl.looking.communication import Communication, communication_of
 from runtime.costs.cost import account_of_program
 from runtime.program.program import CompiledProgram
 
-Verdict = Literal["the same", "merged", "summed whole", "differs"]
+Verdict = Literal["the same", "merged", "as all-reduce", "differs"]
 
 
 class Exchange(BaseModel):
@@ -28,8 +28,8 @@ class Exchange(BaseModel):
         group_size: how many are together.
         said, said_bytes: how many of them a run carries out as the program says, and their bytes.
         compiled, compiled_bytes: the same, of what was compiled.
-        verdict: what became of them: `"merged"`, into fewer with the same bytes; `"summed whole"`, pieces of a sum that
-            each chip makes whole, as that is no slower; `"differs"`, if something else.
+        verdict: what became of them: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a TPU sums
+            or gathers small pieces, as nothing is quicker; `"differs"`, if something else.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -68,8 +68,8 @@ class Sent(OnPage, BaseModel):
     def differences(self) -> tuple[str, ...]:
         """What differs, in sentences."""
         return tuple(
-            f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, and "
-            f"{e.compiled} of {bytes_text(e.compiled_bytes)} were compiled."
+            f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
+            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled."
             for e in self.exchanges
             if e.verdict == "differs"
         )
@@ -125,14 +125,13 @@ Totals = Counter[tuple[str, int]]
 
 def _verdict(kind: str, size: int, counts: Totals, sizes: Totals, made: Totals, made_sizes: Totals) -> Verdict:
     """What became of the exchanges of one kind."""
-    whole, pieces = ("all-reduce", size), ("reduce-scatter", size)
-    number, bytes = counts[kind, size], sizes[kind, size]
-    summed = sizes[pieces] - made_sizes[pieces]  # as whole sums
-    if summed > 0 and made_sizes[whole] == sizes[whole] + summed:
-        if kind == pieces[0]:
-            return "summed whole"
-        if kind == whole[0]:
-            number, bytes = number + counts[pieces] - made[pieces], bytes + summed
+    whole, number, bytes = ("all-reduce", size), counts[kind, size], sizes[kind, size]
+    moved = [key for key in (("reduce-scatter", size), ("all-gather", size)) if sizes[key] > made_sizes[key]]
+    if moved and made_sizes[whole] == sizes[whole] + sum(sizes[key] - made_sizes[key] for key in moved):
+        if (kind, size) in moved:
+            return "as all-reduce"
+        if (kind, size) == whole:
+            number, bytes = number + sum(counts[key] for key in moved), made_sizes[whole]
     if made_sizes[kind, size] != bytes or made[kind, size] > number:
         return "differs"
     return "the same" if made[kind, size] == number else "merged"

@@ -71,11 +71,19 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
     if sizes is None or len({len(own) for own in hosts}) > 1 or not all(map(_is_box, hosts)):
         return found
     quietest_first = sorted(range(len(sizes)), key=lambda i: dimensions[i].bytes)
-    order: list[Any] = []
-    for own in hosts:
-        mesh = mesh_utils.create_device_mesh([sizes[i] for i in quietest_first], own, allow_split_physical_axes=True)
-        order += mesh.transpose(np.argsort(quietest_first)).flat
-    return order
+    mesh = mesh_utils.create_device_mesh([sizes[i] for i in quietest_first], hosts[0], allow_split_physical_axes=True)
+    # The same in each host: TPUs refuse groups that do not look alike.
+    places = [_place(device, hosts[0]) for device in mesh.transpose(np.argsort(quietest_first)).flat]
+    at = [{_place(device, own): device for device in own} for own in hosts]
+    return (
+        [chips[place] for chips in at for place in places] if all(chips.keys() == {*places} for chips in at) else found
+    )
+
+
+def _place(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
+    """Where a chip is within its host."""
+    corner = map(min, zip(*(each.coords for each in host), strict=True))
+    return (*(own - first for own, first in zip(device.coords, corner, strict=True)), device.core_on_chip)
 
 
 def _within(count: int, sizes: Sequence[int]) -> list[int] | None:

@@ -64,9 +64,7 @@ class Replicas:
 
     is_here = True
 
-    def __init__(
-        self, count: int = 1, devices: Sequence[Any] = (None,), dimensions: Sequence[Dimension] = ()
-    ) -> None:
+    def __init__(self, count: int = 1, devices: Sequence[Any] = (None,), dimensions: Sequence[Dimension] = ()) -> None:
         self.count = count
         self.mesh, self.axis = None, (AXIS,)
         if 1 < count <= len(devices):

@@ -26,6 +26,7 @@ from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.utils import narrowed
+from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
@@ -181,6 +182,17 @@ class Session:
             >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
         """
         return cost_of(self.program)
+
+    def communication(self) -> Sent:
+        """What the chips send each other in a run, as it was compiled, beside what the program says it sends:
+        `ir.communication()`. Nothing runs.
+
+        Example:
+            >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
+            >>> print(sent)
+            >>> assert not sent.differences  # nothing is sent that the program does not say
+        """
+        return sent_by(self._ir, self.program)
 
     def hlo(self) -> dict[str, str]:
         """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.

@@ -97,7 +97,8 @@ class SavedBuffer(Saved):
 
 
 class SavedProgram(Saved, Stamp):
-    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers."""
+    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers. `axes` are in order,
+    the outermost first."""
 
     arrays: str
     options: SessionOptions
@@ -105,6 +106,7 @@ class SavedProgram(Saved, Stamp):
     counters: dict[str, int]
     graphs: list[SavedGraph]
     buffers: list[SavedBuffer] = []
+    axes: dict[str, int] = {}
 
 
 def safetensors_library() -> Any:

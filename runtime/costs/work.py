@@ -140,8 +140,8 @@ def account_of(module: Module) -> Account:
             work.memory_bytes += count * (memory == 0)
             work.host_bytes += count * (memory == HOST)
         account.graphs[graph].add(work, times)
-        if instruction.kind in COLLECTIVES:
-            account.collectives.append(_collective(computation, instruction, graph, times))
+        for inside, collective in _exchanges(module, computation, instruction):
+            account.collectives.append(_collective(inside, collective, graph, times))
     return account
 
 
@@ -316,6 +316,24 @@ def _written(module: Module, inside: Computation, root: Instruction) -> list[int
 
 
 # Between chips -------------------------------------------------------------------------------------------------------
+
+
+def _exchanges(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """The collectives that an instruction is, or has in it.
+
+    A TPU may carry one out bit by bit, beside products: it is in each fusion that has a bit, and counts in the first.
+    """
+    if instruction.kind in COLLECTIVES:
+        targets = {each.attribute("custom_call_target").strip('"') for each in computation.users(instruction.name)}
+        if "chain_id=" not in instruction.text or "AsyncCollectiveStart" in targets:
+            yield computation, instruction
+    elif instruction.opcode == "fusion":
+        for name in instruction.called:
+            inside = module.computations[name]
+            for each in inside.instructions.values():
+                yield from _exchanges(module, inside, each)
 
 
 def _exchanged(computation: Computation, instruction: Instruction) -> int:

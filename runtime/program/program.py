@@ -18,6 +18,7 @@ from runtime.program.layout import Layout
 from runtime.program.run import Runner
 from runtime.program.state import State
 from runtime.targets.devices import Device
+from runtime.targets.mesh import dimensions_of
 from runtime.targets.replicas import Replicas
 from runtime.targets.target import Target
 from runtime.timeline import Timeline
@@ -41,9 +42,9 @@ class Described:
 
     def __init__(self, ir: Ir, device: Device, calls: str | None = None) -> None:
         self.device = device
-        self.layout = Layout(
-            ir, Target(device.jax_devices, ir.instance_replication_factor, device.target is None), calls
-        )
+        dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
+        target = Target(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
+        self.layout = Layout(ir, target, calls)
         self.inputs, self.outputs = self.layout.inputs, self.layout.outputs
         self.variables = self.layout.variables
         self.calls, self.reason = self.layout.calls, self.layout.reason

@@ -52,8 +52,8 @@ def train_step(
         *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is one.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
             `loss_scaling`.
-        accumulate: how many micro-batches a step has. Each is one of the run's transfers: `ir.num_host_transfers` is
-            set to as many, if it is less.
+        accumulate: how many micro-batches a step has. Each is one transfer of a run: where streams among `inputs` have
+            fewer, their `num_host_transfers` is set to as many. What is fed or stored once a step keeps its number.
         loss_scaling: what the gradient of the loss starts with.
         variables: those of the model, if there are some already; otherwise they are made.
         **settings: further arguments of `build`.
@@ -85,7 +85,9 @@ def train_step(
             "micro-batch is another."
         )
     ir = popxl.gir()
-    ir.num_host_transfers = max(ir.num_host_transfers, accumulate)
+    for stream in streams:
+        if stream.num_host_transfers < accumulate:
+            stream.num_host_transfers = accumulate
     with popxl.in_sequence():
         factories, forward = module.create_graph(*(each.spec for each in inputs), **settings)
         variables = factories.init() if variables is None else variables

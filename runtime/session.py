@@ -24,7 +24,7 @@ from popxl.looking.doubts import warn_of_doubts
 from popxl.looking.edits import Snapshot
 from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
-from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import narrowed
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
@@ -371,8 +371,8 @@ class Session:
 
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
-                shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
-                replicas that this process drives, each if it is above 1.
+                shape is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
+                replicas that this process drives, each if it is above 1: `host_shape(stream)`.
             downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
@@ -434,8 +434,15 @@ class Session:
     def _expected_outputs(self) -> set[DeviceToHostStream]:
         return set(self.program.outputs)
 
-    def host_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape of the host array of a stream of this shape, with the leading dimensions that `run` expects."""
+    def host_shape(self, shape: Iterable[int] | Stream) -> tuple[int, ...]:
+        """The shape of the host array of a stream, with the leading dimensions that `run` expects.
+
+        Args:
+            shape: the stream; or the shape of one that has no number of transfers of its own.
+        """
+        if isinstance(shape, Stream):
+            self._check_own("host_shape", shape.tensor)
+            return self.program.layout.host_shape(shape)
         return self.program.leading_dimensions + tuple(shape)
 
     _full_input_shape = host_shape

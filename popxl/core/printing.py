@@ -166,7 +166,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Stream):
-        return value.tensor.name
+        return f"{value.tensor.name} ×{value.num_host_transfers}" if value.has_own_transfers else value.tensor.name
     if isinstance(value, RemoteBuffer):
         return str(value.remote_buffer_id)
     return str(value)

@@ -97,11 +97,13 @@ class SavedBuffer(Saved):
 
 
 class SavedProgram(Saved, Stamp):
-    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers."""
+    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers;
+    `stream_transfers` has the streams with a number of transfers of their own."""
 
     arrays: str
     options: SessionOptions
     num_host_transfers: int
+    stream_transfers: dict[str, int] = {}
     counters: dict[str, int]
     graphs: list[SavedGraph]
     buffers: list[SavedBuffer] = []

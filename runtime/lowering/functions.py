@@ -263,12 +263,13 @@ class _MainFunction(GraphFunction):
         streams: tuple[Channel, ...] = channels_of(main)
         self._loads = tuple(s for s in streams if isinstance(s, HostToDeviceStream))
         self._stores = tuple(s for s in streams if isinstance(s, DeviceToHostStream))
-        self._transfers = main.ir.num_host_transfers
+        self._room = {s: s.num_host_transfers for s in (*self._loads, *self._stores)}
         for stream, count in transfers_of(main).items():
-            if count > self._transfers:
+            if count > self._room[stream]:
+                setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
                 raise PopxlError(
-                    f"to_jax: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
-                    f"is {self._transfers}. Set it to at least {count}."
+                    f"to_jax: the program makes {count} transfers of {stream} in one run, and {setting} is "
+                    f"{self._room[stream]}. Set it to at least {count}."
                 )
         found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
         self._feeds: dict[HostToDeviceStream, str] = {}
@@ -281,7 +282,7 @@ class _MainFunction(GraphFunction):
         return found
 
     def _host_shape(self, stream: Stream) -> tuple[int, ...]:
-        return (self._transfers, *stream.shape) if self._transfers > 1 else stream.shape
+        return (self._room[stream], *stream.shape) if self._room[stream] > 1 else stream.shape
 
     def __call__(self, /, *arrays: Any, **named: Any) -> Any:
         if arrays:
@@ -291,10 +292,10 @@ class _MainFunction(GraphFunction):
             {
                 FAILURE: (jnp.asarray(FAILURE.start), 0),
                 **{
-                    s: (sent(values[name], s.dtype).reshape(self._transfers, *s.shape), 0)
+                    s: (sent(values[name], s.dtype).reshape(self._room[s], *s.shape), 0)
                     for s, name in self._feeds.items()
                 },
-                **{s: (jnp.zeros((self._transfers, *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
+                **{s: (jnp.zeros((self._room[s], *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
             }
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}

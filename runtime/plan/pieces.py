@@ -235,7 +235,7 @@ class Piece(Step):
         def transfers(c: Stream | Failure) -> Any:
             if isinstance(c, Failure):
                 return spec(c.shape, c.start.dtype)
-            return spec((terms.transfers, *c.shape), in_transit(c.dtype))
+            return spec((c.num_host_transfers, *c.shape), in_transit(c.dtype))
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):

@@ -836,7 +836,7 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
     moments = (Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve if piece.place == ipu)
     tensors = (
         LiveTensor(
-            name=f"{t.name}: {brief(t)}",
+            name=f"{t.path}: {brief(t)}",
             bytes=bytes,
             first=bisect_right(there, first) - 1,
             last=bisect_right(there, last) - 1,

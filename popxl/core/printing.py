@@ -105,7 +105,7 @@ def summary(ops: Sequence[Op]) -> str:
 
 
 def _lines(graph: Graph) -> Iterator[str]:
-    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
+    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.path}: {brief(t)}" for t in graph.inputs)
     yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
     rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
@@ -115,7 +115,7 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield from (f"    {other}," for other in others)
         yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
     if graph.outputs:
-        yield f"    return {', '.join(t.name for t in graph.outputs)}"
+        yield f"    return {', '.join(t.path for t in graph.outputs)}"
     elif not rows:
         yield "    pass"
 
@@ -134,7 +134,7 @@ def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
 
 
 def _typed(t: Tensor) -> str:
-    return f"{t.name}: {brief(t)}"
+    return f"{t.path}: {brief(t)}"
 
 
 def _expression(op: Op) -> str:
@@ -156,7 +156,7 @@ def _arguments(op: Op) -> str:
 
 def _operand(t: Tensor) -> str:
     if not isinstance(t, Constant):
-        return t.name
+        return t.path
     return _plain(t.data) if t.nelms <= 4 else f"constant {brief(t)}"
 
 

@@ -326,4 +326,4 @@ def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callab
 
 
 def _live(t: Tensor, first: int, bytes: int, last: int) -> LiveTensor:
-    return LiveTensor(name=f"{t.name}: {brief(t)}", bytes=bytes, first=first, last=last)
+    return LiveTensor(name=f"{t.path}: {brief(t)}", bytes=bytes, first=first, last=last)

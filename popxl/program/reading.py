@@ -209,7 +209,7 @@ class _Reader:
     def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
         check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
         t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self._spec_of(saved.spec))
-        t.by_ref = saved.by_ref
+        t.by_ref, t._path = saved.by_ref, saved.path
         t._used_at = ipu_checked(saved.used_at)
         if isinstance(t, Variable):
             check(not graph.id, f"{t!r} is not in the main graph")

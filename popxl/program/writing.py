@@ -116,6 +116,7 @@ class _Writer:
             by_ref=t.by_ref,
             bound=None if bound is None else bound.id,
             used_at=t._used_at,
+            path=t._path,
         )
         if isinstance(t, self._numbers_of):
             self.array(t.data, t.id)

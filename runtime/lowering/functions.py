@@ -42,7 +42,8 @@ __all__ = ["GraphFunction", "to_jax"]
 def to_jax(graph: Graph) -> GraphFunction:
     """A graph as a function of JAX: pure, and good for `jax.jit`, `jax.grad`, `jax.vmap` and all that is made of them.
 
-    The arguments are arrays for the inputs of the graph, in their order or by their names. They have the shape and
+    The arguments are arrays for the inputs of the graph, in their order or by their names (`Tensor.path`: those that
+    stand for a module's variables have dotted paths, such as `layers.0.query.weight`). They have the shape and
     dtype of the input; Python numbers are taken in its dtype, and nothing else is converted. Float8 arrays are JAX's
     (`float8_143` is `float8_e4m3fnuz`); those of NumPy, in structured dtypes, are accepted too.
 
@@ -143,9 +144,13 @@ class GraphFunction:
     def _describe(self) -> dict[str, _Parameter]:
         """The parameters by name. Sets `written`."""
         changed = written_inputs(self.graph)
-        self._written = {i: t.name for i, t in enumerate(self.graph.inputs) if t.by_ref and i in changed}
+        names = [t.path for t in self.graph.inputs]
+        if len({*names}) < len(names):
+            names = [t.name for t in self.graph.inputs]
+        inputs = dict(zip(names, self.graph.inputs, strict=True))
+        self._written = {i: name for i, (name, t) in enumerate(inputs.items()) if t.by_ref and i in changed}
         self.written = tuple(self._written.values())
-        return {t.name: _Parameter(t.name, t.spec) for t in self.graph.inputs}
+        return {name: _Parameter(name, t.spec) for name, t in inputs.items()}
 
     def __repr__(self) -> str:
         parameters = ", ".join(f"{p.name}: {p.spec}" for p in self._parameters.values())

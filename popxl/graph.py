@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from popxl.context import get_current_context
 from popxl.core import editing
-from popxl.core.printing import algebra, schedule
+from popxl.core.printing import algebra, page, schedule
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import check_dtype, dtype
 from popxl.errors import PopxlError
@@ -172,6 +172,9 @@ class Graph:
 
     def __str__(self) -> str:
         return algebra(self)
+
+    def _repr_html_(self) -> str:
+        return page(self).html()
 
     def print_schedule(self) -> str:
         """The ops in the order they run, one line each, with numbered tensors. Returns the text."""

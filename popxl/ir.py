@@ -364,3 +364,6 @@ class Ir:
 
     def __str__(self) -> str:
         return "\n\n".join(definition(graph) for graph in self.graphs)
+
+    def _repr_html_(self) -> str:
+        return self.main_graph._repr_html_()

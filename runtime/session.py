@@ -36,6 +36,7 @@ from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 from runtime.timeline import Timeline
+from runtime.traces import traced
 
 __all__ = ["Session"]
 
@@ -190,18 +191,28 @@ class Session:
         """
         return texts(self.program)
 
-    def recording(self) -> AbstractContextManager[Timeline]:
+    def recording(self, folder: str | os.PathLike[str] | None = None) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
 
         Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
+
+        Args:
+            folder: where JAX's profiler writes what the devices do, instruction by instruction. XProf opens the folder
+                (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it, where
+                instructions have your names: of the op, its line and its graph. What XLA made one kernel of has the
+                name of the last op.
 
         Example:
             >>> with popxl.Session(ir) as session, session.recording() as timeline:
             ...     outputs = session.run(inputs)
             >>> print(timeline)
             >>> timeline.picture().save("timeline.svg")
+
+            >>> with session, session.recording("trace"):
+            ...     outputs = session.run(inputs)
         """
-        return self.program.recording()
+        timeline = self.program.recording()
+        return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
 
     def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
         """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.

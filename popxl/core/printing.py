@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from popxl.base.pages import LONGEST, Listing, Page
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.remote_buffer import RemoteBuffer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["algebra", "definition", "line", "schedule", "summary"]
+__all__ = ["algebra", "definition", "line", "page", "schedule", "summary"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
@@ -67,6 +68,21 @@ def algebra(graph: Graph) -> str:
     if called:
         text += "\n  where\n" + "\n\n".join(indent(definition(callee), "    ") for callee in called)
     return text
+
+
+def page(graph: Graph) -> Page:
+    """A graph as notebooks show it: its definition, and to be opened those of the graphs it calls.
+
+    Of many graphs the first are shown, and of long ones the two ends.
+    """
+    _, *called = reachable(graph)
+    more = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []
+    shown = [Listing(_counted(each), definition(each), each is graph) for each in (graph, *called[:LONGEST])]
+    return Page(graph.title, [*shown, *more])
+
+
+def _counted(graph: Graph) -> str:
+    return f"{graph.name or 'main graph'}: {len(graph.ops)} op{'s' * (len(graph.ops) != 1)}"
 
 
 def definition(graph: Graph) -> str:

@@ -31,8 +31,9 @@ from popxl.looking.transfers import transfers_of
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
-from runtime.lowering.effects import FAILURE, Channel, Channels, arrived, channels_of, sent
+from runtime.lowering.effects import FAILURE, Channel, Channels, Failure, arrived, channels_of, sent
 from runtime.lowering.lower import Lowering, as_declared
+from runtime.targets.replicas import Replicas
 
 Array = Any
 
@@ -86,17 +87,10 @@ def to_jax(graph: Graph) -> GraphFunction:
     """
     if not isinstance(graph, Graph):
         raise TypeError(f"to_jax: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
-    if graph.ir.replication_factor > 1:
-        raise PopxlError(
-            f"to_jax: {graph.ir!r} has {graph.ir.replication_factor} replicas, which only a Session runs. Build the Ir "
-            "with replication=1, and apply `jax.shard_map` or `jax.vmap` to the function."
-        )
-    channels = [channel for channel in channels_of(graph) if channel is not FAILURE]
     if graph is graph.main_graph:
-        others = [channel for channel in channels if not isinstance(channel, Stream)]
-        if others:
-            raise PopxlError(f"to_jax: {graph.title} uses {', '.join(map(str, others))}, which only a Session has.")
-        return _MainFunction(graph)
+        return main_function(graph, "to_jax")
+    _check_replicas(graph, "to_jax")
+    channels = [channel for channel in channels_of(graph) if channel is not FAILURE]
     if channels:
         raise PopxlError(
             f"to_jax: {graph.title} uses {', '.join(map(str, channels))}, and a function only has its arguments and "
@@ -104,6 +98,29 @@ def to_jax(graph: Graph) -> GraphFunction:
             "(`popxl.to_jax(ir.main_graph)`), whose arguments are the streams."
         )
     return GraphFunction(graph)
+
+
+def main_function(main: Graph, asker: str, replicas: Replicas | None = None) -> MainFunction:
+    """A main graph as a function of its variables and streams, by name.
+
+    Args:
+        main: the main graph.
+        asker: who wants it: errors begin with that.
+        replicas: says what it is lowered for; by default, what JAX runs on.
+    """
+    _check_replicas(main, asker)
+    others = [channel for channel in channels_of(main) if not isinstance(channel, Stream | Failure)]
+    if others:
+        raise PopxlError(f"{asker}: {main.title} uses {', '.join(map(str, others))}, which only a Session has.")
+    return MainFunction(main, asker, Replicas() if replicas is None else replicas)
+
+
+def _check_replicas(graph: Graph, asker: str) -> None:
+    if graph.ir.replication_factor > 1:
+        raise PopxlError(
+            f"{asker}: {graph.ir!r} has {graph.ir.replication_factor} replicas, which only a Session runs. Build the "
+            "Ir with replication=1, and apply `jax.shard_map` or `jax.vmap` to the function."
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,8 @@ class GraphFunction:
         written: names of the arguments that the graph changes; the second result has their new contents.
     """
 
+    _replicas = Replicas()
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.__name__ = self.__qualname__ = identifier(graph.id) or "main_graph"
@@ -138,7 +157,7 @@ class GraphFunction:
             self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in self.inputs])
 
     def _lower(self) -> None:
-        self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options)
+        self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
         self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
 
     def _describe(self) -> dict[str, _Parameter]:
@@ -256,8 +275,16 @@ class GraphFunction:
                 checkify.debug_check((id != op.id) | (number != k), as_format)
 
 
-class _MainFunction(GraphFunction):
-    """The main graph as a function of its variables and streams, by name."""
+class MainFunction(GraphFunction):
+    """The main graph as a function of its variables and streams, by name. `main_function` makes it."""
+
+    def __init__(self, main: Graph, asker: str, replicas: Replicas) -> None:
+        self._asker, self._replicas = asker, replicas
+        super().__init__(main)
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of the arguments, by name."""
+        return {p.name: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype.as_jax()) for p in self._parameters.values()}
 
     def _describe(self) -> dict[str, _Parameter]:
         main = self.graph
@@ -273,7 +300,7 @@ class _MainFunction(GraphFunction):
             if count > self._room[stream]:
                 setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
                 raise PopxlError(
-                    f"to_jax: the program makes {count} transfers of {stream} in one run, and {setting} is "
+                    f"{self._asker}: the program makes {count} transfers of {stream} in one run, and {setting} is "
                     f"{self._room[stream]}. Set it to at least {count}."
                 )
         found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}

@@ -34,7 +34,7 @@ def export(
 
     Loaded, it is a function of dicts of arrays by the names that `popxl.to_jax(ir.main_graph)` has: of the input
     streams, to the output streams. It can be called, compiled by `jax.jit`, and be part of other programs. It stays
-    readable as long as JAX promises: six months of releases.
+    readable as long as JAX promises: six months of releases. What ops require of their operands is not checked there.
 
     Args:
         program: an Ir, with the host values of its variables; or a session, with their present values.
@@ -124,9 +124,9 @@ def _taken_from(program: Any) -> Ir:
 def _function(ir: Ir, platforms: Sequence[str] | None) -> MainFunction:
     """The main graph as a function, whose kernels have forms for these platforms."""
     if platforms is None:
-        return main_function(ir.main_graph, "export")
+        return main_function(ir.main_graph, "export", checks=False)  # JAX cannot write what `checkify` is told
     alone = platforms[0] if len(platforms) == 1 else ""
-    return main_function(ir.main_graph, "export", Replicas(1, [SimpleNamespace(platform=alone)]))
+    return main_function(ir.main_graph, "export", Replicas(1, [SimpleNamespace(platform=alone)]), checks=False)
 
 
 def _exported(function: Any, platforms: Sequence[str] | None, *specs: Any) -> jax.export.Exported:

@@ -100,19 +100,20 @@ def to_jax(graph: Graph) -> GraphFunction:
     return GraphFunction(graph)
 
 
-def main_function(main: Graph, asker: str, replicas: Replicas | None = None) -> MainFunction:
+def main_function(main: Graph, asker: str, replicas: Replicas | None = None, checks: bool = True) -> MainFunction:
     """A main graph as a function of its variables and streams, by name.
 
     Args:
         main: the main graph.
         asker: who wants it: errors begin with that.
         replicas: says what it is lowered for; by default, what JAX runs on.
+        checks: whether `checkify` is told what ops require of their operands.
     """
     _check_replicas(main, asker)
     others = [channel for channel in channels_of(main) if not isinstance(channel, Stream | Failure)]
     if others:
         raise PopxlError(f"{asker}: {main.title} uses {', '.join(map(str, others))}, which only a Session has.")
-    return MainFunction(main, asker, Replicas() if replicas is None else replicas)
+    return MainFunction(main, asker, Replicas() if replicas is None else replicas, checks)
 
 
 def _check_replicas(graph: Graph, asker: str) -> None:
@@ -278,8 +279,8 @@ class GraphFunction:
 class MainFunction(GraphFunction):
     """The main graph as a function of its variables and streams, by name. `main_function` makes it."""
 
-    def __init__(self, main: Graph, asker: str, replicas: Replicas) -> None:
-        self._asker, self._replicas = asker, replicas
+    def __init__(self, main: Graph, asker: str, replicas: Replicas, checks: bool) -> None:
+        self._asker, self._replicas, self._checks = asker, replicas, checks
         super().__init__(main)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -332,7 +333,8 @@ class MainFunction(GraphFunction):
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
         environment = self._lowering.run(self.graph.ops, state, channels)
-        self._check(channels)
+        if self._checks:
+            self._check(channels)
         stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
         fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
         return fetched, {v.name: environment.read(v) for v in self._variables if v.name in self.written}

@@ -74,7 +74,7 @@ from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds
 from popxl.remote_buffer import RemoteBuffer, remote_buffer
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.session import GraphFunction, Session, Target, to_jax
+from popxl.session import GraphFunction, Session, Target, export, to_jax
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
 from popxl.transforms.from_jax import from_jax
@@ -112,6 +112,7 @@ __all__ = [
     "double",
     "dtype",
     "errors",
+    "export",
     "float",
     "float8_143",
     "float8_152",

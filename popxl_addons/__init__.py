@@ -39,6 +39,7 @@ from popxl_addons.graph_cache import (
     tensor_hash,
 )
 from popxl_addons.graph_common import CalledGraphsGradInfo, CalledGraphsGradInfoLike, GradGraphInfoLike, GraphLike
+from popxl_addons.metrics import Metrics
 from popxl_addons.module import Module
 from popxl_addons.name_scope import NameScopeMeta
 from popxl_addons.named_tensors import NamedTensors
@@ -98,6 +99,7 @@ __all__ = [
     "GraphLike",
     "GraphWithNamedArgs",
     "InputStreams",
+    "Metrics",
     "MixedPrecision",
     "Module",
     "NameScopeMeta",

@@ -24,7 +24,7 @@ from popxl.looking.doubts import warn_of_doubts
 from popxl.looking.edits import Snapshot
 from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
-from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import narrowed
 from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
@@ -37,6 +37,7 @@ from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 from runtime.timeline import Timeline
+from runtime.traces import traced
 
 __all__ = ["Session"]
 
@@ -203,18 +204,28 @@ class Session:
         """
         return texts(self.program)
 
-    def recording(self) -> AbstractContextManager[Timeline]:
+    def recording(self, folder: str | os.PathLike[str] | None = None) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
 
         Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
+
+        Args:
+            folder: where JAX's profiler writes what the devices do, instruction by instruction. XProf opens the folder
+                (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it, where
+                instructions have your names: of the op, its line and its graph. What XLA made one kernel of has the
+                name of the last op.
 
         Example:
             >>> with popxl.Session(ir) as session, session.recording() as timeline:
             ...     outputs = session.run(inputs)
             >>> print(timeline)
             >>> timeline.picture().save("timeline.svg")
+
+            >>> with session, session.recording("trace"):
+            ...     outputs = session.run(inputs)
         """
-        return self.program.recording()
+        timeline = self.program.recording()
+        return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
 
     def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
         """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
@@ -389,8 +400,8 @@ class Session:
 
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
-                shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
-                replicas that this process drives, each if it is above 1.
+                shape is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
+                replicas that this process drives, each if it is above 1: `host_shape(stream)`.
             downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
@@ -456,8 +467,15 @@ class Session:
     def _expected_outputs(self) -> set[DeviceToHostStream]:
         return set(self.program.outputs)
 
-    def host_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape of the host array of a stream of this shape, with the leading dimensions that `run` expects."""
+    def host_shape(self, shape: Iterable[int] | Stream) -> tuple[int, ...]:
+        """The shape of the host array of a stream, with the leading dimensions that `run` expects.
+
+        Args:
+            shape: the stream; or the shape of one that has no number of transfers of its own.
+        """
+        if isinstance(shape, Stream):
+            self._check_own("host_shape", shape.tensor)
+            return self.program.layout.host_shape(shape)
         return self.program.leading_dimensions + tuple(shape)
 
     _full_input_shape = host_shape

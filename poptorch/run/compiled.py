@@ -344,7 +344,7 @@ class Compiled:
         """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
-        return {s: np.zeros(self.session.host_shape(s.shape), s.dtype.as_numpy()) for s in self.ends.outputs}
+        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.ends.outputs}
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """A run of which more has to be known than its results: it is over before another thread's begins."""

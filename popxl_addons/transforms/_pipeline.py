@@ -88,7 +88,7 @@ class PipelineBoundGraph(BoundGraph):
     def add_variable_input(self, tensor: popxl.Tensor) -> popxl.Tensor:
         """The input that stands for `tensor` and is bound to it; made if there is none."""
         if tensor.id not in self._inputs:
-            self._inputs[tensor.id] = self.graph.add_input(tensor.spec, tensor.name)
+            self._inputs[tensor.id] = self.graph.add_input_like(tensor)
             self.args[self._inputs[tensor.id]] = tensor
         return self._inputs[tensor.id]
 
@@ -224,10 +224,9 @@ class Pipelining:
         carried = [t for queue in waiting.values() for t in queue]
         with body:
             inside: Waiting = {
-                id: deque([body.add_input(t.spec, t.name) for t in queue], queue.maxlen)
-                for id, queue in waiting.items()
+                id: deque([body.add_input_like(t) for t in queue], queue.maxlen) for id, queue in waiting.items()
             }
-            shared = {id: body.add_input(t.spec, t.name, id in self._changed) for id, t in self._shared.items()}
+            shared = {id: body.add_input_like(t, id in self._changed) for id, t in self._shared.items()}
             self.cycle(range(len(self.stages)), shared, inside)
             for queue in inside.values():
                 for t in queue:

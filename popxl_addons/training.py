@@ -122,13 +122,7 @@ def train_step(
         if variables is None:
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
-        batches = (
-            [
-                each if precision is None else precision.narrowed(each)
-                for each in (ops.host_load(each) if each in streams else each for each in inputs)
-            ]
-            for _ in range(accumulate)
-        )
+        batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
         weights = variables if precision is None else precision.cast(variables, forward.args)
         mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale)
         gradients = {name: _shared(found[name], variables[name]) for name in variables.keys_flat()}
@@ -166,6 +160,12 @@ def _gradients(
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
         losses.append(_wide(site.outputs[0]))
     return ops.add_n(*losses) / count, accumulators.accum
+
+
+def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
+    """An input of the model, in the dtype that it computes in; of a stream, the next element."""
+    t = ops.host_load(given) if isinstance(given, popxl.HostToDeviceStream) else given
+    return t if precision is None else precision.narrowed(t)
 
 
 def _wide(t: popxl.Tensor) -> popxl.Tensor:

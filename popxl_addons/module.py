@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, SupportsInt
 from weakref import WeakKeyDictionary
 
 import popxl
+from popxl.replica_grouping import Groups
 from popxl_addons._collected import Build, Collected
 from popxl_addons._outlined_call import Autodiff, Choice, OutlinedCall
 from popxl_addons.build_grad import Aux, VarGrad, create_grad_graph
@@ -133,7 +134,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         data_iter: DataIter,
         dtype: popxl.dtype | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         overwrite: bool = False,
     ) -> popxl.Tensor:
         """A placeholder for a variable `name`, whose initial values `data_iter` gives; see `VariableFactory`.
@@ -149,7 +150,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         data_iter: DataIter,
         dtype: popxl.dtype | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         shard_over: SupportsInt | None = None,
     ) -> popxl.Tensor:
         """A placeholder for one replica's piece of a variable, split over `shard_over` replicas (default: the group).

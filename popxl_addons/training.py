@@ -61,8 +61,8 @@ def train_step(
         *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is one.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
             `loss_scaling`.
-        accumulate: how many micro-batches a step has. Each is one of the run's transfers: `ir.num_host_transfers` is
-            set to as many, if it is less.
+        accumulate: how many micro-batches a step has. Each is one transfer of a run: where streams among `inputs` have
+            fewer, their `num_host_transfers` is set to as many. What is fed or stored once a step keeps its number.
         precision: what the model computes in, such as `MixedPrecision(popxl.bfloat16, keep=("norm",))`: variables are
             float32 then. By default in the dtypes that it says itself.
         loss_scaling: what the gradient of the loss starts with: a number, a tensor, or
@@ -102,7 +102,9 @@ def train_step(
     if sharded and variables is not None:
         raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
     ir = popxl.gir()
-    ir.num_host_transfers = max(ir.num_host_transfers, accumulate)
+    for stream in streams:
+        if stream.num_host_transfers < accumulate:
+            stream.num_host_transfers = accumulate
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
@@ -120,13 +122,7 @@ def train_step(
         if variables is None:
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
-        batches = (
-            [
-                each if precision is None else precision.narrowed(each)
-                for each in (ops.host_load(each) if each in streams else each for each in inputs)
-            ]
-            for _ in range(accumulate)
-        )
+        batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
         weights = variables if precision is None else precision.cast(variables, forward.args)
         mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale)
         gradients = {name: _shared(found[name], variables[name]) for name in variables.keys_flat()}
@@ -164,6 +160,12 @@ def _gradients(
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
         losses.append(_wide(site.outputs[0]))
     return ops.add_n(*losses) / count, accumulators.accum
+
+
+def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
+    """An input of the model, in the dtype that it computes in; of a stream, the next element."""
+    t = ops.host_load(given) if isinstance(given, popxl.HostToDeviceStream) else given
+    return t if precision is None else precision.narrowed(t)
 
 
 def _wide(t: popxl.Tensor) -> popxl.Tensor:

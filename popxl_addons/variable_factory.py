@@ -19,11 +19,12 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
+from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
 from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
-from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
 
 # What an element of the data may be: an array of some library, or a scalar of NumPy.
@@ -44,6 +45,8 @@ class VariableFactory:
     ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
     to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
+    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them.
+
     The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
 
     `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
@@ -63,13 +66,13 @@ class VariableFactory:
         dtype: popxl.dtype | None = None,
         name: str | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         shard_over: SupportsInt = 1,
     ):
         self.data_iter = _Peekable(_elements(data_iter, name))
         self.name = name
         self.by_ref = by_ref
-        self.replica_grouping = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+        self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
 
         shard_over = int(shard_over)
         if shard_over > self.replica_grouping.group_size:
@@ -309,7 +312,7 @@ def add_variable_input(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and its placeholder in the current graph.
 
@@ -329,7 +332,7 @@ def add_replica_sharded_variable_input(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and in the current graph a placeholder for one replica's piece of the variable.
@@ -346,11 +349,11 @@ def replica_sharded_factory(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
 ) -> VariableFactory:
     """A factory whose variable is split over `shard_over` replicas, by default the whole group."""
-    group = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+    group = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
     pieces = group.group_size if shard_over is None else shard_over
     return VariableFactory(data_iter, dtype, name, by_ref, group, pieces)
 

@@ -3,6 +3,7 @@
 gpt_in_flax.py is the same program in Flax NNX and Optax, in the same order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pydoc_data.topics import topics
@@ -24,9 +25,9 @@ class Config:
     width: int = 128
     heads: int = 4
     layers: int = 4
-    length: int = 128
+    length: int = 64
     batch: int = 16
-    steps: int = 300
+    steps: int = 600
 
 
 def batch(config: Config, step: int) -> np.ndarray:
@@ -62,14 +63,17 @@ class Loss(addons.Module):
         return addons.cross_entropy(logits.reshape((-1, VOCABULARY)), tokens[:, 1:].flatten())
 
 
+def optimizer_of(config: Config) -> Callable[..., addons.NamedTensors]:
+    rate = optimizers.schedules.cosine(3e-3, config.steps, warmup=config.steps // 10)
+    return partial(optimizers.adamw, lr=rate, beta2=0.99, weight_decay=0.1, clip_norm=1.0)
+
+
 def training(config: Config, replicas: int = 1, device: str = "ipu_hw", **how) -> addons.TaskSession:
     np.random.seed(0)
-    rate = optimizers.schedules.cosine(3e-3, config.steps, warmup=config.steps // 10)
     ir = popxl.Ir(replication=replicas)
     with ir.main_graph:
         tokens = popxl.h2d_stream((config.batch // replicas, config.length + 1), popxl.int32, "tokens")
-        optimizer = partial(optimizers.adamw, lr=rate, weight_decay=0.1, clip_norm=1.0)
-        step = addons.train_step(Loss(config), tokens, optimizer=optimizer, **how)
+        step = addons.train_step(Loss(config), tokens, optimizer=optimizer_of(config), **how)
         loss = addons.host_store(step.loss)
     state = addons.NamedTensors(model=step.variables.gpt, optimizer=step.state)
     return addons.TaskSession([tokens], [loss], state, ir=ir, device_desc=device)
@@ -92,8 +96,7 @@ def sample(session: addons.TaskSession, config: Config, prompt: str, count: int)
         logits = addons.host_store(*model.bind(variables).call(ops.host_load(window)))
     random, text = np.random.default_rng(0), list(prompt.encode())
     with popxl.Session(ir, "ipu_hw") as writing:
-        trained = session.get_tensors_data(session.state.model.tensors)
-        writing.write_variables_data({variables[n]: trained[v] for n, v in session.state.model.to_dict().items()})
+        writing.use_variables_of(session, variables.to_mapping(session.state.model))
         for _ in range(count):
             seen = text[-config.length :]
             scores = writing.run({window: [seen + [0] * (config.length - len(seen))]})[logits][0, len(seen) - 1]

@@ -20,9 +20,9 @@ class Config:
     width: int = 128
     heads: int = 4
     layers: int = 4
-    length: int = 128
+    length: int = 64
     batch: int = 16
-    steps: int = 300
+    steps: int = 600
 
 
 def batch(config: Config, step: int) -> np.ndarray:
@@ -74,7 +74,7 @@ def step(model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
 def training(config: Config) -> tuple[GPT, nnx.Optimizer]:
     model = GPT(config, nnx.Rngs(0))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, config.steps // 10, config.steps)
-    transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
+    transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
     return model, nnx.Optimizer(model, transformation, wrt=nnx.Param)
 
 

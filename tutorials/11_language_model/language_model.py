@@ -26,7 +26,7 @@ import pipeline
 
 parser = argparse.ArgumentParser(description="Train a small GPT on Python's documentation.")
 parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that all of it runs")
-parser.add_argument("--steps", type=int, default=300, help="how many steps of training (default: %(default)s)")
+parser.add_argument("--steps", type=int, default=600, help="how many steps of training (default: %(default)s)")
 options, _ = parser.parse_known_args()
 
 CONFIG = gpt.Config(steps=options.steps)

@@ -4,9 +4,8 @@ import numpy as np
 
 import popxl
 import popxl_addons as addons
-from gpt import GPT, VOCABULARY, Config
+from gpt import GPT, VOCABULARY, Config, optimizer_of
 from popxl import ops
-from popxl_addons import optimizers
 
 
 class Bottom(GPT):
@@ -31,7 +30,6 @@ class Top(GPT):
 def pipelined(config: Config, micro_batches: int = 8) -> addons.TaskSession:
     """`gpt.training` as a pipeline, with the same names: a checkpoint of one goes on in the other."""
     np.random.seed(0)
-    rate = optimizers.schedules.cosine(3e-3, config.steps, warmup=config.steps // 10)
     ir = popxl.Ir()
     ir.num_host_transfers = micro_batches
     with ir.main_graph, popxl.in_sequence():
@@ -65,9 +63,7 @@ def pipelined(config: Config, micro_batches: int = 8) -> addons.TaskSession:
 
         variables = addons.NamedTensors.from_dict({**low.to_dict(), **high.to_dict()})
         means = addons.NamedTensors.from_dict({**low_means.accum.to_dict(), **high_means.accum.to_dict()})
-        state = optimizers.adamw(
-            addons.NamedTensors(gpt=variables), addons.NamedTensors(gpt=means), rate, weight_decay=0.1, clip_norm=1.0
-        )
+        state = optimizer_of(config)(addons.NamedTensors(gpt=variables), addons.NamedTensors(gpt=means))
         for each in (low_means, high_means):
             ops.var_updates.accumulator_zero_(each.mean_accum_counter)
     state = addons.NamedTensors(model=variables, optimizer=state)

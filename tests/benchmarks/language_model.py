@@ -69,6 +69,13 @@ class Party:
     loss: float
 
 
+def config_of(**sizes: int) -> Any:
+    """The sizes of the tutorial's, but for some."""
+    import gpt
+
+    return replace(gpt.Config(), **sizes)
+
+
 def ours(config: Any) -> tuple[Party, dict[str, np.ndarray]]:
     """And the weights that it starts with, by name."""
     import gpt
@@ -144,9 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
     parser.add_argument("--untimed", action="store_true", help="lines and bytes only")
     options = parser.parse_args()
-    import gpt
-
-    config = replace(gpt.Config(), layers=options.layers)
+    config = config_of(layers=options.layers)
     progress(OURS)
     first, weights = ours(config)
     parties = {OURS: first}

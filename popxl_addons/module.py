@@ -120,7 +120,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             self._is_graph_body = False
         elif self.implements_grad_graph:
             self._complain_about_inlining()
-        return layer(self._name_scope, super().__call__, *args, **kwargs)
+        return layer(self._name_scope, self.implements_grad_graph, super().__call__, *args, **kwargs)
 
     def set_name_scope(self, name: str | None) -> None:
         """Name all that `build` makes below `name`. Assigning a module to an attribute does this."""

@@ -74,7 +74,8 @@ class MixedPrecision:
         """`module.create_graph`, in this precision: float arguments are inputs of `dtype`.
 
         Raises:
-            ValueError: if a word of `keep` is in no name; and as `module.create_graph`.
+            ValueError: if a word of `keep` is in no name, or in that of a layer with a `build_grad`; and as
+                `module.create_graph`.
         """
         building = _Building(self)
         args, kwargs = jax.tree.map(self._narrow_spec, (args, kwargs), is_leaf=_is_spec)
@@ -155,8 +156,12 @@ def cache_key(name: str | None = None) -> Any:
     return building and (building.precision, building.wide or building.precision._keeps(name))
 
 
-def layer(name: str | None, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `build` makes of the arguments, as the layer of that name: in float32, if that is kept."""
+def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `build` makes of the arguments, as the layer of that name: in float32, if that is kept.
+
+    Raises:
+        ValueError: for a kept layer that states its gradient itself: that would know nothing of the casts around it.
+    """
     building = _building.get()
     if building is None:
         return build(*args, **kwargs)
@@ -164,6 +169,11 @@ def layer(name: str | None, build: Callable[..., Any], *args: Any, **kwargs: Any
         building.names.append(name)
     if building.wide or not building.precision._keeps(name):
         return build(*args, **kwargs)
+    if states_gradient:
+        raise ValueError(
+            f"MixedPrecision: `keep` holds the layer `{name}`, which has a `build_grad`: its gradient is stated for "
+            "what `build` is given. Cast within `build` and `build_grad`, and take the layer out of `keep`."
+        )
     args, kwargs = _cast_all((args, kwargs), popxl.float32)
     with _inside(replace(building, wide=True)):
         made = build(*args, **kwargs)

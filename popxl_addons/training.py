@@ -60,7 +60,7 @@ def train_step(
             over what it is given.
         *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is one.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
-            `loss_scaling`.
+            `loss_scaling`: a `LossScale`, if that adapts itself.
         accumulate: how many micro-batches a step has. Each is one transfer of a run: where streams among `inputs` have
             fewer, their `num_host_transfers` is set to as many. What is fed or stored once a step keeps its number.
         precision: what the model computes in, such as `MixedPrecision(popxl.bfloat16, keep=("norm",))`: variables are

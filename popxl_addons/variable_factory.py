@@ -288,10 +288,12 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         """A plain tensor with undefined contents for every factory, in the current graph: no variables are made."""
         return self._init_plain("undef")
 
-    def _init(self, prefix: str | None, *how: Any, sharded: bool) -> NamedTensors:
+    def _init(
+        self, prefix: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool, sharded: bool
+    ) -> NamedTensors:
         return NamedTensors.from_dict(
             {
-                name: factory.create_tensor(_join(prefix, name), *how, sharded=sharded)
+                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists, sharded)
                 for name, factory in sorted(self.to_dict().items())
             }
         )

@@ -7,16 +7,22 @@ blocks of queries and keys, neither masks nor dropout, and values as wide as key
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import flash_attention as kernel  # its private side: the steps of its gradient
+from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
 from popxl.ops.attention import attended as plain
 from popxl.ops.attention import attended_backward as plain_backward
 
 Array = Any
+
+# Of the module's private side: the kernels one by one, as the ops of a gradient are.
+_forward: Any = kernel._flash_attention
+_keys_gradient: Any = kernel._flash_attention_bwd_dkv
+_queries_gradient: Any = kernel._flash_attention_bwd_dq
 
 SMALLEST, LARGEST = 128, 512
 """The sizes of blocks: a power of two in between that divides the length."""
@@ -33,7 +39,7 @@ def attended(queries: Array, keys: Array, values: Array, mask: Array, seed: Arra
     rows, columns = _block(q), _block(k)
     blocks = kernel.BlockSizes(block_q=rows, block_k_major=columns, block_k=columns, block_b=1)
     with _products(q):
-        out, total, top = kernel._flash_attention(q, k, v, None, None, True, how["causal"], how["scale"], blocks, False)
+        out, total, top = _forward(q, k, v, None, None, True, how["causal"], how["scale"], blocks, False)
     return out.reshape(queries.shape), (top + jnp.log(total)).reshape(queries.shape[:-1])
 
 
@@ -49,10 +55,14 @@ def attended_backward(
     rows, columns = _block(q), _block(k)
     known = (q, k, v, None, None, jnp.ones_like(logs), logs, g.astype(q.dtype), shift)
     sizes = {"block_q_major": rows, "block_k_major": columns, "block_k": columns}
-    settings = {"sm_scale": how["scale"], "causal": how["causal"], "mask_value": kernel.DEFAULT_MASK_VALUE}
+    settings = {
+        "sm_scale": how["scale"],
+        "causal": how["causal"],
+        "mask_value": kernel.DEFAULT_MASK_VALUE,
+    }
     with _products(q):
-        dk, dv = kernel._flash_attention_bwd_dkv(*known, **sizes, block_q=rows, **settings, debug=False)
-        dq, _ = kernel._flash_attention_bwd_dq(*known, **sizes, **settings, debug=False)
+        dk, dv = _keys_gradient(*known, **sizes, block_q=rows, **settings, debug=False)
+        dq, _ = _queries_gradient(*known, **sizes, **settings, debug=False)
     return dq.reshape(queries.shape), _of_groups(dk, keys), _of_groups(dv, values)
 
 
@@ -88,8 +98,6 @@ def _block(t: Array) -> int:
     return math.gcd(t.shape[-2], LARGEST)
 
 
-def _products(t: Array) -> Any:
+def _products(t: Array) -> AbstractContextManager[None]:
     """The precision of products. Those of halves are exact as they are; for more the compiler has no word."""
-    return jax.default_matmul_precision(
-        "default" if t.dtype == jnp.bfloat16 else jax.config.jax_default_matmul_precision
-    )
+    return jax.default_matmul_precision("default") if t.dtype == jnp.bfloat16 else nullcontext()

@@ -181,7 +181,30 @@ def test_what_is_narrow_and_what_is_wide() -> None:
     assert [t.dtype for t in graph.graph.outputs] == [popxl.bfloat16, popxl.float32]
 
 
+class Square(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        self.aux["x"] = x
+        return x * x
+
+    def build_grad(self, dy: popxl.Tensor) -> popxl.Tensor:
+        return dy * self.aux["x"] * 2.0
+
+
+class Squared(addons.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = Square()
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        return self.call_module(self.square)(x)[0]
+
+
 def test_what_is_refused() -> None:
+    x = popxl.TensorSpec((3,), popxl.float32)
+    with popxl.Ir().main_graph:
+        addons.MixedPrecision(popxl.bfloat16).create_graph(Squared(), x)
+        with pytest.raises(ValueError, match="`keep` holds the layer `square`, which has a `build_grad`"):
+            addons.MixedPrecision(popxl.bfloat16, keep=("square",)).create_graph(Squared(), x)
     for dtype in (popxl.float32, np.float16):
         with pytest.raises(ValueError, match="MixedPrecision: `dtype` is .*; expected popxl.float16 or popxl.bfloat16"):
             addons.MixedPrecision(dtype)  # type: ignore[arg-type]

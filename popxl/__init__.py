@@ -22,6 +22,7 @@ from popxl import errors, fp8_utils, ops, transforms, utils
 from popxl import operators as operators  # gives tensors their operators
 from popxl import tensor as tensor
 from popxl import testing as testing
+from popxl.base.choices import choice
 from popxl.base.version import VERSION as __version__  # noqa: F401
 from popxl.context import (
     gcg,
@@ -104,6 +105,7 @@ __all__ = [
     "bool",
     "complex64",
     "complex128",
+    "choice",
     "constant",
     "create_seeds",
     "d2h_stream",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numbers
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -26,6 +26,7 @@ from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import narrowed
+from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
@@ -115,6 +116,7 @@ class Session:
         self._known_host_data = ir.host_copies.version
         self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
+        self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of the variables that are other sessions'
         if self.is_attached and self._is_here:
             self.weights_from_host()
 
@@ -181,6 +183,17 @@ class Session:
             >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
         """
         return cost_of(self.program)
+
+    def communication(self) -> Sent:
+        """What the chips send each other in a run, as it was compiled, beside what the program says it sends:
+        `ir.communication()`. Nothing runs.
+
+        Example:
+            >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
+            >>> print(sent)
+            >>> assert not sent.differences  # nothing is sent that the program does not say
+        """
+        return sent_by(self._ir, self.program)
 
     def hlo(self) -> dict[str, str]:
         """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
@@ -273,6 +286,11 @@ class Session:
             ...         outputs = session.run({streams["images"]: images, streams["labels"]: labels})
         """
         self._check_unchanged("save")
+        if self._owners:
+            raise PopxlError(
+                "Session.save: some variables are another session's, which is not in the file. Save a session that has "
+                "all of its own."
+            )
         with self._lock, self._ir.host_copies.lock:
             if self.is_attached and self._has_run and not self._has_read_only_data():
                 self.weights_to_host()
@@ -410,7 +428,11 @@ class Session:
                 for v in self._variables:
                     v._in_sync = False
                 self._has_run = True  # before it is so: an interrupted run may have changed the variables
-            fetches = self.program.run(feeds)
+            if self._owners:
+                with self._alone():
+                    fetches = self.program.run(feeds)
+            else:
+                fetches = self.program.run(feeds)
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(
@@ -465,6 +487,59 @@ class Session:
 
     def _validate_run_inputs(self, inputs: Mapping[HostToDeviceStream, Any]) -> None:
         self._host_arrays.feeds(inputs, downcast=True)
+
+    # Variables of other sessions --------------------------------------------------------------------------------------
+
+    def use_variables_of(self, other: Session, variables: Mapping[Variable, Variable]) -> None:
+        """Have variables in common with another session, without a copy.
+
+        From now on the other session has them. Each run of this one finds there what the last run of either has left,
+        and leaves there what it changes. So a program that generates text follows one that trains, run by run.
+
+        The other session has to be attached whenever this one runs, and holds what is on the host: values are written
+        and saved there. `get_tensor_data` asks it.
+
+        Args:
+            other: a session on the same device.
+            variables: its variables, by those of this session. Those that this program does not use are left out;
+                `NamedTensors.to_mapping` pairs variables by their names.
+
+        Raises:
+            ValueError: if a variable has another shape, dtype or place there, if the other program does not use it, or
+                only reads what this one changes; for `other` this session, or one that has variables of it. Nothing has
+                changed then.
+            TypeError: if something else than a session, and variables, is given.
+
+        Example:
+            >>> with popxl.Session(training) as trained, popxl.Session(sampling) as session:
+            ...     session.use_variables_of(trained, weights_here.to_mapping(weights_there))
+            ...     for batch in batches:
+            ...         trained.run(batch)
+            ...     session.run(prompt)
+        """
+        if not isinstance(other, Session):
+            raise TypeError(f"Session.use_variables_of: `other` is {other!r} ({type(other).__name__}); not a session.")
+        if others := [t for pair in variables.items() for t in pair if not isinstance(t, Variable)]:
+            raise TypeError(f"Session.use_variables_of: expected variables, by variables; got {others}.")
+        if other is self or any(owner is self for owner, _ in other._owners.values()):
+            raise ValueError("Session.use_variables_of: `other` is this session, or has variables of this one.")
+        for session in (self, other):
+            if not session._is_here:
+                session._check_attached("use_variables_of")
+        for mine, theirs in variables.items():
+            self._check_own("use_variables_of", mine)
+            other._check_own("use_variables_of", theirs)
+        with self._lock, other._lock:
+            self.program.use_variables_of(other.program, variables)
+            self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the block lasts, no session runs whose variables this one has. (They have none of this one's.)"""
+        with ExitStack() as locks:
+            for owner in sorted({owner for owner, _ in self._owners.values()}, key=id):
+                locks.enter_context(owner._lock)
+            yield
 
     # Variables ------------------------------------------------------------------------------------------------------
 
@@ -547,6 +622,10 @@ class Session:
                 raise ValueError(
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
+        if self._owners and any(t in self._owners for t in wanted):
+            known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
+            rest = self.get_tensors_data([t for t in wanted if t not in known])
+            return {t: known[t] if t in known else rest[t] for t in wanted}
         with self._lock, self._ir.host_copies.lock:
             if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
                 if self.is_attached and self._is_here:
@@ -557,6 +636,10 @@ class Session:
                         "was not copied to the host before the session was left."
                     )
             return {t: self._numbers(t) for t in wanted}
+
+    def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
+        owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
+        return owner.get_tensor_data(theirs)
 
     def _numbers(self, t: Variable | Constant) -> np.ndarray:
         """The host copy; for a variable that is read from all replicas, a row for each of them."""
@@ -617,6 +700,9 @@ class Session:
                 f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
             )
         self._check_own("write_variable_data", t)
+        if t in self._owners:
+            owner, theirs = self._owners[t]
+            raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
         if not t.data.flags.writeable:
             raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
         wanted = t.dtype.as_numpy()

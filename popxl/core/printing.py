@@ -138,15 +138,26 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
     """A variable: where it is, if not on the device, and the piece that a replica keeps of it."""
-    place = v.location_info
+    place, shared = v.location_info, _shared_along(v)
     if v.piece is not None:
-        yield (v,), "variable in pieces"
+        yield (v,), f"variable in pieces{shared}"
         yield (v.piece,), f"piece of {v.name}"
     elif place.buffer is not None:
         pieces = " in pieces" if place.sharded else ""
-        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
+        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}{shared}"
     else:
-        yield (v,), "variable"
+        yield (v,), f"variable{shared}"
+
+
+def _shared_along(v: Variable) -> str:
+    """The axes along which replicas share a variable, where axes have names and not all share it."""
+    axes, grouping = v.ir.named_axes, v.replica_grouping
+    if axes is None or grouping.num_groups == 1:
+        return ""
+    names = axes.names(grouping.assignment)
+    if names == ():
+        return ", one for each replica"
+    return f", shared along {', '.join(names)}" if names else f", {grouping}"
 
 
 def _typed(t: Tensor) -> str:
@@ -165,9 +176,21 @@ def _arguments(op: Op) -> str:
     named = zip(op.operand_names(), op.kind.operand_names(len(operands)), operands, strict=True)
     shown = [text if name == in_place else f"{name}={text}" for name, in_place, text in named]
     plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.graphs}
-    shown += [f"{name}={_plain(value)}" for name, value in plain.items()]
+    along = _along(op)
+    for name in ("stride", "group_size") if along else ():
+        del plain[name]
+    shown += [f"{name}={_plain(value)}" for name, value in plain.items()] + along
     called = "".join(f" {graph.name}" for graph in op.called_graphs)
     return f"{called}({', '.join(shown)})"
+
+
+def _along(op: Op) -> list[str]:
+    """The axes along which an op talks to other replicas, in place of strides, where axes have names."""
+    if not op.kind.between_replicas or (axes := op.graph.ir.named_axes) is None:
+        return []
+    names = axes.strided_names(op.attributes["stride"], op.attributes["group_size"])
+    shown = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return [f"along={shown}"] if names else []
 
 
 def _operand(t: Tensor) -> str:

@@ -53,6 +53,7 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
 from popxl.transforms.from_jax import kind_with_key
 from popxl.transforms.op_gradient import Derivation, vjp_kind
+from popxl.values.axes import Axes
 from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ class _Reader:
         ir, program = self._ir, self._program
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
+        ir._axes = Axes.of(program.axes) if program.axes else None
+        ir.checked_axes("the program")
         for buffer in program.buffers:
             self._add_buffer(buffer)
         once("graph", (saved.id for saved in program.graphs))

@@ -98,8 +98,8 @@ class SavedBuffer(Saved):
 
 
 class SavedProgram(Saved, Stamp):
-    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers;
-    `stream_transfers` has the streams with a number of transfers of their own."""
+    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers. `axes` are in order,
+    the outermost first; `stream_transfers` has the streams with a number of transfers of their own."""
 
     arrays: str
     options: SessionOptions
@@ -108,6 +108,7 @@ class SavedProgram(Saved, Stamp):
     counters: dict[str, int]
     graphs: list[SavedGraph]
     buffers: list[SavedBuffer] = []
+    axes: dict[str, int] = {}
 
 
 def safetensors_library() -> Any:

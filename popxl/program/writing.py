@@ -85,6 +85,7 @@ class _Writer:
             arrays="",
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,
+            axes=ir.axes,
             stream_transfers=dict(sorted(ir.stream_transfers.items())),
             counters=ir.counters,
             graphs=[self.graph(graph) for graph in ir.graphs],

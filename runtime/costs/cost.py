@@ -166,9 +166,7 @@ class Cost(OnPage, _Part):
 
 def cost_of(program: CompiledProgram) -> Cost:
     """What a compiled program costs. See `Session.cost`."""
-    account = Account()
-    for executable, times in _runs(program):
-        account.add(account_of(read(executable.as_text())), times)
+    account = account_of_program(program)
     figures = chip_of(program)
     host = _host_traffic(program)
     graphs = tuple(_graphs(account, host, figures, program.replicas.count))
@@ -188,6 +186,14 @@ def cost_of(program: CompiledProgram) -> Cost:
         graphs=graphs,
         seconds=sum(graph.seconds or 0 for graph in graphs) if figures is not None else None,
     )
+
+
+def account_of_program(program: CompiledProgram) -> Account:
+    """What a run of a program does: of all its executables."""
+    account = Account()
+    for executable, times in _runs(program):
+        account.add(account_of(read(executable.as_text())), times)
+    return account
 
 
 def chip_of(program: CompiledProgram) -> Chip | None:

@@ -235,7 +235,7 @@ class Lowering:
 
     @cached_property
     def _machine(self) -> MachineParts:
-        return parts_for(self.replicas.is_cpu)
+        return parts_for(self.replicas.platform)
 
     @property
     def is_shared(self) -> bool:

@@ -401,7 +401,8 @@ class Session:
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
                 shape is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
-                replicas that this process drives, each if it is above 1: `host_shape(stream)`.
+                replicas that this process drives, each if it is above 1: `host_shape(stream)`. What no op reads has to
+                be given, and is not sent.
             downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:

@@ -14,7 +14,6 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.tensor import Variable
 from popxl_addons.layers.language_model import LanguageModel
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -116,7 +115,7 @@ class Generator:
             seed, turn = ops.host_load(self._seed), popxl.constant(0, popxl.uint32)
             facts, graph = step.create_graph(turn, seed)
             state, cache = _made(facts, is_known=weights is not None)
-            ops.repeat(graph.graph, tokens, turn, seed, inputs_dict=graph.args.to_mapping(_merged(state, cache)))
+            ops.repeat(graph.graph, tokens, turn, seed, inputs_dict=_pairs(graph.args, _merged(state, cache)))
             self._written = popxl.d2h_stream((tokens, batch), popxl.int32, "written")
             ops.host_store(self._written, cache.written)
         with reading.main_graph, popxl.in_sequence():
@@ -135,7 +134,8 @@ class Generator:
             if missing := [name for name in state.model.keys_flat() if name not in theirs]:
                 raise ValueError(f"Generator: `weights` lacks variables of the model: {missing}.")
         self.writing, self.reading = popxl.Session(writing, device_desc), popxl.Session(reading, device_desc)
-        owner, self.variables = (self.writing, state.model) if weights is None else weights
+        owner = self.writing if weights is None else weights[0]
+        self.variables: NamedTensors = state.model if weights is None else weights[1]
         if weights is not None:
             self.writing.use_variables_of(owner, _pairs(state.model, self.variables))
         self.reading.use_variables_of(owner, _pairs(known, self.variables))
@@ -217,5 +217,6 @@ def _merged(one: NamedTensors, other: NamedTensors) -> NamedTensors:
     return NamedTensors.from_dict({**one.to_dict(), **other.to_dict()})
 
 
-def _pairs(mine: NamedTensors, theirs: NamedTensors) -> dict[Variable, Variable]:
-    return mine.to_mapping(theirs)  # type: ignore[return-value]  # all of them are variables
+def _pairs(mine: NamedTensors, theirs: NamedTensors) -> dict[Any, Any]:
+    there = theirs.to_dict()
+    return {t: there[name] for name, t in mine.to_dict().items() if name in there}

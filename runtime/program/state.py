@@ -134,10 +134,10 @@ class State:
     def give_back(self) -> None:
         """Let other states have their arrays, as a run has left them."""
         for (changes, i), loan in self.loans.items():
-            if changes and self.changing is None:
-                loan.lender.changing = None  # given up in a run that failed
-            elif changes:
+            if changes and self.changing is not None:
                 loan.lender._replace({loan.place: self.changing[i]})
+            elif changes:
+                loan.lender.changing = None  # given up in a run that failed
         self._put_back()
 
     def _put_back(self) -> None:

@@ -104,7 +104,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]
 
 def variables(**shapes: tuple[int, ...]) -> addons.NamedTensors:
     with popxl.Ir().main_graph:
-        made = {name: popxl.variable(np.zeros(shape), popxl.float32, name) for name, shape in shapes.items()}
+        made = {name: popxl.variable(np.zeros(shape), popxl.float32) for name, shape in shapes.items()}
         return addons.NamedTensors.from_dict(made)
 
 
@@ -226,18 +226,33 @@ def test_an_index_is_followed_within_its_folder(tmp_path: Path) -> None:
 
 
 def test_several_files_have_an_index_and_leave_none_of_before(tmp_path: Path) -> None:
-    own = variables(a=(4,), b=(3,), c=(2,))
+    """By their own names, if there is no table."""
+    shapes = {"a": (4,), "layers.0.b": (3,), "layers.1.b": (2,)}
+    own, again = variables(**shapes), variables(**shapes)
     for i, v in enumerate(own.values_flat()):
         v.data[...] = i + 1
     addons.save_safetensors(own, tmp_path)
     addons.save_safetensors(own, tmp_path, file_bytes=20)
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == files
-    again = variables(a=(4,), b=(3,), c=(2,))
+    assert safetensors.numpy.load_file(tmp_path / files[0]).keys() == {"a"}
     addons.load_safetensors(again, tmp_path)
     assert [v.data[0] for v in again.values_flat()] == [1, 2, 3]
     addons.save_safetensors(own, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_numbers_are_rounded_and_never_become_infinite(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    with popxl.Ir().main_graph:
+        own = {name: popxl.variable(np.zeros(2), popxl.float16, name) for name in ("a", "b")}
+    there = {"a": np.array([1 / 3, -np.inf], np.float32), "b": np.array([1, 7e4], np.float32)}
+    safetensors.numpy.save_file(there, file)
+    with pytest.raises(ValueError, match=r"`b` is float32\[2\]: some numbers are above 65504, the largest of float16"):
+        addons.load_safetensors(own, file, narrow=True)
+    assert not own["a"].data.any()
+    addons.load_safetensors({"a": own["a"]}, file, narrow=True, partial=True)
+    np.testing.assert_array_equal(own["a"].data, there["a"].astype(np.float16))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

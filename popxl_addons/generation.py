@@ -14,7 +14,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl_addons.layers.language_model import LanguageModel
+from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.sampling import sample_token
@@ -64,7 +64,8 @@ class Generator:
         temperature, top_k, top_p: how they are drawn, as of `popxl_addons.ops.sample_token`.
         end: the token that ends a text, if one does.
         weights: a session, and the variables of the model in its program, by their names in the model: they are used
-            where they are, and each run finds them as the session has left them. By default the generator has its own.
+            where they are, and each run finds them as the session has left them. By default the generator has its own,
+            which are zeros until weights are loaded.
         device_desc: where it runs, as of `popxl.Session`.
 
     Attributes:
@@ -110,7 +111,7 @@ class Generator:
         self._entered = ExitStack()
         step = _Step(model, batch, self.room, tokens, end, temperature=temperature, top_k=top_k, top_p=top_p)
         writing, reading = popxl.Ir(), popxl.Ir()
-        with writing.main_graph, popxl.in_sequence():
+        with writing.main_graph, popxl.in_sequence(), undrawn_weights():
             self._seed = popxl.h2d_stream((2,), popxl.uint32, "seed")
             seed, turn = ops.host_load(self._seed), popxl.constant(0, popxl.uint32)
             facts, graph = step.create_graph(turn, seed)
@@ -118,7 +119,7 @@ class Generator:
             ops.repeat(graph.graph, tokens, turn, seed, inputs_dict=_pairs(graph.args, _merged(state, cache)))
             self._written = popxl.d2h_stream((tokens, batch), popxl.int32, "written")
             ops.host_store(self._written, cache.written)
-        with reading.main_graph, popxl.in_sequence():
+        with reading.main_graph, popxl.in_sequence(), undrawn_weights():
             self._prompts = popxl.h2d_stream((batch, prompt), popxl.int32, "prompts")
             text = ops.host_load(self._prompts)
             facts, graph = model.create_graph(text, room=self.room, logits=False)
@@ -137,9 +138,9 @@ class Generator:
         owner = self.writing if weights is None else weights[0]
         self.variables: NamedTensors = state.model if weights is None else weights[1]
         if weights is not None:
-            self.writing.use_variables_of(owner, _pairs(state.model, self.variables))
-        self.reading.use_variables_of(owner, _pairs(known, self.variables))
-        self.reading.use_variables_of(self.writing, _pairs(filled, cache.model) | _pairs(filled, cache))
+            _share(self.writing, owner, _pairs(state.model, self.variables))
+        _share(self.reading, owner, _pairs(known, self.variables))
+        _share(self.reading, self.writing, _pairs(filled, cache.model) | _pairs(filled, cache))
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
@@ -211,6 +212,13 @@ def _made(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, 
     weights, changed = ({n: f for n, f in facts.to_dict().items() if f.by_ref == by_ref} for by_ref in (False, True))
     made = NamedVariableFactories.from_dict(weights).init(empty=is_known)
     return made, NamedVariableFactories.from_dict(changed).init()
+
+
+def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, Any]) -> None:
+    """Have variables in common, on the device and on the host: there, too, a large model is to be once."""
+    session.use_variables_of(owner, variables)
+    for mine, theirs in variables.items():
+        mine.data = theirs.data
 
 
 def _merged(one: NamedTensors, other: NamedTensors) -> NamedTensors:

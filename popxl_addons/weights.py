@@ -257,6 +257,8 @@ def load_safetensors(
     All is looked at before anything changes. A variable with several groups of replicas gets the same for all of them,
     or a part for each, if one axis of the weight is as many times as long.
 
+    Make the graph of a large model within `layers.undrawn_weights`: or random numbers are drawn that nobody needs.
+
     Args:
         variables: by their names in the model.
         place: a ``.safetensors`` file, or a folder with one, or with several and an index.

@@ -56,7 +56,9 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
     assert before != after and all(len(set(text)) > 2 for text in before)
     with popxl.Session(ir, "cpu") as other:
         given = (other, variables)
+        random = np.random.get_state()[2]
         generator = addons.Generator(model, 3, 5, tokens=4, temperature=0.7, top_k=1, end=end, weights=given)
+        assert np.random.get_state()[2] == random  # no numbers are drawn that nobody needs
         with generator as generate:
             assert generate(PROMPTS, 10) == [until(text, end) for text in before]
             assert generate(PROMPTS[1:], 3) == [until(text[:3], end) for text in before[1:]]

@@ -11,20 +11,31 @@ from popxl.errors import PopxlError
 SHAPE = (37, 11)
 
 
+def grow(w: popxl.TensorByRef, count: popxl.TensorByRef) -> None:
+    ops.add_(w, ops.slice(count, 0, 1))
+    ops.add_(count, 1.0)
+
+
 class Program:
     """`w += count`, `count += 1` if it changes them; and it gives `w * factor`, or another tensor."""
 
     def __init__(
-        self, changes: bool, factor: float = 1.0, shape: tuple[int, ...] = SHAPE, replication: int = 1
+        self,
+        changes: bool,
+        factor: float = 1.0,
+        shape: tuple[int, ...] = SHAPE,
+        replication: int = 1,
+        calls: str = "auto",
     ) -> None:
         self.ir = popxl.Ir(replication=replication)
+        self.ir.options.calledGraphs = calls  # type: ignore[assignment]
         with self.ir.main_graph, popxl.in_sequence():
             self.w = popxl.variable(np.full(shape, 5.0), popxl.float32, "w")
             self.count = popxl.variable(np.full(2, 1.0), popxl.float32, "count")
             self.own = popxl.variable(np.full(3, 7.0), popxl.float32, "own")
             if changes:
-                ops.add_(self.w, ops.slice(self.count, 0, 1))
-                ops.add_(self.count, 1.0)
+                grown = self.ir.create_graph(grow, self.w, self.count)
+                ops.call(grown, self.w, self.count)
             ops.add_(self.own, 1.0)
             self.out = popxl.d2h_stream(shape, popxl.float32, "out")
             ops.host_store(self.out, self.w * factor)
@@ -63,9 +74,10 @@ def test_one_reads_what_the_other_changes_without_a_copy() -> None:
     assert (sampling.w.data == 0).all() and training.w.data[0, 0] == 2
 
 
-def test_both_change_it() -> None:
+@pytest.mark.parametrize("calls", ["kept", "dispatched"])
+def test_both_change_it(calls: str) -> None:
     """And what is said to be the other's is left there at the end."""
-    first, second = Program(changes=True), Program(changes=True, factor=10.0)
+    first, second = Program(changes=True, calls=calls), Program(changes=True, factor=10.0)
     with first.session() as one, second.session() as two:
         assert (first.run(one), second.run(two)) == (6, 60)
         two.use_variables_of(one, {second.w: first.w, second.count: first.count})

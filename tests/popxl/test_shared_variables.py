@@ -88,6 +88,46 @@ def test_both_change_it(calls: str) -> None:
     assert first.w.data[0, 0] == 20 and first.count.data[0] == 6 and second.own.data[0] == 7 + 4
 
 
+class Layers:
+    """`x = x @ w` for all layers, and `w += 1`, in calls that become turns of a loop; and it gives `x`."""
+
+    def __init__(self, calls: str) -> None:
+        self.ir = popxl.Ir()
+        self.ir.options.calledGraphs = calls  # type: ignore[assignment]
+        with self.ir.main_graph, popxl.in_sequence():
+            self.w = [popxl.variable(np.full((2, 2), i + 1.0), popxl.float32, f"w{i}") for i in range(4)]
+            x = popxl.constant(np.eye(2, dtype=np.float32))
+            graph = self.ir.create_graph(multiply, x, self.w[0])
+            for w in self.w:
+                (x,) = ops.call(graph, x, w)
+            self.out = popxl.d2h_stream((2, 2), popxl.float32, "out")
+            ops.host_store(self.out, x)
+        self.session = popxl.Session(self.ir, "cpu")
+
+    def run(self) -> float:
+        return float(self.session.run()[self.out][0, 0])
+
+
+def multiply(x: popxl.Tensor, w: popxl.TensorByRef) -> popxl.Tensor:
+    y = x @ w
+    ops.add_(w, 1.0)
+    return y
+
+
+def test_what_lies_in_one_array_is_shared_with_one_array() -> None:
+    """In the same order, or not at all."""
+    one, two, kept = Layers("rolled"), Layers("rolled"), Layers("kept")
+    assert [loop.turns for loop in two.session.report.loops] == [4]
+    message = "it lies in one array with others, .* Set `ir.options.calledGraphs = 'kept'`"
+    for mine, theirs, other in [(two.w[:3], one.w[:3], one), (two.w, one.w[::-1], one), (two.w, kept.w, kept)]:
+        with pytest.raises(ValueError, match=message):
+            two.session.use_variables_of(other.session, dict(zip(mine, theirs, strict=True)))
+    two.session.use_variables_of(one.session, dict(zip(two.w, one.w, strict=True)))
+    with one.session, two.session:
+        first = [8.0 * 1 * 2 * 3 * 4, 8.0 * 2 * 3 * 4 * 5, 8.0 * 3 * 4 * 5 * 6]
+        assert [one.run(), two.run(), one.run()] == first
+
+
 def test_what_is_refused() -> None:
     program, narrow, reading = Program(changes=True), Program(changes=True, shape=(2, 2)), Program(changes=False)
     spread = Program(changes=True, replication=2)

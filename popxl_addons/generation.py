@@ -108,7 +108,7 @@ class Generator:
                 f"Generator: `batch`, `prompt` and `tokens` are {batch}, {prompt}, {tokens}; expected 1 or more, and "
                 f"prompts that fit into the room of {self.room} places."
             )
-        self._entered = ExitStack()
+        self._entered: list[ExitStack] = []
         step = _Step(model, batch, self.room, tokens, end, temperature=temperature, top_k=top_k, top_p=top_p)
         writing, reading = popxl.Ir(), popxl.Ir()
         with writing.main_graph, popxl.in_sequence(), undrawn_weights():
@@ -146,11 +146,11 @@ class Generator:
         with ExitStack() as entered:
             entered.enter_context(self.writing)  # first: it has what the other uses
             entered.enter_context(self.reading)
-            self._entered = entered.pop_all()
+            self._entered.append(entered.pop_all())
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.__exit__(*exception)
+        self._entered.pop().__exit__(*exception)
 
     def __call__(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[list[int]]:
         """What follows each prompt: `count` tokens, or as many as there are up to the `end`, and that.
@@ -173,6 +173,9 @@ class Generator:
     def pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> Iterator[list[list[int]]]:
         """The same as it comes: for each run, what it adds to each text. A text that has ended gets nothing more."""
         self._check(prompts, count)
+        return self._pieces(prompts, count, seed)
+
+    def _pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int) -> Iterator[list[list[int]]]:
         rows = np.zeros((self.batch, self.prompt), np.int32)
         lengths = np.ones(self.batch, np.int32)
         for row, (i, prompt) in zip(rows, enumerate(prompts), strict=False):
@@ -200,6 +203,8 @@ class Generator:
             raise ValueError(f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each.")
         if unknown := sorted({token for prompt in prompts for token in prompt if not 0 <= token < self.vocabulary}):
             raise ValueError(f"Generator: the prompts have tokens that the model does not know: {unknown}.")
+        if count < 0:
+            raise ValueError(f"Generator: `count` is {count}; expected a number of tokens.")
         if max(lengths) + count > self.room:
             raise ValueError(
                 f"Generator: with {count} more tokens, a text would have {max(lengths) + count} places, and there is "

@@ -360,7 +360,7 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
 def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] | None:
     """For each group of replicas: where its numbers go, and which part of a weight they are. `None` if none fits."""
     groups = v.replica_grouping.num_groups
-    rows = list(v.data) if groups > 1 else [v.data]
+    rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
     if shape == v.shape:
         return [(row, ...) for row in rows]
     split = [d for d, size in enumerate(v.shape) if shape == (*v.shape[:d], groups * size, *v.shape[d + 1 :])]
@@ -390,10 +390,16 @@ def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
         return "numbers would be rounded; say `narrow=True` if they may be"
     if v.dtype.is_floating_point and jnp.finfo(given).max > jnp.finfo(wanted).max:
         largest = float(jnp.finfo(wanted).max)
-        array = weight.mapped().astype(np.float64)
-        if (np.isfinite(array) & (np.abs(array) > largest)).any():
+        if _exceeds(weight.mapped().reshape(-1), largest):
             return f"some numbers are above {largest:g}, the largest of {v.dtype.name}"
     return ""
+
+
+def _exceeds(numbers: np.ndarray, largest: float) -> bool:
+    """Whether a finite one is larger. Looked at piece by piece, as a weight may be large."""
+    step = 1 << 20
+    pieces = (numbers[start : start + step].astype(np.float64) for start in range(0, len(numbers), step))
+    return any((np.isfinite(piece) & (np.abs(piece) > largest)).any() for piece in pieces)
 
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

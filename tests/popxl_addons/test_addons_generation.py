@@ -62,16 +62,18 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
         with generator as generate:
             assert generate(PROMPTS, 10) == [until(text, end) for text in before]
             assert generate(PROMPTS[1:], 3) == [until(text[:3], end) for text in before[1:]]
-            other.run()
+            with generator:
+                other.run()
             assert generate(PROMPTS, 10) == [until(text, end) for text in after]
             for prompts, count, message in [
                 ([[1]] * 4, 1, "there are 4 prompts; expected 1 to 3"),
                 ([[1] * 6, []], 1, r"the prompts have \[6, 0\] tokens; expected 1 to 5"),
+                ([[1]], -1, "`count` is -1"),
                 ([[1, 2]], 511, "would have 513 places, and there is `room` for 512"),
                 ([[1, 37]], 1, r"tokens that the model does not know: \[37\]"),
             ]:
                 with pytest.raises(ValueError, match=message):
-                    generate(prompts, count)
+                    generate.pieces(prompts, count)
         cache = 2 * 2 * 3 * 3 * 512 * 4 * 4
         assert generator.writing.memory().temporaries < cache / 2  # which is changed in place
         with pytest.raises(ValueError, match=r"`weights` lacks variables of the model: \['norm.weight'\]"):

@@ -152,18 +152,21 @@ def test_a_bare_model_of_narrow_numbers_has_no_prefix_and_is_widened(tmp_path: P
 def test_each_group_of_replicas_reads_its_part(tmp_path: Path) -> None:
     """Of a weight that is transposed in the file; one that all have is read for all. And both are written again."""
     there = {"w": np.arange(24, dtype=np.float32).reshape(8, 3), "b": np.arange(3, dtype=np.float32)}
+    there["s"] = np.array(7, np.float32)
     safetensors.numpy.save_file(there, tmp_path / "w.safetensors")
     ir = popxl.Ir(replication=4)
     with ir.main_graph:
         pairs = ir.replica_grouping(group_size=2)
         w = popxl.variable(np.zeros((2, 3, 4)), popxl.float32, "w", replica_grouping=pairs)
         b = popxl.variable(np.zeros((2, 3)), popxl.float32, "b", replica_grouping=pairs)
+        s = popxl.variable(np.zeros(2), popxl.float32, "s", replica_grouping=pairs)
         whole, _ = popxl.replica_sharded_variable(np.zeros((8, 3)), popxl.float32, "whole")
-    own = {"w": w, "b": b, "whole": whole}
-    names = {"w": Stored("w", transposed=True), "b": "b", "whole": "w"}
+    own = {"w": w, "b": b, "s": s, "whole": whole}
+    names: dict[str, str | Stored] = {"w": Stored("w", transposed=True), "b": "b", "s": "s", "whole": "w"}
     addons.load_safetensors(own, tmp_path, names)
     np.testing.assert_array_equal(w.data, [there["w"][:4].T, there["w"][4:].T])
     np.testing.assert_array_equal(b.data, [there["b"]] * 2)
+    np.testing.assert_array_equal(s.data, [7, 7])
     np.testing.assert_array_equal(whole.data, there["w"])
     own.pop("whole")
     with pytest.raises(ValueError, match=r"the 2 groups of replicas of .* to be written as `w`. Say which axis"):

@@ -95,8 +95,28 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]
     for v in program.variables.values_flat():
         v.data[...] *= 0.5
     addons.save_safetensors(program.variables, tmp_path, made_of.names, file_bytes=4000)
+    (tmp_path / "config.json").write_text(json.dumps(made_of.to_hugging_face()))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     np.testing.assert_allclose(program.logits(), logits(again), rtol=1e-5, atol=1e-5)
+
+
+def test_a_description_can_be_given_back() -> None:
+    """If there is a model that is made so."""
+    linear = {**hf.LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10.0, "factor": 2.0}}
+    for said in (hf.GPT2, hf.LLAMA, hf.LLAMA3, hf.QWEN2, hf.QWEN3, linear):
+        config = LanguageConfig.from_hugging_face(said)
+        back = config.to_hugging_face()
+        assert {name: back[name] for name in said if said[name] is not None} == {
+            n: v for n, v in said.items() if v is not None
+        }
+        assert LanguageConfig.from_hugging_face(back) == config
+    for change, message in [
+        ({"norm": "layer", "bias": "qkv"}, "a qwen2 is never made with norm='layer'"),
+        ({"rotary": None, "stretch": None, "bias": False}, "a gpt2 is never made with .*bias=False"),
+    ]:
+        odd = LanguageConfig.from_hugging_face(hf.LLAMA).model_copy(update=change)
+        with pytest.raises(ValueError, match=message):
+            odd.to_hugging_face()
 
 
 # What goes where ------------------------------------------------------------------------------------------------------

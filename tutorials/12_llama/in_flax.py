@@ -100,8 +100,8 @@ def loaded(folder: Path, c: dict[str, Any]) -> Llama:
 
 
 # --- text
-def generate(folder: Path, config: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    c = json.loads(config.read_text())
+def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    c = json.loads((folder / "config.json").read_text())
     model = loaded(folder, c)
     batch, longest = len(prompts), max(map(len, prompts))
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)

@@ -232,6 +232,7 @@ with (
     title("5. And back")
     after = Path(scratch.name, "after")
     addons.save_safetensors(learned, after, names, session=session)
+    (after / "config.json").write_text(json.dumps(config.to_hugging_face()))
 
 kept = safetensors.numpy.load_file(after / "model.safetensors")
 print(len(kept), "weights, such as lm_head.weight", kept["lm_head.weight"].shape)
@@ -259,4 +260,4 @@ if args.flax:
     addons.load_safetensors(plain.variables, after, names)
     with plain as generate:
         ours = generate(tokens, 24)
-    print("the same tokens as in Flax:", in_flax.generate(after, folder / "config.json", tokens, 24) == ours)
+    print("the same tokens as in Flax:", in_flax.generate(after, tokens, 24) == ours)

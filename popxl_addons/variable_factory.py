@@ -19,11 +19,12 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
+from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
 from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
-from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
 
 # What an element of the data may be: an array of some library, or a scalar of NumPy.
@@ -44,6 +45,10 @@ class VariableFactory:
     ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
     to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
+    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them.
+
+    The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
+
     `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
 
     Example:
@@ -61,13 +66,13 @@ class VariableFactory:
         dtype: popxl.dtype | None = None,
         name: str | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         shard_over: SupportsInt = 1,
     ):
         self.data_iter = _Peekable(_elements(data_iter, name))
         self.name = name
         self.by_ref = by_ref
-        self.replica_grouping = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+        self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
 
         shard_over = int(shard_over)
         if shard_over > self.replica_grouping.group_size:
@@ -79,6 +84,7 @@ class VariableFactory:
 
         first = _first_element(self.data_iter, name)
         self.dtype = popxl.dtype.as_dtype(first.dtype) if dtype is None else dtype
+        self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
@@ -86,7 +92,7 @@ class VariableFactory:
 
     def create_input(self, prefix: str | None = None) -> popxl.Tensor:
         """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
-        return popxl.graph_input(self.shape, self.dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
+        return popxl.graph_input(self.shape, self.input_dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
 
     def create_tensor(
         self,
@@ -94,11 +100,13 @@ class VariableFactory:
         empty: bool = False,
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
+        sharded: bool = False,
     ) -> Variable:
         """The variable; in pieces, as `popxl.replica_sharded_variable` makes it, if the placeholder is a piece.
 
         The current graph must be the main graph. With `empty` the value is left undefined; with `memmap_dir` it lives
-        in a file there (see `next_memmap`).
+        in a file there (see `next_memmap`). With `sharded` it is in pieces although the placeholder is whole, one for
+        each replica of the group; unless a value has fewer elements than that.
 
         Example:
             >>> with popxl.Ir(replication=2).main_graph:
@@ -109,9 +117,11 @@ class VariableFactory:
         """
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
-        if self.meta_shape is None:
+        pieces, nelms = self.replica_grouping.const_rg.group_size, math.prod(self.whole_shape)
+        if self.meta_shape is not None:
+            pieces = piece_count(nelms, self.shape[0], pieces)
+        elif not (sharded and 1 < pieces <= nelms):
             return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
-        pieces = piece_count(math.prod(self.meta_shape), self.shape[0], self.replica_grouping.const_rg.group_size)
         v, _ = popxl.replica_sharded_variable(
             data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
         )
@@ -168,7 +178,7 @@ class VariableFactory:
     @property
     def spec(self) -> popxl.TensorSpec:
         """What the placeholder looks like, as `Tensor.spec` says it of a tensor."""
-        return popxl.TensorSpec(self.shape, self.dtype, self.meta_shape or ())
+        return popxl.TensorSpec(self.shape, self.input_dtype, self.meta_shape or ())
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -206,12 +216,28 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         Each call makes new variables, with the next elements of the data. `empty`, `memmap_dir` and
         `read_only_if_exists` are those of `VariableFactory.create_tensor`.
         """
-        return NamedTensors.from_dict(
-            {
-                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists)
-                for name, factory in sorted(self.to_dict().items())
-            }
-        )
+        return self._init(prefix, empty, memmap_dir, read_only_if_exists, sharded=False)
+
+    def init_sharded(
+        self,
+        prefix: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> NamedTensors:
+        """As `init`, with each variable in pieces, of which each replica of its group keeps one on its device.
+
+        What has fewer elements than there are replicas stays whole. Graphs take whole tensors: `train_step` puts them
+        together, and so does `rts.gather_replica_sharded_tensor`. Optimisers keep their state in pieces, too.
+
+        Example:
+            >>> with popxl.Ir(replication=2).main_graph:
+            ...     facts = NamedVariableFactories(w=VariableFactory(lambda: np.zeros((2, 3)), popxl.float32))
+            ...     variables = facts.init_sharded()
+            >>> variables.w.shape, variables.w.piece.shape
+            ((2, 3), (3,))
+        """
+        return self._init(prefix, empty, memmap_dir, read_only_if_exists, sharded=True)
 
     def init_remote(
         self,
@@ -262,6 +288,16 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         """A plain tensor with undefined contents for every factory, in the current graph: no variables are made."""
         return self._init_plain("undef")
 
+    def _init(
+        self, prefix: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool, sharded: bool
+    ) -> NamedTensors:
+        return NamedTensors.from_dict(
+            {
+                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists, sharded)
+                for name, factory in sorted(self.to_dict().items())
+            }
+        )
+
     def _init_plain(self, init_type: Literal["zero", "undef"]) -> NamedTensors:
         return NamedTensors.from_dict(
             {name: ops.init(f.shape, f.dtype, name, init_type) for name, f in self.to_dict().items()}
@@ -278,7 +314,7 @@ def add_variable_input(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and its placeholder in the current graph.
 
@@ -298,7 +334,7 @@ def add_replica_sharded_variable_input(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and in the current graph a placeholder for one replica's piece of the variable.
@@ -315,11 +351,11 @@ def replica_sharded_factory(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
 ) -> VariableFactory:
     """A factory whose variable is split over `shard_over` replicas, by default the whole group."""
-    group = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+    group = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
     pieces = group.group_size if shard_over is None else shard_over
     return VariableFactory(data_iter, dtype, name, by_ref, group, pieces)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -107,16 +108,10 @@ def one_by_one() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _compiled_modules() -> Any:
-    """The class of modules that `torch.compile` makes. To import it takes as long as torch: worker processes do not."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    return OptimizedModule
-
-
 def uncompiled(model: Any) -> Any:
     """What a user has given to `torch.compile`; others as they are."""
-    if isinstance(model, _compiled_modules()):
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # takes a second to import: only `torch.compile` does
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         return model._orig_mod
     return getattr(model, "_torchdynamo_orig_callable", model)
 
@@ -124,7 +119,9 @@ def uncompiled(model: Any) -> Any:
 @contextmanager
 def without_compile() -> Iterator[None]:
     """Have what `torch.compile` has made run the Python that it was made of."""
-    kind = _compiled_modules()
+    from torch._dynamo.eval_frame import OptimizedModule  # here, as it takes a second
+
+    kind: Any = OptimizedModule
     run = kind.__call__
     kind.__call__ = lambda module, *args, **kwargs: module._orig_mod(*args, **kwargs)
     try:

@@ -17,13 +17,14 @@ from popxl.dtypes import check_dtype, kind_of
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
+from popxl.replica_grouping import grouping_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.core.tensor import HostScalarTensor
-    from popxl.replica_grouping import ReplicaGrouping
+    from popxl.replica_grouping import Groups, ReplicaGrouping
 
 _log = Logger("ir")
 T = TypeVar("T")
@@ -36,7 +37,7 @@ def variable(
     dtype: dtype_ | None = None,
     name: str | None = None,
     downcast: bool = True,
-    replica_grouping: ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     retrieval_mode: Literal["one_per_group", "all_replicas"] | None = None,
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
@@ -49,13 +50,14 @@ def variable(
         dtype: element type; by default that of the data, narrowed to 32 bits if `downcast`.
         name: name of the tensor.
         downcast: narrow 64-bit numbers to 32 bits where no dtype is given.
-        replica_grouping: which replicas share one value. With several groups, `data` has one row for each of them.
+        replica_grouping: which replicas share one value: a grouping, or names of axes. With several groups, `data` has
+            one row for each of them.
         retrieval_mode: read back one value `"one_per_group"` (the default) or those of `"all_replicas"`.
         log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
 
     Raises:
         RuntimeError: without a current graph.
-        ValueError: if the current graph is not the main graph, and for an unknown `retrieval_mode`.
+        ValueError: if the current graph is not the main graph, and for an unknown `retrieval_mode` or axis.
         PopxlError: if the data does not have one row for each replica group (`IndexError` if it has too few for a
             grouping that is not constant).
 
@@ -73,7 +75,7 @@ def variable(
         raise ValueError(
             f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
         )
-    grouping = graph.ir.replica_grouping() if replica_grouping is None else replica_grouping
+    grouping = grouping_of(graph.ir, replica_grouping, "variable: `replica_grouping`")
     if dtype is not None:
         check_dtype(dtype, "variable: `dtype`")
     in_place = isinstance(data, np.memmap) and grouping.is_const

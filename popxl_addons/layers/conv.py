@@ -10,6 +10,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.ops.conv import PadType
+from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights, truncated_normal
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -34,7 +35,7 @@ class Conv2D(Module):
         groups: the channels are divided into so many groups, which do not mix.
         bias: whether there is a bias.
         available_memory_proportions, partials_types, enable_conv_dithering: without effect; see `ops.conv`.
-        replica_grouping: that of the variables.
+        replica_grouping: that of the variables: a grouping, or names of axes.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -56,7 +57,7 @@ class Conv2D(Module):
         available_memory_proportions: list[float] | None = None,
         partials_types: list[str] | None = None,
         enable_conv_dithering: list[int] | None = None,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
     ):
         super().__init__()
         self.out_channels = out_channels

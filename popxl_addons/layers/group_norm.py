@@ -9,6 +9,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -26,7 +27,7 @@ class GroupNorm(Module):
 
     Args:
         num_groups: how many groups of adjacent channels there are.
-        replica_grouping: that of the variables.
+        replica_grouping: that of the variables: a grouping, or names of axes.
         eps: added to the variance.
         cache: see `Module`.
 
@@ -40,7 +41,7 @@ class GroupNorm(Module):
     def __init__(
         self,
         num_groups: int,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         eps: float = 1e-5,
         cache: Any = False,
     ):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
+from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights, truncated_normal
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -26,7 +27,7 @@ class Linear(Module):
     Args:
         out_features: size of the last axis of the result.
         bias: whether there is a bias.
-        replica_grouping: that of the variables.
+        replica_grouping: that of the variables: a grouping, or names of axes.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -35,7 +36,7 @@ class Linear(Module):
         ((4, 3), (3,), popxl.dtypes.float16)
     """
 
-    def __init__(self, out_features: int, bias: bool = True, replica_grouping: popxl.ReplicaGrouping | None = None):
+    def __init__(self, out_features: int, bias: bool = True, replica_grouping: Groups | None = None):
         super().__init__()
         self.out_features = out_features
         self.bias = bias

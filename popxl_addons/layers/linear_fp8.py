@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 import popxl
 from popxl import ops
+from popxl.replica_grouping import Groups
 from popxl_addons.layers.linear import Linear
 from popxl_addons.ops.fp8_amax_scale import fp8_amax_scale
 from popxl_addons.ops.fp8_mse_scale import fp8_mse_scale, max_scaling_bias, min_scaling_bias
@@ -45,7 +46,7 @@ class LinearFP8(Linear):
         bias: bool = True,
         scale_metric: ScaleMetric = "amax",
         scale: int = 0,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
     ):
         super().__init__(out_features, bias, replica_grouping)
         if scale_metric not in get_args(ScaleMetric):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
+from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.layers.linear import Linear
 from popxl_addons.named_tensors import NamedTensors
@@ -50,7 +51,7 @@ class LinearGQ(Linear):
         self,
         out_features: int,
         bias: bool = True,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         group_size: int = 0,
         dim: int = -1,
     ):

@@ -10,6 +10,7 @@ import popxl
 from popxl import ops
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.var_updates.factors import factor
+from popxl.replica_grouping import Groups
 from popxl_addons.module import Module
 
 __all__ = ["AdamOptimizerStep"]
@@ -39,7 +40,7 @@ class AdamOptimizerStep(Module):
         self,
         var: popxl.TensorByRef,
         grad: popxl.Tensor,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         *,
         lr: float | popxl.Tensor,
         beta1: float | popxl.Tensor = 0.9,
@@ -64,7 +65,7 @@ class AdamOptimizerStep(Module):
         Args:
             var: the variable, or one replica's piece of it: then the state is in pieces, too.
             grad: its gradient, of the same shape; its dtype may differ.
-            replica_grouping: that of the variable, for the state.
+            replica_grouping: that of the variable, for the state: a grouping, or names of axes.
             lr: the learning rate.
             beta1, beta2: what stays of m and v in each step.
             eps: added to the root of v.
@@ -98,9 +99,7 @@ class AdamOptimizerStep(Module):
         )
         ops.scaled_add_(var, update, b=-factor(lr, "AdamOptimizerStep: `lr`"))
 
-    def _state(
-        self, name: str, var: popxl.Tensor, dtype: popxl.dtype, replica_grouping: popxl.ReplicaGrouping | None
-    ) -> popxl.Tensor:
+    def _state(self, name: str, var: popxl.Tensor, dtype: popxl.dtype, replica_grouping: Groups | None) -> popxl.Tensor:
         """Zeros like `var`."""
         if not var.meta_shape:
             return self.add_variable_input(

@@ -63,7 +63,7 @@ def _has_libtpu() -> bool:
 def tpu_devices(
     generation: str, layout: Sequence[int], host: Sequence[int], config: str = ""
 ) -> tuple[jax.Device, ...]:
-    """The chips of a slice of TPUs, in the order in which they stand.
+    """The chips of a slice of TPUs: those of one host after the other, as several processes would have them.
 
     Args:
         generation: "v5e", say.
@@ -124,7 +124,7 @@ def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> 
     with _lock, quiet():
         found = topologies.get_topology_desc(name, platform, **dict(told))
         jax.default_backend()  # JAX asks before it compiles anything; then it loads all plugins, and these write, too
-        return tuple(sorted(found.devices, key=lambda device: device.id))
+        return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))
 
 
 def _found(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, ...]:

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.version import VERSION
 from popxl.errors import PopxlError
-from runtime.targets.replicas import AXIS, DescribedReplicas, DividedReplicas, Replicas
+from runtime.targets.mesh import laid
+from runtime.targets.replicas import AXIS, DescribedReplicas, Dimension, DividedReplicas, Replicas
 
 HOST = "pinned_host"
 """What JAX calls the host's memory, where a device can reach it."""
@@ -72,6 +73,7 @@ class Target:
         devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
             a process has the first of its devices; if there are too few for that, all are on the first.
         count: how many replicas each process drives.
+        dimensions: how the replicas stand on a mesh; by default in a row. See `runtime.targets.mesh`.
         is_here: whether the devices are there, in this process or others. If not, they are compiled for and nothing
             more, all of them by this process, whichever hosts they would be on.
 
@@ -86,6 +88,7 @@ class Target:
     devices: tuple[jax.Device, ...]
     count: int = 1
     is_here: bool = True
+    dimensions: tuple[Dimension, ...] = ()
 
     def of_ipu(self, number: int, ipus: int) -> Target:
         """The target of one IPU, where each replica has so many, one after the other, and each is a device."""
@@ -111,11 +114,12 @@ class Target:
     def replicas(self) -> Replicas:
         """The replicas, of all processes, with their mesh."""
         chosen = [found[: self.count] for found in self._by_process()]
-        if not self.is_here:
-            return DescribedReplicas(self.count, chosen[0])
-        if len(chosen) == 1:
-            return Replicas(self.count, chosen[0])
-        return DividedReplicas(self.count * len(chosen), [device for found in chosen for device in found])
+        devices = [device for found in chosen for device in found]
+        count = self.count * len(chosen)
+        if 1 < count <= len(devices):
+            devices = laid(devices, self.dimensions)
+        kind = DescribedReplicas if not self.is_here else Replicas if len(chosen) == 1 else DividedReplicas
+        return kind(count, devices, self.dimensions)
 
     @cached_property
     def on_host(self) -> Any:
@@ -124,7 +128,7 @@ class Target:
         Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
         cut out, which XLA does in the device's memory only.
         """
-        mesh, spec = self.replicas.mesh, PartitionSpec(AXIS)
+        mesh, spec = self.replicas.mesh, PartitionSpec(self.replicas.axis)
         if mesh is None and self.replicas.count > 1:
             return self.replicas.sharding()
         if mesh is None:  # without one, JAX forgets the memory while it traces

@@ -18,7 +18,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -129,7 +129,14 @@ def join() -> None:
         return
     line = Line(instance)
     address = LOOPBACK if instance.all_are_here else ""
-    port = _free_port(address)
+    with held_port(address) as port:
+        _connect(instance, line, address, port)
+    _lines.append(line)
+    atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
+
+
+def _connect(instance: Instance, line: Line, address: str, port: int) -> None:
+    """Have JAX connect the instances. The first one listens at a port of an address."""
     addresses = line.meet(JOINING, f"{instance.host}:{port}" if instance.instance_index == 0 else None)
     devices = instance.num_local_replicas * instance.num_ipus_per_replica
     first = instance.local_instance_index * devices
@@ -155,8 +162,6 @@ def join() -> None:
         ) from problem
     if instance.all_are_here and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
         _exchange_on(LOOPBACK)
-    _lines.append(line)
-    atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
 
 
 def _exchange_on(address: str) -> None:
@@ -170,11 +175,18 @@ def _exchange_on(address: str) -> None:
     register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
-def _free_port(address: str) -> int:
-    with socket.socket() as found:
-        found.bind((address, 0))
-        port: int = found.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port(address: str) -> Iterator[int]:
+    """A port that no other process gets, while this one waits for all instances. JAX's service listens there, too."""
+    with socket.socket() as held:
+        if hasattr(socket, "SO_REUSEPORT"):  # elsewhere, JAX could not listen where something is held
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((address, 0))
+            yield held.getsockname()[1]
+            return
+        held.bind((address, 0))
+        port = held.getsockname()[1]
+    yield port
 
 
 def _leave(line: Line, is_first: bool, process: int) -> None:

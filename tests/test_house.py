@@ -4,7 +4,7 @@ import ast
 import importlib
 import pickle
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -54,8 +54,10 @@ def test_sessions_are_known_by_the_path_that_programs_import() -> None:
     assert set(get_type_hints(popxl.Session)) == {"machine"}
 
 
-def code(package: str) -> Iterator[tuple[str, str]]:
+@cache
+def code(package: str) -> list[tuple[str, str]]:
     """The sources of a package, without docstrings and comments."""
+    found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -65,7 +67,8 @@ def code(package: str) -> Iterator[tuple[str, str]]:
                 and isinstance(node.value.value, str)
             ):
                 node.value = ast.Constant(None)
-        yield str(path.relative_to(ROOT)), ast.unparse(tree)
+        found.append((str(path.relative_to(ROOT)), ast.unparse(tree)))
+    return found
 
 
 def found(package: str, pattern: str, *without: str) -> list[str]:

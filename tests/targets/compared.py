@@ -67,13 +67,13 @@ class Case:
         self.ours, self.function, self.arguments = ours, function, arguments
 
 
-def mnist() -> Case:
-    net = network.network(Size.FULL, batch=8)
+def mnist(size: Size) -> Case:
+    net = network.network(size, batch=8)
     return Case(lambda: network.Training(net).session, network.jax_step, lambda: ([*net.parameters()], net.data()))
 
 
-def small_gpt(layers: int) -> Case:
-    config = gpt.config_of(Size.FULL, layers)
+def small_gpt(size: Size, layers: int) -> Case:
+    config = gpt.config_of(size, layers)
     return Case(
         lambda: VARIANTS["plain"](config),
         gpt.jax_step(config),
@@ -90,12 +90,12 @@ def by_poptorch(task: models.Task) -> Case:
     return Case(session, models.jax_steps(task), lambda: (models.jax_state(task), models.jax_data(task)))
 
 
-CASES: Mapping[str, Callable[[], Case]] = {
+CASES: Mapping[str, Callable[[Size], Case]] = {
     "mnist": mnist,
-    "gpt 2": lambda: small_gpt(2),
-    "gpt 12": lambda: small_gpt(12),
-    "encoder": lambda: by_poptorch(models.encoder(Size.FULL)),
-    "lenet": lambda: by_poptorch(models.lenet(Size.FULL)),
+    "gpt 2": lambda size: small_gpt(size, 2),
+    "gpt 12": lambda size: small_gpt(size, 12),
+    "encoder": lambda size: by_poptorch(models.encoder(size)),
+    "lenet": lambda size: by_poptorch(models.lenet(size)),
 }
 
 
@@ -132,11 +132,11 @@ def of_jax(case: Case, target: str) -> Costs:
 
 def rows(name: str, target: str) -> Iterator[tuple[str, Costs]]:
     """Ours, JAX's at the precision that float32 has here, and JAX's as it comes."""
-    case = CASES[name]()
+    case = CASES[name](Size.FULL)
     yield "ours", of_ours(case, target)
     with jax.default_matmul_precision("highest"):
         yield "JAX, highest", of_jax(case, target)
-    case = CASES[name]()  # or JAX would remember what it traced
+    case = CASES[name](Size.FULL)  # or JAX would remember what it traced
     yield "JAX, default", of_jax(case, target)
 
 

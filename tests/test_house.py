@@ -97,7 +97,7 @@ def test_what_is_there_for_cpus_is_imported_for_cpus_only() -> None:
     """By the lowering and by targets, inside of the functions that ask for it; nobody else."""
     assert found("runtime", r"\n *(from|import) runtime\.cpu\b.*", "runtime/cpu/") == [
         "runtime/lowering/machine_parts.py: \n    from runtime.cpu import forms, order",
-        "runtime/targets/target.py: \n        from runtime.cpu.flags import compile_options",
+        "runtime/targets/destination.py: \n        from runtime.cpu.flags import compile_options",
     ]
     for package in ("popxl", "popxl_addons", "poptorch"):
         assert not found(package, r"runtime\.cpu\b")

@@ -183,7 +183,7 @@ def cost_of(program: CompiledProgram) -> Cost:
         copies=total.copies,
         collectives=_by_kind(account.collectives),
         uses=_by_line(account.collectives, program.replicas.count),
-        cycles=total.cycles if program.layout.target.platform == "tpu" else None,
+        cycles=total.cycles if program.layout.destination.platform == "tpu" else None,
         compile_seconds=program.compiled.seconds,
         graphs=graphs,
         seconds=sum(graph.seconds or 0 for graph in graphs) if figures is not None else None,

@@ -16,9 +16,9 @@ from runtime.program.compiled import Compiled, Ready, can_be_kept, compiled
 from runtime.program.layout import Layout
 from runtime.program.run import Runner
 from runtime.program.state import State
+from runtime.targets.destination import Destination
 from runtime.targets.devices import Device
 from runtime.targets.replicas import Replicas
-from runtime.targets.target import Target
 from runtime.timeline import Timeline
 
 __all__ = ["CompiledProgram", "Described", "Program", "Ready"]
@@ -41,7 +41,7 @@ class Described:
     def __init__(self, ir: Ir, device: Device, calls: str | None = None) -> None:
         self.device = device
         self.layout = Layout(
-            ir, Target(device.jax_devices, ir.instance_replication_factor, device.target is None), calls
+            ir, Destination(device.jax_devices, ir.instance_replication_factor, device.target is None), calls
         )
         self.inputs, self.outputs = self.layout.inputs, self.layout.outputs
         self.variables = self.layout.variables

@@ -189,9 +189,10 @@ class Cost(OnPage, _Part):
         own, *faster = self.precisions.values()
         told = f"Products of float32 are computed at the precision {next(iter(self.precisions))!r}."
         if faster:
+            less = seconds_text(own.seconds - faster[-1].seconds)
             told += (
-                f" By their passes, a run would take {seconds_text(own.seconds - faster[-1].seconds)} less at 'default', "
-                "which computes with fewer digits: `ir.options.precision`. It is an estimate."
+                f" By their passes, a run would take {less} less at 'default', which computes with fewer digits: "
+                "`ir.options.precision`. It is an estimate."
             )
         rows = [
             [

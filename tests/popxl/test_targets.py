@@ -12,6 +12,7 @@ import popxl
 from popxl import ops
 from runtime.program.compiled import compiled, compiled_afresh
 from runtime.program.layout import Layout
+from runtime.targets import compilers
 from runtime.targets.destination import Destination
 
 
@@ -67,3 +68,17 @@ def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.
     np.testing.assert_array_equal(held[0], fetched)
     np.testing.assert_array_equal([w.data, b.data], [[2] * 3, [5] * 3])
     assert made.is_fresh and made.executables()
+
+
+def test_what_jax_was_told_to_use_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX says nothing but that an assertion failed."""
+
+    def none() -> str:
+        raise AssertionError
+
+    compilers.start_jax.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", none)
+    with pytest.raises(
+        RuntimeError, match="JAX is told to use 'cpu', and finds no such device here. Set JAX_PLATFORMS"
+    ):
+        popxl.Session(popxl.Ir(), "ipu_hw")

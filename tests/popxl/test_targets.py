@@ -76,9 +76,13 @@ def test_what_jax_was_told_to_use_is_not_here(monkeypatch: pytest.MonkeyPatch) -
     def none() -> str:
         raise AssertionError
 
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable([1.0, 2.0])
+        ops.var_updates.copy_var_update_(x, x + 1)
     compilers.start_jax.cache_clear()
     monkeypatch.setattr(jax, "default_backend", none)
     with pytest.raises(
         RuntimeError, match="JAX is told to use 'cpu', and finds no such device here. Set JAX_PLATFORMS"
     ):
-        popxl.Session(popxl.Ir(), "ipu_hw")
+        popxl.Session(ir, "ipu_hw")

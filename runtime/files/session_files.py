@@ -47,7 +47,7 @@ class About(BaseModel):
         executables: the executables, in the order of `Compiled.executables`.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     target: MadeFor
     device: str

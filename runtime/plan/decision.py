@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from popxl.base.nesting import done
 from popxl.core.tensor import Tensor
@@ -12,8 +12,10 @@ from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, Choice
 from runtime.plan.placement import Places
 from runtime.plan.planning import Steps
-from runtime.plan.rolling.rolling import Rolling
 from runtime.targets.destination import Destination
+
+if TYPE_CHECKING:
+    from runtime.plan.rolling.rolling import Rolling
 
 ROLLED = 500
 """Calls are rolled where they are not kept if XLA would otherwise compile this many ops again: what is less it compiles
@@ -83,7 +85,7 @@ def decide(
 
 def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
     """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
-    rolling = Rolling(main, held, from_saved=REPEATED)
+    rolling = _rolled(main, held, REPEATED)
     if rolling.saved >= ROLLED and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
         return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
     if choice.is_worth_it():
@@ -97,7 +99,14 @@ def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_p
 
 def _rolling(main: Graph, held: Collection[Tensor], calls: str) -> Rolling | None:
     """The loops of a program, if that is the way."""
-    return Rolling(main, held) if calls == "rolled" else None
+    return _rolled(main, held) if calls == "rolled" else None
+
+
+def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rolling:
+    """The loops of a program."""
+    from runtime.plan.rolling.rolling import Rolling  # of no use on CPUs, unless it is asked for
+
+    return Rolling(main, held, from_saved)
 
 
 def _placement(

@@ -32,7 +32,7 @@ class Chip(BaseModel):
         host_bandwidth: bytes between it and the memory of its host, in one direction.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     sources: tuple[str, ...] = Field(min_length=1)

@@ -39,7 +39,7 @@ class MadeFor(BaseModel):
         kinds: the kind of each device.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     popxl: str
     jax: str

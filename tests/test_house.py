@@ -101,7 +101,7 @@ def test_what_is_there_for_cpus_is_imported_for_cpus_only() -> None:
     assert found("runtime", r"\n *(from|import) runtime\.cpu\b.*", "runtime/cpu/") == [
         "runtime/lowering/machine_parts.py: \n        from runtime.cpu import forms as of_cpus",
         "runtime/lowering/machine_parts.py: \n        from runtime.cpu import order",
-        "runtime/targets/target.py: \n        from runtime.cpu.flags import compile_options",
+        "runtime/targets/destination.py: \n        from runtime.cpu.flags import compile_options",
     ]
     for package in ("popxl", "popxl_addons", "poptorch"):
         assert not found(package, r"runtime\.cpu\b")

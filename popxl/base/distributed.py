@@ -32,7 +32,7 @@ class Instance(BaseModel):
         (4, 4)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     instance_index: int = Field(default=0, ge=0, description="The number of this instance.")
     num_instances: int = Field(default=1, ge=1, description="How many instances there are.")

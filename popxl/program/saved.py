@@ -33,7 +33,7 @@ class Stamp(BaseModel):
 class Saved(BaseModel):
     """A part of the file."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class SavedTensor(Saved):

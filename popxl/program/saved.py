@@ -37,7 +37,7 @@ class Saved(BaseModel):
 
 
 class SavedTensor(Saved):
-    """A tensor. The numbers of a variable or constant are found by its id.
+    """A tensor. The numbers of a variable or constant are found by its id, unless `begins` describes them.
 
     Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
     the piece that programs use in its place, if there is one.
@@ -54,6 +54,7 @@ class SavedTensor(Saved):
     retrieval_mode: str | None = None
     remote: tuple[int, int, bool] | None = None
     piece: str | None = None
+    begins: dict[str, Any] | None = None
 
 
 class SavedOp(Saved):

@@ -117,11 +117,12 @@ class _Writer:
             bound=None if bound is None else bound.id,
             used_at=t._used_at,
         )
-        initial = t.initial if isinstance(t, Variable) else None
-        if initial is not None and initial.is_complete:
-            saved.begins = initial.model_dump(mode="json")
-        elif isinstance(t, self._numbers_of):
-            self.array(t.data if initial is None else initial.numbers(t.dtype), t.id)
+        if isinstance(t, self._numbers_of):
+            initial = t.initial if isinstance(t, Variable) else None
+            if initial is not None and initial.is_complete:
+                saved.begins = initial.model_dump(mode="json")
+            else:
+                self.array(t.data if initial is None else initial.numbers(t.dtype), t.id)
         if isinstance(t, Variable):
             saved.grouping, saved.retrieval_mode = self.value(t.replica_grouping, t.id), t.retrieval_mode
             if t.location_info.isRemote():

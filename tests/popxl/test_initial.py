@@ -19,6 +19,7 @@ import popxl
 import popxl_addons as addons
 from popxl import initial, ops
 from popxl.errors import PopxlError, UnreadableFileError
+from popxl.program.writing import fingerprint
 from popxl_addons.layers import Embedding, LayerNorm, Linear
 from runtime.targets.devices import Device
 
@@ -177,6 +178,18 @@ def test_a_program_is_saved_without_its_numbers(tmp_path: Path) -> None:
     for v, other in zip(ir.main_graph.variables, loaded.main_graph.variables, strict=True):
         assert v.initial == other.initial
         np.testing.assert_array_equal(v.data, other.data)
+
+
+def test_a_program_is_the_same_however_it_begins() -> None:
+    """To who keeps compiled programs."""
+
+    def built(value: Any) -> str:
+        ir = popxl.Ir()
+        with ir.main_graph:
+            ops.add_(popxl.variable(value, popxl.float32, "v"), popxl.constant(1.0))
+        return fingerprint(ir)
+
+    assert len({built(initial.normal(3, seed=1)), built(initial.zeros(3)), built(np.ones(3))}) == 1
 
 
 def test_files_are_not_looked_for_by_who_loads(tmp_path: Path) -> None:

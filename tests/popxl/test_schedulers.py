@@ -126,9 +126,13 @@ with ir.main_graph, popxl.in_sequence():
     t = ops.collectives.replicated_all_reduce(x, group="tensor")
     d = ops.collectives.replicated_all_reduce(x, group="data")
     ops.host_store(out, t + 100 * d)
+    drawn, described = popxl.d2h_stream((3,), popxl.float32), popxl.initial.normal((4, 3), seed=5)
+    ops.host_store(drawn, popxl.variable(described, replica_grouping=ir.replica_grouping(group_size=1)))
 first = popdist.getReplicaIndexOffset()
 with popxl.Session(ir, "ipu_model") as session:
-    rows = session.run({into: np.arange(12, dtype=np.float32).reshape(4, 3)[first : first + 2]})[out]
+    outputs = session.run({into: np.arange(12, dtype=np.float32).reshape(4, 3)[first : first + 2]})
+    rows = outputs[out]
+np.testing.assert_array_equal(outputs[drawn], described.numbers()[first : first + 2])
 popdist.synchronize()
 print(popdist.getInstanceIndex(), rows.tolist())
 """

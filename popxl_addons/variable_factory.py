@@ -140,7 +140,15 @@ class VariableFactory:
         return create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
 
     def next_data(self, empty: bool = False) -> Any:
-        """The host value of the next variable: one element, or one for each replica group, stacked."""
+        """The host value of the next variable: one element, or one for each replica group, stacked.
+
+        What is only described is made.
+        """
+        value = self._next_value(empty)
+        return value.numbers(self.dtype) if isinstance(value, Initial) else value
+
+    def _next_value(self, empty: bool) -> Any:
+        """The same, described if the data are."""
         if empty:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
@@ -168,7 +176,7 @@ class VariableFactory:
 
     def _host_value(self, name: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool) -> Any:
         if memmap_dir is None:
-            return self.next_data(empty)
+            return self._next_value(empty)
         if name is None:
             raise ValueError(
                 "VariableFactory: a memory-mapped variable needs a `name`, which its file is called after."

@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from popxl.base.distributed import Instance, launched
@@ -25,6 +26,7 @@ __all__ = [
     "getNumInstances",
     "getNumIpusPerReplica",
     "getNumLocalReplicas",
+    "getNumRestarts",
     "getNumTotalReplicas",
     "getReplicaIndexOffset",
     "init",
@@ -106,6 +108,11 @@ def getNumTotalReplicas() -> int:
 def getNumLocalReplicas() -> int:
     """The number of replicas that this instance drives."""
     return _instance().num_local_replicas
+
+
+def getNumRestarts() -> int:
+    """How many times `poprun --max-restarts N` has started the program again, because an instance had failed."""
+    return int(os.environ.get("POPRUN_RESTARTS", "0"))
 
 
 def getReplicaIndexOffset() -> int:

@@ -76,6 +76,7 @@ class Ir:
         self.edits = EditCounter()
         self.options = SessionOptions()
         self._num_host_transfers = 1
+        self.stream_transfers: dict[str, int] = {}  # of streams with a number of their own, by id
         self.host_copies = HostCopies()
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
@@ -94,7 +95,8 @@ class Ir:
 
     @property
     def num_host_transfers(self) -> int:
-        """How often each stream is read or written in one `session.run`.
+        """How often each stream is read or written in one `session.run`, unless it has a number of its own: see
+        `Stream.num_host_transfers`.
 
         Above 1, host arrays have a leading dimension of this size. Set it before a session is made of the Ir.
         """
@@ -446,3 +448,6 @@ class Ir:
     def __str__(self) -> str:
         stand = [] if self._axes is None else [f"replicas: {self._axes}"]
         return "\n\n".join([*stand, *(definition(graph) for graph in self.graphs)])
+
+    def _repr_html_(self) -> str:
+        return self.main_graph._repr_html_()

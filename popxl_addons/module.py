@@ -25,6 +25,7 @@ from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.graph_cache import GraphCache
 from popxl_addons.name_scope import NameScopeMeta as NameScopeMeta
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.precision import in_precision, layer
 from popxl_addons.utils import overrides
 from popxl_addons.variable_factory import (
     DataIter,
@@ -119,7 +120,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             self._is_graph_body = False
         elif self.implements_grad_graph:
             self._complain_about_inlining()
-        return super().__call__(*args, **kwargs)
+        return layer(self._name_scope, self.implements_grad_graph, super().__call__, *args, **kwargs)
 
     def set_name_scope(self, name: str | None) -> None:
         """Name all that `build` makes below `name`. Assigning a module to an attribute does this."""
@@ -141,7 +142,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         `ValueError` if the name is taken. `overwrite` replaces it, and is needed to add to a namespace that exists.
         """
         factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
-        return self._collected.add(name, factory, overwrite)
+        return self._collected.add(name, in_precision(factory), overwrite)
 
     def add_replica_sharded_variable_input(
         self,
@@ -157,7 +158,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         Its shape is ``(ceil(nelms / shard_over),)``, its meta-shape that of the data.
         """
         factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
-        return self._collected.add(name, factory)
+        return self._collected.add(name, in_precision(factory))
 
     def add_variable_inputs(
         self, name: str | int, variable_f: NamedVariableFactories, overwrite: bool = False

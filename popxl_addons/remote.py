@@ -108,7 +108,7 @@ def named_variable_buffers(
     return NamedRemoteBuffers.from_dict(
         {
             name: create_remote_buffer(
-                factory.spec,
+                popxl.TensorSpec(factory.shape, factory.dtype, factory.meta_shape or ()),
                 entries,
                 factory.replica_grouping,
                 pieces[name],

@@ -21,9 +21,9 @@ import popxl
 from popxl.base.distributed import Instance, launched
 from popxl.base.files import replaced_file
 from popxl.errors import MissingStateWarning
-from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
+from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
 from popxl_addons.utils import timer
@@ -318,12 +318,12 @@ class TaskSession(popxl.Session):
 
         `ImportError` if `wandb` is not installed.
         """
-        _wandb.log_arrays({name: _as_numbers(data)}, step)
+        _wandb.log_arrays({name: as_numbers(data)}, step)
 
     def wandb_variable_histograms(self, step: int = 0) -> None:
         """Log every variable of the main graph as `wandb_histogram` does, under its tensor name."""
         data = self.get_tensors_data(self.ir.main_graph.variables)
-        _wandb.log_arrays({v.name: _as_numbers(array) for v, array in data.items()}, step)
+        _wandb.log_arrays({v.name: as_numbers(array) for v, array in data.items()}, step)
 
 
 def write_variables_pb(session: popxl.Session, weights: Mapping[popxl.Tensor, np.ndarray]) -> None:
@@ -414,10 +414,3 @@ def _is_mapped_to(array: np.ndarray, names: AbstractSet[str]) -> bool:
 def _brief(array: np.ndarray) -> str:
     dtype = array.dtype.names[0] if array.dtype.names else array.dtype.name  # of a float8, and of others
     return f"{dtype}{list(array.shape)}"
-
-
-def _as_numbers(array: np.ndarray) -> np.ndarray:
-    """A float8 array as float32, others as they are."""
-    if array.dtype.names is None:
-        return array
-    return host_pow2scale_cast_from_fp8(array, popxl.float32)

@@ -50,6 +50,8 @@ class VariableFactory:
 
     `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them.
 
+    The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
+
     `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
 
     Example:
@@ -86,6 +88,7 @@ class VariableFactory:
         first = _first_element(self.data_iter, name)
         of_data = first.dtype if isinstance(first, Initial) else None
         self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
+        self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
@@ -93,7 +96,7 @@ class VariableFactory:
 
     def create_input(self, prefix: str | None = None) -> popxl.Tensor:
         """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
-        return popxl.graph_input(self.shape, self.dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
+        return popxl.graph_input(self.shape, self.input_dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
 
     def create_tensor(
         self,
@@ -101,11 +104,13 @@ class VariableFactory:
         empty: bool = False,
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
+        sharded: bool = False,
     ) -> Variable:
         """The variable; in pieces, as `popxl.replica_sharded_variable` makes it, if the placeholder is a piece.
 
         The current graph must be the main graph. With `empty` the value is left undefined; with `memmap_dir` it lives
-        in a file there (see `next_memmap`).
+        in a file there (see `next_memmap`). With `sharded` it is in pieces although the placeholder is whole, one for
+        each replica of the group; unless a value has fewer elements than that.
 
         Example:
             >>> with popxl.Ir(replication=2).main_graph:
@@ -116,9 +121,11 @@ class VariableFactory:
         """
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
-        if self.meta_shape is None:
+        pieces, nelms = self.replica_grouping.const_rg.group_size, math.prod(self.whole_shape)
+        if self.meta_shape is not None:
+            pieces = piece_count(nelms, self.shape[0], pieces)
+        elif not (sharded and 1 < pieces <= nelms):
             return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
-        pieces = piece_count(math.prod(self.meta_shape), self.shape[0], self.replica_grouping.const_rg.group_size)
         v, _ = popxl.replica_sharded_variable(
             data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
         )
@@ -186,7 +193,7 @@ class VariableFactory:
     @property
     def spec(self) -> popxl.TensorSpec:
         """What the placeholder looks like, as `Tensor.spec` says it of a tensor."""
-        return popxl.TensorSpec(self.shape, self.dtype, self.meta_shape or ())
+        return popxl.TensorSpec(self.shape, self.input_dtype, self.meta_shape or ())
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -224,12 +231,28 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         Each call makes new variables, with the next elements of the data. `empty`, `memmap_dir` and
         `read_only_if_exists` are those of `VariableFactory.create_tensor`.
         """
-        return NamedTensors.from_dict(
-            {
-                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists)
-                for name, factory in sorted(self.to_dict().items())
-            }
-        )
+        return self._init(prefix, empty, memmap_dir, read_only_if_exists, sharded=False)
+
+    def init_sharded(
+        self,
+        prefix: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> NamedTensors:
+        """As `init`, with each variable in pieces, of which each replica of its group keeps one on its device.
+
+        What has fewer elements than there are replicas stays whole. Graphs take whole tensors: `train_step` puts them
+        together, and so does `rts.gather_replica_sharded_tensor`. Optimisers keep their state in pieces, too.
+
+        Example:
+            >>> with popxl.Ir(replication=2).main_graph:
+            ...     facts = NamedVariableFactories(w=VariableFactory(lambda: np.zeros((2, 3)), popxl.float32))
+            ...     variables = facts.init_sharded()
+            >>> variables.w.shape, variables.w.piece.shape
+            ((2, 3), (3,))
+        """
+        return self._init(prefix, empty, memmap_dir, read_only_if_exists, sharded=True)
 
     def init_remote(
         self,
@@ -279,6 +302,16 @@ class NamedVariableFactories(DotTree[VariableFactory]):
     def init_undef(self) -> NamedTensors:
         """A plain tensor with undefined contents for every factory, in the current graph: no variables are made."""
         return self._init_plain("undef")
+
+    def _init(
+        self, prefix: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool, sharded: bool
+    ) -> NamedTensors:
+        return NamedTensors.from_dict(
+            {
+                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists, sharded)
+                for name, factory in sorted(self.to_dict().items())
+            }
+        )
 
     def _init_plain(self, init_type: Literal["zero", "undef"]) -> NamedTensors:
         return NamedTensors.from_dict(

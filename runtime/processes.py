@@ -44,6 +44,11 @@ LEAVING = ""
 _ALL_ARE_HERE = 60  # seconds for JAX to connect processes of which each is known to be waiting
 
 
+def jax_runs() -> bool:
+    """Whether JAX has started on a device, and with that threads of its own."""
+    return xla_bridge.backends_are_initialized()
+
+
 class Line:
     """The line from an instance to the launcher.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -110,7 +110,8 @@ def one_by_one() -> Iterator[None]:
 
 def uncompiled(model: Any) -> Any:
     """What a user has given to `torch.compile`; others as they are."""
-    if isinstance(model, OptimizedModule):
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # takes a second to import: only `torch.compile` does
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         return model._orig_mod
     return getattr(model, "_torchdynamo_orig_callable", model)
 
@@ -118,6 +119,8 @@ def uncompiled(model: Any) -> Any:
 @contextmanager
 def without_compile() -> Iterator[None]:
     """Have what `torch.compile` has made run the Python that it was made of."""
+    from torch._dynamo.eval_frame import OptimizedModule  # here, as it takes a second
+
     kind: Any = OptimizedModule
     run = kind.__call__
     kind.__call__ = lambda module, *args, **kwargs: module._orig_mod(*args, **kwargs)

@@ -13,11 +13,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from poptorch.base.structures import structure_of
+from poptorch.capture.composed import COMPOSED
+from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.recorder import Recorder
+from poptorch.capture.seeding import Remade
 from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
@@ -87,6 +92,8 @@ class Tracer:
         self._derives = not keeps_whole
         self._lowered = lowered
         self._suspended = False
+        self._generator: torch.Generator | None = None
+        self._drawn_last: dict[torch.Generator, list[torch.Tensor]] = {}
         self._fake = fake_mode()
         self._ops, self._functions = _Ops(self), _Functions(self)
 
@@ -245,7 +252,10 @@ class Tracer:
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
         given = _by_name(op, args, kwargs)
-        self._check_generator(op, given.pop("generator", None))
+        generator = given.pop("generator", None)
+        if generator is not None and generator is not torch.default_generator:
+            with self._ops:  # what PyTorch hands on to ops stands for the user's generator, and is another object
+                return self._drawn(op, self._generator or generator, args, kwargs)
         written = {name: given[name] for name in written_arguments(op) if name in given}
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
@@ -285,15 +295,39 @@ class Tracer:
                 self.recorder.results(node, results)
         return results
 
-    def _check_generator(self, op: torch._ops.OpOverload, generator: torch.Generator | None) -> None:
-        """Check that an op draws from the generator that the device has."""
-        if generator is not None and generator is not torch.default_generator:
-            raise createPoptorchError(
-                f"{op._opname} ({self.recorder.source()}) has a `generator` of its own, which would have no effect: "
-                "the device has one generator. Leave it out, and seed that one with `options.randomSeed(0)`, or in "
-                "`forward` with `torch.manual_seed(0)`. Numbers that are to be those of the generator are made "
-                "before: in `__init__`, as a buffer, or as an argument of the model."
-            )
+    def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+        """What an op draws from a generator of the user's: on the host, whenever the program comes there.
+
+        One that `forward` makes is another one in each run, and the same as ever: it gives constants.
+        """
+        kwargs = {**kwargs, "generator": None}
+        given = structure_of((args, kwargs), op._opname)
+        tensors = given.tensors((args, kwargs))
+        is_in_place = op._schema.arguments[0].alias_info is not None
+
+        def draw(generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+            args = (args[0].clone(), *args[1:]) if is_in_place else args
+            return op(*args, **{**kwargs, "generator": generator})
+
+        function = HostFunction(op._opname, lambda *args, **kwargs: draw(generator, args, kwargs), given)
+        if type(generator) is Remade:  # others seem to be of it, too
+            state = generator.get_state()
+            with self.suspended(), without_modes():
+                zeros = given.rebuild([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
+                drawn = draw(generator, *zeros)
+            if is_in_place or not tensors:
+                made = self._constant(drawn)
+                return args[0].copy_(made) if is_in_place else made
+            function = HostFunction(op._opname, lambda *args, **kwargs: draw(Remade.at(state), args, kwargs), given)
+
+        def compute(**_: Any) -> Any:
+            return torch.empty_like(args[0]) if is_in_place else op(*args, **kwargs)
+
+        before = self._drawn_last.get(generator, [])  # what is drawn first is known before what is drawn then
+        parts = {"inputs": [*tensors, *before], "function": function, "name": op._opname}
+        made = self.record("poptorch.cpu", compute, parts, True)
+        self._drawn_last[generator] = [made.reshape(-1)[:1]]
+        return args[0].copy_(made) if is_in_place else made
 
     def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """What an op gives that reads numbers; `None` if these are not known before the model runs."""
@@ -383,12 +417,16 @@ class _Functions(TorchFunctionMode):
                 tracer.check_classes(*args, **(kwargs or {}))
             if func in _DIFFERENTIATING:
                 tracer.differentiate()
+            tracer._generator = (kwargs or {}).get("generator")
             if func in _READING:
                 return tracer.read(func, args, kwargs or {})
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
                 tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
+            if (composed := _composed(func)) is not None:
+                with self:
+                    return composed(*args, **(kwargs or {}))
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs or {}))
@@ -419,6 +457,10 @@ def _whole(function: Any) -> Whole | None:
         return _by_function().get(function)
     except TypeError:  # it cannot be hashed
         return None
+
+
+def _composed(function: Any) -> Callable[..., Any] | None:
+    return COMPOSED.get(function) if isinstance(function, HigherOrderOperator) else None
 
 
 def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:

@@ -10,7 +10,6 @@ from math import comb
 from typing import Any
 
 import torch
-from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -229,6 +228,24 @@ def _shaped_as_corrcoef(input: torch.Tensor) -> torch.Tensor:
     return _shaped_as_cov(input)
 
 
+def _shaped_as_grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Of any dtype: PyTorch's own, without numbers, knows that of its fastest kernel alone."""
+    if bias is not None:
+        raise createPoptorchError("grouped_mm: `bias` is not supported, as in PyTorch. Add it to the result.")
+    if mat_a.dim() == mat_b.dim() == 2:
+        assert offs is not None
+        return (mat_a @ mat_b).expand(len(offs), -1, -1).to(out_dtype or mat_a.dtype, copy=True)
+    first, second = (t[0] if t.dim() > other.dim() else t for t, other in ((mat_a, mat_b), (mat_b, mat_a)))
+    return (first @ second).to(out_dtype or mat_a.dtype)
+
+
 def _shaped_as_lstsq(
     input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
@@ -242,13 +259,6 @@ def _shaped_as_lstsq(
     solution = solution.squeeze(-1) if vectors else solution
     results = (solution, residuals, rank, values)
     return torch.return_types.linalg_lstsq(results)  # type: ignore[attr-defined]
-
-
-def _no_flex_attention(**given: Any) -> Any:
-    raise createPoptorchError(
-        "flex_attention is not supported. Use `torch.nn.functional.scaled_dot_product_attention`, with what is added "
-        "to the scores, or a mask of bools, as its `attn_mask`."
-    )
 
 
 WHOLE: tuple[Whole, ...] = (
@@ -296,7 +306,7 @@ WHOLE: tuple[Whole, ...] = (
     _whole(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
     _whole(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
     Whole("aten.linalg_lstsq", (torch.linalg.lstsq,), like=_shaped_as_lstsq, shaped_as=_shaped_as_lstsq),
-    Whole("torch.flex_attention", (flex_attention,), like=lambda *given, **named: None, shaped_as=_no_flex_attention),
+    _whole(F.grouped_mm, torch._grouped_mm, like=_shaped_as_grouped_mm, shaped_as=_shaped_as_grouped_mm),
     _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
     _whole(F.linear, like=lambda input, weight, bias=None: None),
     _whole(F.bilinear, like=lambda input1, input2, weight, bias=None: None),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from multiprocessing import util
@@ -23,6 +24,7 @@ import torch
 
 from poptorch.base.structures import Structure
 from poptorch.data.worker import (
+    FORKS,
     Begin,
     Failure,
     Filled,
@@ -38,6 +40,7 @@ from poptorch.data.worker import (
 )
 from poptorch.enums import SharingStrategy
 from poptorch.errors import createPoptorchError
+from runtime.processes import jax_runs
 
 __all__ = ["AsynchronousDataAccessor", "Rebatched"]
 
@@ -48,7 +51,7 @@ class AsynchronousDataAccessor:
     The tensors of a batch lie in memory that the worker uses again: they stay as they are until the next batch is asked
     for; `clone()` what is needed longer. If a loop is left, the next one begins at the start of the data set.
 
-    With the strategies other than `Fork`, the worker imports the program's main module: programs protect what they do
+    A worker that is not forked imports the program's main module, which takes seconds: programs protect what they do
     with `if __name__ == "__main__":`. The worker's random numbers are seeded from PyTorch's generator.
 
     Args:
@@ -65,7 +68,8 @@ class AsynchronousDataAccessor:
             * `FileSystem`: through a temporary file.
             * `Fork`: not at all: the worker begins as a copy of this process. The only way for a data set that cannot
               be pickled; not safe if threads of this process hold locks which the data set needs.
-            * `ForkServer`: pickled, through a pipe.
+            * `ForkServer`: as with `Fork` as long as nothing has run on a device and there is one thread. Later pickled,
+              through a pipe, to a copy of a process that has none.
         rebatched_size: put together so many rows (dimension 0) from batches of any size; a tensor without dimensions is
             one row. An incomplete batch at the end is dropped, unless `dataset` is a loader with `drop_last=False`.
 
@@ -117,7 +121,10 @@ class AsynchronousDataAccessor:
         self._held: int | None = None  # the slot that the program looks at
         self._epoch = 0
         self._position = "start"  # of this epoch, or "inside" it, or at its "end"
-        self._first = self._start(SharingStrategy(sharing_strategy), load_indefinitely, early_preload)
+        strategy = SharingStrategy(sharing_strategy)
+        if strategy is SharingStrategy.ForkServer and FORKS and not jax_runs() and threading.active_count() == 1:
+            strategy = SharingStrategy.Fork  # nothing but this thread could hold a lock
+        self._first = self._start(strategy, load_indefinitely, early_preload)
 
     def __len__(self) -> int:
         """The number of batches, if the data set knows it."""

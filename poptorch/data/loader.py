@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Sampler
 from poptorch.base.logging_ import logger
 from poptorch.data.accessor import AsynchronousDataAccessor, Rebatched
 from poptorch.data.samplers import JoinedBatches, Share
-from poptorch.data.worker import forking
+from poptorch.data.worker import EndsWithProgram, forking
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
@@ -33,7 +33,8 @@ class DataLoader(torch.utils.data.DataLoader):
     If the options are those of one of several processes, each takes its own share of a map-style data set.
 
     Loader processes are forked, as PyTorch does, even if JAX runs already; JAX's warning of that is left out, as they
-    do not enter JAX. For a data set that does, choose `multiprocessing_context="forkserver"`.
+    do not enter JAX. For a data set that does, choose `multiprocessing_context="forkserver"`. They end when the process
+    that has started them ends, however that happens.
 
     Args:
         options: those of the model. They are frozen.
@@ -103,6 +104,8 @@ class DataLoader(torch.utils.data.DataLoader):
         loading: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent_workers, **kwargs}
         if persistent_workers is None:
             loading["persistent_workers"] = num_workers > 0
+        if num_workers > 0:
+            loading["worker_init_fn"] = EndsWithProgram(kwargs.get("worker_init_fn"))
         if batch_sampler is not None:
             _check_no_other_order(batch_size, shuffle, processes)
             loading["batch_sampler"] = JoinedBatches(batch_sampler, micro_batches, drop_last)
@@ -122,7 +125,7 @@ class DataLoader(torch.utils.data.DataLoader):
         if batch_sampler is None:
             sizes = {"batch_size": combined, "drop_last": drop_last and combined is not None}
         super().__init__(dataset, **sizes, **loading)
-        self._warn()
+        self._warn(divides=kwargs.get("worker_init_fn") is not None)
         mode = DataLoaderMode(mode)
         if mode is DataLoaderMode.Sync:
             return
@@ -162,10 +165,10 @@ class DataLoader(torch.utils.data.DataLoader):
     def __del__(self) -> None:
         self.terminate()
 
-    def _warn(self) -> None:
-        """Say what the user may not have meant."""
+    def _warn(self, divides: bool) -> None:
+        """Say what the user may not have meant; `divides`: a function of theirs may divide the data set."""
         iterable = isinstance(self.dataset, IterableDataset)
-        if iterable and self.num_workers > 1 and self.worker_init_fn is None:
+        if iterable and self.num_workers > 1 and not divides:
             logger.warning(
                 "DataLoader: %d workers load an iterable data set, and no `worker_init_fn` is given. Unless the data "
                 "set asks torch.utils.data.get_worker_info() for its part, each of them loads everything.",

@@ -1,13 +1,16 @@
 """The process that loads batches for an `AsynchronousDataAccessor`: how it starts and ends, what it does, what it says.
 
-It must not take long to start: nothing here imports JAX.
+A process that is not forked from the program imports what the program imports, which takes seconds. So there is at most
+one of them: what it starts itself, the workers of a loader, are forked from it.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import multiprocessing
+import os
 import pickle
 import random
 import signal
@@ -17,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
@@ -37,6 +40,8 @@ from poptorch.errors import createPoptorchError
 
 __all__ = [
     "Begin",
+    "EndsWithProgram",
+    "FORKS",
     "Failure",
     "Filled",
     "Free",
@@ -58,6 +63,9 @@ _START_METHODS = {
     SharingStrategy.Fork: "fork",
     SharingStrategy.ForkServer: "forkserver",
 }
+
+FORKS = sys.platform == "linux"
+"""Whether processes can be copies of others as a matter of course. Elsewhere libraries of the system do not stand it."""
 
 _ALIGNMENT = 64
 """Bytes. Tensors in a slot begin at multiples of it: a cache line, and a multiple of the size of any number."""
@@ -123,6 +131,9 @@ def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_inde
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    gc.freeze()  # what is there is the program's: looking at it would copy its pages, and JAX's arrays are not to end here
+    if FORKS:
+        multiprocessing.set_start_method("fork", force=True)  # what a loader starts here need not import all that again
     util.register_after_fork(connection, Connection.close)  # a loader's own workers must not keep it open
     threading.Thread(target=_leave_with_program, daemon=True).start()
     torch.set_num_threads(1)
@@ -146,16 +157,46 @@ def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_inde
 
 def _leave_with_program() -> None:
     """Wait for the end of the program, and end the worker, too, even if the data set keeps it busy."""
+    _wait_for_program()
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    time.sleep(_PATIENCE)
+    os._exit(1)  # it is in code that does not come back to Python
+
+
+def _wait_for_program() -> None:
+    """Wait for the end of the process that has started this one."""
     program = multiprocessing.parent_process()
     assert program is not None
     wait([program.sentinel])
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _leave(*signal_and_frame: object) -> None:
     for child in multiprocessing.active_children():
         child.terminate()
     sys.exit()
+
+
+class EndsWithProgram:
+    """A `worker_init_fn` with which the workers of a loader end when the process that has started them does, however.
+
+    PyTorch's look for it every few seconds, and not while the data set keeps them busy.
+
+    Args:
+        then: the `worker_init_fn` of the user, or None.
+    """
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        threading.Thread(target=self._end, daemon=True).start()
+        if self._then is not None:
+            self._then(worker)
+
+    @staticmethod
+    def _end() -> None:
+        _wait_for_program()
+        os._exit(1)
 
 
 class _Worker:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import hidden_problem, holds_tensor, parser_of, structure_of
+from poptorch.base.structures import Parts, hidden_problem, holds_tensor, parser_of, structure_of
 from poptorch.errors import Error, createPoptorchError
 
 __all__ = ["Binder", "Signature"]
@@ -107,6 +107,7 @@ class Signature:
         self._given = self._binder.given(args, kwargs)
         self._positional = len(args)
         self._structures = {name: structure_of(value, name) for name, value in values.items()}
+        self._has_objects = any(True for name, s in self._structures.items() for _ in s.objects(values[name]))
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
         for structure in self._structures.values():
             for name, constant in structure.constants():
@@ -142,6 +143,14 @@ class Signature:
             raise
         return tensors
 
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the arguments of a call match."""
+        try:
+            self.check(args, kwargs)
+        except Error:
+            return False
+        return True
+
     def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """In which arguments a call differs from the first, each in a sentence."""
         given = self._binder.given(args, kwargs)
@@ -154,9 +163,20 @@ class Signature:
             + f"Unexpected arguments: {', '.join(unexpected)}. " * bool(unexpected)
         )
 
+    def objects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The objects among the arguments of a call whose attributes `forward` may set; see `Structure.objects`.
+
+        Args:
+            args, kwargs: those of a call that `check` has found to match.
+        """
+        if not self._has_objects:
+            return []
+        values = self._binder.bind(args, kwargs).values()
+        return [o for s, value in zip(self._structures.values(), values, strict=True) for o in s.objects(value)]
+
     def arguments(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`."""
-        left = iter(tensors)
+        left = Parts(iter(tensors))
         return self._binder.unbind({name: structure.build(left) for name, structure in self._structures.items()})
 
 

@@ -20,7 +20,7 @@ import torch
 
 import popxl
 from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
-from poptorch.base.structures import Structure, result_structure
+from poptorch.base.structures import Structure
 from poptorch.capture.host_function import HostFunction
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
@@ -201,7 +201,9 @@ class Compiled:
         """
         signature = Signature(module.forward if module is not None else model, args, kwargs)
         batching = Batching.of(options, update is not None)
-        captured = captured_model(model, module, signature, batching, options, update is not None, list(grouped))
+        captured, answer = captured_model(
+            model, module, signature, batching, options, update is not None, list(grouped)
+        )
         mode, period = options.output_mode, options.output_return_period
         outputs = captured.trace.outputs
         constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
@@ -223,7 +225,7 @@ class Compiled:
         return cls(
             signature,
             batching,
-            result_structure(captured.result),
+            answer,
             constants,
             results,
             list(captured.written_inputs),
@@ -238,8 +240,13 @@ class Compiled:
 
     # Running --------------------------------------------------------------------------------------------------------
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
         """Run the program once on the tensors of a call, as `signature.check` returns them. Returns the result.
+
+        Args:
+            tensors: the tensors.
+            objects: the objects among the arguments, as `signature.objects` returns them. What the model does to their
+                attributes is done to them.
 
         Raises:
             poptorch.Error: for what the running program meets; if a tensor that is overwritten shares its memory with
@@ -270,7 +277,7 @@ class Compiled:
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
         self._moments = asked, given, ready, perf_counter()  # all at once, as other threads set them, too
-        return self._rebuilt(tensors, results)
+        return self._rebuilt(tensors, results, objects)
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that what the model overwrites is no part of another argument, which would have to change with it."""
@@ -314,7 +321,7 @@ class Compiled:
         leading = [n for n in (result.count, self.batching.groups.replicas) if n > 1]
         return self.batching.join(np.empty((*leading, *result.shape), np.bool), result.shape).shape
 
-    def _rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor]) -> Any:
+    def _rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor], objects: Sequence[Any]) -> Any:
         """The result of a call, of all that the program returned."""
         of_model = results
         if len(results) > self._count:
@@ -331,13 +338,13 @@ class Compiled:
             of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
         for t in of_model:
             t.__dict__.update(_OF_A_RESULT)
-        return self.structure.rebuild(of_model)
+        return self.structure.rebuild(of_model, objects)
 
     def _zeros(self, outputs: Any) -> dict[popxl.DeviceToHostStream, np.ndarray]:
         """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
-        return {s: np.zeros(self.session.host_shape(s.shape), s.dtype.as_numpy()) for s in self.ends.outputs}
+        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.ends.outputs}
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """A run of which more has to be known than its results: it is over before another thread's begins."""

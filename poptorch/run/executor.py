@@ -38,6 +38,7 @@ from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
 from poptorch.program.program import Returned
 from poptorch.run import hooks, saving, weights
 from poptorch.run.compiled import Compiled
+from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
 from poptorch.run.times import Latency, Times
 from poptorch.run.trainer import Trainer, needs_running_mean, with_running_mean
 from popxl.looking.estimate import estimate_of
@@ -126,6 +127,7 @@ class PoplarExecutor:
         self._attributes = Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
         self._compiled: Compiled | None = None
+        self._kinds: ByArguments | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
         self._compilation_time: timedelta | None = None
@@ -160,6 +162,7 @@ class PoplarExecutor:
         if self._autocast is not None:
             _check_autocast(*self._autocast, autocast_dtype())
         tensors = compiled.signature.check(args, kwargs)
+        objects = compiled.signature.objects(args, kwargs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
                 if not compiled.session.is_attached:
@@ -175,9 +178,9 @@ class PoplarExecutor:
                         self.copyWeightsToHostIfNeeded()
                         self._trainer.write_pending()
             if self._trainer is None:
-                return compiled.run(tensors)
+                return compiled.run(tensors, objects)
             try:
-                return compiled.run(tensors)
+                return compiled.run(tensors, objects)
             finally:  # even a run that fails has changed something
                 self._trainer.has_run()
                 assert self._instrumented is not None
@@ -190,6 +193,46 @@ class PoplarExecutor:
         if self._instrumented.is_thawed:
             self._trainer.check_trained()
             self._instrumented.is_thawed = False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of the model, as those of `transformers` have it; each call of the model is on the device.
+
+        There is one program for the prompt and one for the tokens after it: the cache keeps its shape, unless the
+        arguments say something else (`cache_implementation="static"` is the default here). At most
+        `options.keptPrograms` of them are kept.
+
+        Raises:
+            poptorch.Error: if the model is for training, or has no `generate`.
+
+        Example:
+            >>> model = poptorch.inferenceModel(decoder)
+            >>> tokens = model.generate(prompt, max_new_tokens=20, do_sample=False)
+        """
+        loop = getattr(self._user_model, "generate", None)
+        if self._module is None or self._module is not self._user_model or not callable(loop):
+            raise createPoptorchError(
+                f"generate: {type(self._user_model).__name__} has no `generate`. Wrap a module that has one, such as "
+                "those of transformers whose names end with `ForCausalLM`."
+            )
+        if self._training:
+            raise createPoptorchError(
+                "generate: the model is wrapped for training. Wrap it once more, with `poptorch.inferenceModel`: that "
+                "follows the weights that this one trains."
+            )
+        if self._kinds is None:
+            self._kinds = ByArguments(self._another, self._options.kept_programs)
+        with calls_of(self._module, self._kinds):
+            return loop(*args, **with_lasting_cache(self._module, kwargs))
+
+    def _another(self) -> PoplarExecutor:
+        """The same, for other arguments."""
+        made = PoplarExecutor(self._call, self._options, self._training, popxl.__version__)
+        made._attributes = self._attributes
+        return made
+
+    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it is compiled for arguments like these."""
+        return self._compiled is not None and self._compiled.signature.fits(args, kwargs)
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -316,6 +359,8 @@ class PoplarExecutor:
         A call afterwards compiles the model again, for whatever arguments it is given.
         """
         compiled = self._compiled
+        if self._kinds is not None:
+            self._kinds.destroy()
         if self._forgotten is not None:
             self._forgotten.detach()
             self._forgotten = None
@@ -404,7 +449,10 @@ class PoplarExecutor:
     @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
         """Bring parameters and buffers from the module to the device. What has been trained and not read is lost."""
-        self._required.write_weights(self._host_weights())
+        if self._kinds is not None:
+            self._kinds.copy_weights()
+        if self._compiled is not None or self._kinds is None:
+            self._required.write_weights(self._host_weights())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
 
@@ -447,7 +495,7 @@ class PoplarExecutor:
             A named tuple of the `missing_keys` and the `unexpected_keys`.
         """
         result = self.__getattr__("load_state_dict")(state_dict, strict)
-        if self.isAttachedToDevice():
+        if self.isAttachedToDevice() or self._kinds is not None:
             self.copyWeightsToDevice()
         return result
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from popxl.base.pages import LONGEST, Listing, Page
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.remote_buffer import RemoteBuffer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["algebra", "definition", "line", "schedule", "summary"]
+__all__ = ["algebra", "definition", "line", "page", "schedule", "summary"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
@@ -69,6 +70,21 @@ def algebra(graph: Graph) -> str:
     return text
 
 
+def page(graph: Graph) -> Page:
+    """A graph as notebooks show it: its definition, and to be opened those of the graphs it calls.
+
+    Of many graphs the first are shown, and of long ones the two ends.
+    """
+    _, *called = reachable(graph)
+    more = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []
+    shown = [Listing(_counted(each), definition(each), each is graph) for each in (graph, *called[:LONGEST])]
+    return Page(graph.title, [*shown, *more])
+
+
+def _counted(graph: Graph) -> str:
+    return f"{graph.name or 'main graph'}: {len(graph.ops)} op{'s' * (len(graph.ops) != 1)}"
+
+
 def definition(graph: Graph) -> str:
     """A graph as definitions of named values, without the graphs it calls."""
     return "\n".join(_lines(graph))
@@ -105,7 +121,7 @@ def summary(ops: Sequence[Op]) -> str:
 
 
 def _lines(graph: Graph) -> Iterator[str]:
-    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
+    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.path}: {brief(t)}" for t in graph.inputs)
     yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
     rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
@@ -115,7 +131,7 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield from (f"    {other}," for other in others)
         yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
     if graph.outputs:
-        yield f"    return {', '.join(t.name for t in graph.outputs)}"
+        yield f"    return {', '.join(t.path for t in graph.outputs)}"
     elif not rows:
         yield "    pass"
 
@@ -145,7 +161,7 @@ def _shared_along(v: Variable) -> str:
 
 
 def _typed(t: Tensor) -> str:
-    return f"{t.name}: {brief(t)}"
+    return f"{t.path}: {brief(t)}"
 
 
 def _expression(op: Op) -> str:
@@ -179,7 +195,7 @@ def _along(op: Op) -> list[str]:
 
 def _operand(t: Tensor) -> str:
     if not isinstance(t, Constant):
-        return t.name
+        return t.path
     return _plain(t.data) if t.nelms <= 4 else f"constant {brief(t)}"
 
 
@@ -189,7 +205,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Stream):
-        return value.tensor.name
+        return f"{value.tensor.name} ×{value.num_host_transfers}" if value.has_own_transfers else value.tensor.name
     if isinstance(value, RemoteBuffer):
         return str(value.remote_buffer_id)
     return str(value)

@@ -56,6 +56,7 @@ class Tensor(Operators):
         "_meta_shape",
         "_name",
         "_origin",
+        "_path",
         "_producer",
         "_shape",
         "_used_at",
@@ -64,6 +65,7 @@ class Tensor(Operators):
 
     _id: str
     _name: str
+    _path: str | None
     _shape: tuple[int, ...]
     _dtype: dtype_
     _meta_shape: tuple[int, ...]
@@ -98,6 +100,7 @@ class Tensor(Operators):
         t.graph_ref = graph.ref
         t._id = id
         t._name = name
+        t._path = None
         t._shape = spec.shape
         t._dtype = spec.dtype
         t._meta_shape = spec.meta_shape
@@ -117,6 +120,12 @@ class Tensor(Operators):
     def name(self) -> str:
         """The id without the graph."""
         return self._name
+
+    @property
+    def path(self) -> str:
+        """What prints, reports and `popxl.to_jax` call it: for the input of a graph that stands for a module's
+        variable its dotted path, such as `layers.0.query.weight`; else the name."""
+        return self._path or self._name
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -209,8 +209,8 @@ def memory_of(ir: Ir) -> Memory:
         source="graph",
         variables=sum(map(size, held_variables(main))),
         buffers=0 if on_host else buffers,
-        arguments=ir.num_host_transfers * sum(size(stream.tensor) for stream in ir.get_all_h2d_streams()),
-        outputs=ir.num_host_transfers * sum(size(stream.tensor) for stream in ir.get_all_d2h_streams()),
+        arguments=sum(s.num_host_transfers * size(s.tensor) for s in ir.get_all_h2d_streams()),
+        outputs=sum(s.num_host_transfers * size(s.tensor) for s in ir.get_all_d2h_streams()),
         constants=sum(map(size, constants_of(main))),
         temporaries=max((moment.held + moment.inside for moment in moments), default=0),
         buffers_on_host=buffers if on_host else 0,
@@ -328,4 +328,4 @@ def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callab
 
 
 def _live(t: Tensor, first: int, bytes: int, last: int) -> LiveTensor:
-    return LiveTensor(name=f"{t.name}: {brief(t)}", bytes=bytes, first=first, last=last)
+    return LiveTensor(name=f"{t.path}: {brief(t)}", bytes=bytes, first=first, last=last)

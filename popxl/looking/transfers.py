@@ -39,25 +39,32 @@ def warn_of_unused_transfers(ir: Ir) -> None:
 
     Host arrays have room for the transfers of the stream that has most. So a stream that is loaded from less often than
     others is fed with more than it needs, and nothing is wrong; but where nothing is stored, zeros look like results.
+    A stream with a number of transfers of its own was given it for a reason: it is told in both directions.
     """
-    room, main = ir.num_host_transfers, ir.main_graph
+    main = ir.main_graph
     counts = transfers_of(main)
-    needed = max(counts.values(), default=0)
+    needed = max((count for stream, count in counts.items() if not stream.has_own_transfers), default=0)
     users: dict[Stream, Op] = {}
     for op in (part for graph in reachable(main) for part in _parts(graph)):
         if op.kind.exchange == "stream":
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():
-        is_output = isinstance(stream, DeviceToHostStream)
-        if count >= room or not is_output and needed >= room:
+        is_output, is_own = isinstance(stream, DeviceToHostStream), stream.has_own_transfers
+        room = stream.num_host_transfers
+        if count >= room or not (is_output or is_own) and needed >= room:
             continue
         left, what, verb = room - count, *(("slot", "written") if is_output else ("value", "read"))
         remedy = f" Those from number {count} on are no results." if is_output else ""
-        if 0 < needed < room:
+        if is_own and count:
+            remedy = f" Make it with `num_host_transfers={count}`."
+        elif 0 < needed < room:
             remedy = f" Set `ir.num_host_transfers` to {needed}."
+        elif is_output and count:
+            remedy += f" Give the stream a number of its own: `popxl.d2h_stream(..., num_host_transfers={count})`."
+        setting = "its own `num_host_transfers`" if is_own else "`ir.num_host_transfers`"
         message = (
             f"Session: a run {'stores to' if is_output else 'loads from'} {stream} {_times(count)}, and "
-            f"`ir.num_host_transfers` is {room}: {left} {what}{'s' * (left > 1)} of its host array "
+            f"{setting} is {room}: {left} {what}{'s' * (left > 1)} of its host array "
             f"{'are' if left > 1 else 'is'} never {verb}.{remedy}"
         )
         warn_at(users[stream].source, message, UnusedTransferWarning)

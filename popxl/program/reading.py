@@ -189,6 +189,7 @@ class _Reader:
                     checked.kind.verify(checked)
                     if self._traces:
                         checked.kind.try_out(checked)
+        self._set_transfers()
         self._check_sizes()
         self._set_counters()
 
@@ -212,7 +213,7 @@ class _Reader:
     def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
         check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
         t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self._spec_of(saved.spec))
-        t.by_ref = saved.by_ref
+        t.by_ref, t._path = saved.by_ref, saved.path
         t._used_at = ipu_checked(saved.used_at)
         if isinstance(t, Variable):
             check(not graph.id, f"{t!r} is not in the main graph")
@@ -306,6 +307,14 @@ class _Reader:
             check(len(ipus) == len(op.outputs), f"{what} has {len(op.outputs)} results, on the IPUs {ipus}")
         return op
 
+    def _set_transfers(self) -> None:
+        """The numbers of transfers that streams have of their own."""
+        streams = self._ir.main_graph._streams
+        for name, count in self._program.stream_transfers.items():
+            check(name in streams, f"{name!r} has {count} transfers, and is no stream")
+            check(count > 0, f"the stream {name!r} has {count} transfers")
+            self._ir.stream_transfers[name] = count
+
     def _check_sizes(self) -> None:
         """Of all that is asked for when a session is made: on each replica, and for each transfer."""
         ir = self._ir
@@ -313,7 +322,7 @@ class _Reader:
         for t in self._tensors.values():
             check_size(repr(t), t.spec, replicas)
         for stream in self._streams.values():
-            check_size(str(stream), stream.spec, replicas * ir.num_host_transfers)
+            check_size(str(stream), stream.spec, replicas * stream.num_host_transfers)
         entries = sum(b.slot_nelms * b.tensor_dtype.itemsize * b.entries for b in ir.remote_buffers) * replicas
         check(entries <= LARGEST, f"the remote buffers would have {entries} bytes; the most is {LARGEST}")
 

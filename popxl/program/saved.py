@@ -40,7 +40,7 @@ class SavedTensor(Saved):
     """A tensor. The numbers of a variable or constant are found by its id, unless `begins` describes them.
 
     Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
-    the piece that programs use in its place, if there is one.
+    the piece that programs use in its place, if there is one. The path is what it is shown as.
     """
 
     id: str
@@ -54,6 +54,7 @@ class SavedTensor(Saved):
     retrieval_mode: str | None = None
     remote: tuple[int, int, bool] | None = None
     piece: str | None = None
+    path: str | None = None
     begins: dict[str, Any] | None = None
 
 
@@ -99,11 +100,12 @@ class SavedBuffer(Saved):
 
 class SavedProgram(Saved, Stamp):
     """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers. `axes` are in order,
-    the outermost first."""
+    the outermost first; `stream_transfers` has the streams with a number of transfers of their own."""
 
     arrays: str
     options: SessionOptions
     num_host_transfers: int
+    stream_transfers: dict[str, int] = {}
     counters: dict[str, int]
     graphs: list[SavedGraph]
     buffers: list[SavedBuffer] = []

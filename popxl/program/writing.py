@@ -86,6 +86,7 @@ class _Writer:
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,
             axes=ir.axes,
+            stream_transfers=dict(sorted(ir.stream_transfers.items())),
             counters=ir.counters,
             graphs=[self.graph(graph) for graph in ir.graphs],
             buffers=[
@@ -116,6 +117,7 @@ class _Writer:
             by_ref=t.by_ref,
             bound=None if bound is None else bound.id,
             used_at=t._used_at,
+            path=t._path,
         )
         if isinstance(t, self._numbers_of):
             initial = t.initial if isinstance(t, Variable) else None

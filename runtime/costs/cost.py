@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.looking.flops import moved
-from popxl.looking.memory import runs_of, size
+from popxl.looking.memory import runs_of
 from runtime.costs.hlo import read
 from runtime.costs.work import Account, Collective, Work, account_of
 from runtime.plan.plan import Plan
@@ -248,14 +248,15 @@ def _sizes(program: CompiledProgram) -> dict[str, Any]:
             "argument_bytes": whole.argument_size_in_bytes,
             "alias_bytes": whole.alias_size_in_bytes,
         }
-    layout, copies = program.layout, program.layout.transfers * program.replicas.per_device
+    layout = program.layout
     held = [*layout.bytes_of_variables().values()]
     buffers = [
         (bytes, buffer in layout.stored_to)
         for buffer, (bytes, is_there) in layout.bytes_of_buffers().items()
         if not is_there
     ]
-    fed = copies * sum(size(stream.tensor) for stream in program.inputs)
+    streams = layout.bytes_of_streams()
+    fed = sum(streams[stream] for stream in program.inputs)
     return sizes | {
         "argument_bytes": sum(bytes for bytes, _ in (*held, *buffers)) + fed,
         "alias_bytes": sum(bytes for bytes, changes in (*held, *buffers) if changes),
@@ -271,8 +272,7 @@ def _host_traffic(program: CompiledProgram) -> dict[str, int]:
         for op in (part for each in graph.ops for part in each.parts):
             if op.kind.exchange == "buffer" and op.attributes["buffer"] in on_host:
                 found[name] += times * moved(op) * program.replicas.per_device
-    copies = layout.transfers * program.replicas.per_device
-    found[""] += copies * sum(size(stream.tensor) for stream in (*program.inputs, *program.outputs))
+    found[""] += sum(layout.bytes_of_streams().values())
     return found
 
 

@@ -169,13 +169,22 @@ def _compute(module: Module, computation: Computation, instruction: Instruction,
     elif kind in _EACH:
         work.others += result.elements
     elif kind == "reduce":
-        work.others += sum(each.elements for each in operands[: len(instruction.results)])
+        work.others += operands[0].elements * _of_each(module, instruction)
     elif kind == "reduce-window":
-        work.others += result.elements * math.prod(_window(instruction, "size") or [1])
+        work.others += result.elements * math.prod(_window(instruction, "size") or [1]) * _of_each(module, instruction)
+    elif kind == "scatter":
+        work.others += operands[-1].elements * _of_each(module, instruction)
+
+
+def _of_each(module: Module, instruction: Instruction) -> int:
+    """The operations of what an instruction does to each element: one, if it takes the sum."""
+    inside = (module.computations[name].instructions.values() for name in instruction.called)
+    return sum(each.kind in _EACH for instructions in inside for each in instructions)
 
 
 def _product(factor: Shape, instruction: Instruction) -> Product:
-    precisions = set(re.findall(r"\w+", instruction.attribute("operand_precision")))
+    found = re.search(r'\boperand_precision"?[=:][{\[]([^}\]]*)', instruction.text)  # in the settings of a library, too
+    precisions = set(re.findall(r"\w+", found[1].lower())) if found else set()
     precision = next((each for each in ("highest", "high") if each in precisions), "default")
     return Product(factor.dtype, precision)
 
@@ -209,7 +218,7 @@ def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, resul
 
 
 def _compute_by_library(instruction: Instruction, operands: list[Shape], result: Shape, work: Work) -> None:
-    """Add the operations of a call of cuBLAS or cuDNN."""
+    """Add the operations of a call of a library."""
     target = instruction.attribute("custom_call_target")
     if "cublas" in target and operands:
         found = re.search(r'"lhs_contracting_dimensions":\["?([\d",]*)', instruction.text)
@@ -225,6 +234,11 @@ def _compute_by_library(instruction: Instruction, operands: list[Shape], result:
         features = kernel.dimensions[labels[1].index("o")]
         count = 2 * larger.elements * kernel.elements // features
         work.products[_product(operands[0], instruction)] += count
+
+
+def _is_library(instruction: Instruction) -> bool:
+    """Whether a call is one of cuBLAS or cuDNN."""
+    return re.search("cublas|cudnn", instruction.attribute("custom_call_target")) is not None
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
@@ -258,8 +272,9 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         yield results[0].memory, results[0].bytes
     elif instruction.opcode.endswith("-start"):
         yield 0, _exchanged(computation, instruction)
-    else:
-        yield from ((shape.memory, shape.bytes) for shape in results)
+    else:  # of libraries the first result: the others are rooms to work in, as large as may be
+        is_of_library = instruction.kind == "custom-call" and _is_library(instruction)
+        yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
 
 
 def _read(module: Module, inside: Computation, parameter: Instruction) -> int:

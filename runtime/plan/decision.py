@@ -15,6 +15,10 @@ from runtime.plan.planning import Steps
 from runtime.plan.rolling.rolling import Rolling
 from runtime.targets.target import Target
 
+ROLLED = 500
+"""Calls are rolled where they are not kept if XLA would otherwise compile this many ops again: what is less it compiles
+in seconds, and turns have kernels that only cut rows out of arrays and put them back."""
+
 
 class Decision(NamedTuple):
     """How a program is compiled.
@@ -79,12 +83,15 @@ def decide(
 
 def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
     """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
-    rolling = Rolling(main, held)
-    if rolling.loops and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
+    rolling = Rolling(main, held, from_saved=REPEATED)
+    if rolling.saved >= ROLLED and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
         return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
     if choice.is_worth_it():
         reason = f"{choice.repeated} ops are called again, in no pattern; a plan pays from {REPEATED} on."
         return Decision("dispatched", reason + of_places, choice)
+    if rolling.loops:
+        reason = f"Loops would save XLA {rolling.saved} ops that it has compiled already; they pay from {ROLLED} on."
+        return Decision("inlined", reason + of_places, choice)
     return Decision("inlined", f"Nothing is called again in a pattern, or often enough for a plan.{of_places}", choice)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from popxl.base.names import identifier
 from popxl.base.nesting import Nested
 from popxl.core.printing import summary
 from popxl.core.recording import Op
@@ -197,6 +198,7 @@ class Piece(Step):
             overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
             return overwritten, channels.positions(self.channels), new
 
+        piece.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
         spread = terms.replicas.spread(piece)
         lowered = lower(lambda: terms.target.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
@@ -235,7 +237,7 @@ class Piece(Step):
         def transfers(c: Stream | Failure) -> Any:
             if isinstance(c, Failure):
                 return spec(c.shape, c.start.dtype)
-            return spec((terms.transfers, *c.shape), in_transit(c.dtype))
+            return spec((c.num_host_transfers, *c.shape), in_transit(c.dtype))
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):

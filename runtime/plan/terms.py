@@ -18,13 +18,11 @@ class Terms:
     Attributes:
         target: what is compiled for.
         options: those of the Ir.
-        transfers: how many of each stream there are in a run.
         wide: whether 64 bits are kept.
     """
 
     target: Target
     options: SessionOptions
-    transfers: int
     wide: bool
 
     @cached_property
@@ -48,7 +46,7 @@ class Terms:
         """What makes a difference."""
         replicas = (self.replicas.count, self.replicas.sharding())
         options = (self.options.throwIfLog2ScaleTensorNotInRange, self.options.precision, self.inlines)
-        return (*replicas, self.slots, *options, self.transfers, self.wide)
+        return (*replicas, self.slots, *options, self.wide)
 
     @property
     def inlines(self) -> bool:

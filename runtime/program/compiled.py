@@ -183,7 +183,7 @@ def _lowered(layout: Layout, platform: str = "") -> Any:
         """One run of the main graph by all replicas."""
         known = dict(zip(layout.constant, constant, strict=True))
         read, others = (tuple(known[block] for block in blocks) for blocks in (own, shared))
-        changed, fetches = spread(changing, read, layout.replicas_first(feeds), others)
+        changed, fetches = spread(changing, read, layout.replicas_first(feeds, layout.channels), others)
         return changed, layout.transfers_first(fetches, layout.channels)
 
     feeds = layout.feed_specs(layout.replicas, layout.channels)
@@ -250,17 +250,21 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
     state, for the plan to fill in, and the others are donated.
     """
     replicas = terms.replicas
-    alike = layout.transfers > 1 and replicas.count == 1
+
+    def is_alike(channel: Stream | Failure) -> bool:
+        return replicas.count == 1 and not isinstance(channel, Failure) and layout.room[channel] > 1
+
+    are_donated = all(map(is_alike, (c for c in channels if c in layout.outputs)))
 
     def of_one(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.begin(feeds, channels), strict=True)
         return tuple(
-            (None if alike and c in layout.inputs else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
+            (None if c in layout.inputs and is_alike(c) else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
             for c, (transfers, position) in states
         )
 
     def begin(feeds: Sequence[Array]) -> Any:
-        return replicas.spread(of_one)(layout.replicas_first(feeds))
+        return replicas.spread(of_one)(layout.replicas_first(feeds, channels))
 
     def end(results: Sequence[Array]) -> Any:
         fetched = replicas.spread(lambda results: layout.end(results, channels))(results)
@@ -273,6 +277,6 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
         for c, (transfers, _) in zip(channels, started.out_info, strict=True)
         if c not in layout.inputs
     ]
-    ended = lower(lambda: terms.target.lower(jax.jit(end, donate_argnums=0 if alike else ()), results))
+    ended = lower(lambda: terms.target.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
     with Aside(1) as aside:
         return aside.begin(lambda: (terms.target.compile(started), terms.target.compile(ended))).result()

@@ -116,7 +116,7 @@ class Runner:
         """The feeds of all replicas, of which this process has those of its own."""
         layout = self._layout
         return tuple(
-            layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis)
+            layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis(s))
             for s, feed in zip(layout.inputs, feeds, strict=True)
         )
 
@@ -195,7 +195,7 @@ class Runner:
             whole = np.stack(parts) if count > 1 else np.array(parts[0])
             return replicas.place(whole, like.sharding)
 
-        own = layout.replicas_first([np.array(feed) for feed in feeds])
+        own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
         things: list[Block | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.inputs]
         tell_given_nans(zip(things, [*changing, *held, *own], strict=True))
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from popxl.core.tensor import Tensor, Variable
-from popxl.errors import PopxlRuntimeError
+from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
 from popxl.utils import to_numpy
@@ -23,6 +24,17 @@ from runtime.program.layout import Layout
 Array = Any
 
 _Taken = tuple[Variable, np.ndarray, np.ndarray | None]
+
+_Place = tuple[bool, int]
+"""Where a state has an array: whether among those that change, and at which position."""
+
+
+@dataclass(frozen=True)
+class Loan:
+    """An array that belongs to another state, for the time of a run."""
+
+    lender: State
+    place: _Place
 
 
 class State:
@@ -39,6 +51,7 @@ class State:
         values_of_all: the values on all replicas of the variables that are read from all, as they were when they were
             last copied to the host.
         begun: of a program over several processes: how many runs this one has begun.
+        loans: the arrays that are other states', by their place here. Between runs there is `None` in these places.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -48,6 +61,7 @@ class State:
         self.is_loaded = False
         self.values_of_all: dict[Variable, np.ndarray] = {}
         self.begun = 0
+        self.loans: dict[_Place, Loan] = {}
 
     def present(self) -> tuple[Array, ...]:
         """What changes. `PopxlRuntimeError` if it is lost."""
@@ -63,6 +77,88 @@ class State:
         self.changing, self.constant = None, ()
         self.is_loaded = False
 
+    # What is another state's ----------------------------------------------------------------------------------------
+
+    def borrow(self, lender: State, variables: Mapping[Variable, Variable]) -> None:
+        """Have variables, from now on, where another state has some: its own by ours. Either all of them, or none.
+
+        Variables that the program does not use are left out.
+
+        `ValueError` if they do not lie in arrays of the same form, on the same devices.
+        """
+        found: dict[_Place, Loan] = {}
+        for mine, theirs in variables.items():
+            place, there = self._place(mine), lender._place(theirs)
+            if place is None:
+                continue
+            ours, other = self._form(place), None if there is None else lender._form(there)
+            if there is None or there in lender.loans:
+                problem = "has it from a third one; take it from there" if there else "does not use it"
+            elif place[0] and not there[0]:
+                problem = "only reads it, and this one changes it: let the other session take it from this one"
+            elif ours != other:
+                problem = f"has it as {other}, and this one as {ours}"
+            else:
+                found[place] = Loan(lender, there)
+                continue
+            raise ValueError(f"Session.use_variables_of: {mine!r} cannot be {theirs!r}: the other session {problem}.")
+        self.loans.update(found)
+        if self.is_loaded:
+            self._put_back()
+
+    def _place(self, v: Variable) -> _Place | None:
+        layout, t = self._layout, v if v.piece is None else v.piece
+        for changes, blocks in ((True, layout.changing), (False, layout.constant)):
+            for i, block in enumerate(blocks):
+                if t in block.tensors:
+                    return changes, i
+        return None
+
+    def _form(self, place: _Place) -> tuple[Any, ...]:
+        """Which variable's array it is, as far as that matters to another program: shape, dtype and where it lies."""
+        changes, i = place
+        layout = self._layout
+        block = (layout.changing if changes else layout.constant)[i]
+        replicas = layout.terms_for(block.tensors[0]).replicas
+        shared = layout.is_shared(block)
+        shape = block.shape if shared else replicas.shape(block.shape)
+        # By its devices: the meshes of programs with other groups have other dimensions, which makes no difference here.
+        return shape, str(np.dtype(block.dtype)), replicas.devices
+
+    def take(self) -> None:
+        """Have the arrays that are other states', for a run. `PopxlError` if one of these has none."""
+        for loan in self.loans.values():
+            if not loan.lender.is_loaded:
+                raise PopxlError(
+                    "Session.run: some variables are those of another session (`use_variables_of`), which is not "
+                    "attached. Enter its `with` block first, and leave it last."
+                )
+        self._replace({place: loan.lender._arrays(loan.place[0])[loan.place[1]] for place, loan in self.loans.items()})
+
+    def give_back(self) -> None:
+        """Let other states have their arrays, as a run has left them."""
+        for (changes, i), loan in self.loans.items():
+            if changes and self.changing is None:
+                loan.lender.changing = None  # given up in a run that failed
+            elif changes:
+                loan.lender._replace({loan.place: self.changing[i]})
+        self._put_back()
+
+    def _put_back(self) -> None:
+        self._replace(dict.fromkeys(self.loans))
+
+    def _arrays(self, changes: bool) -> tuple[Array, ...]:
+        return self.present() if changes else self.constant
+
+    def _replace(self, arrays: Mapping[_Place, Array]) -> None:
+        changing, constant = None if self.changing is None else list(self.changing), list(self.constant)
+        for (changes, i), array in arrays.items():
+            if not changes:
+                constant[i] = array
+            elif changing is not None:
+                changing[i] = array
+        self.changing, self.constant = None if changing is None else tuple(changing), tuple(constant)
+
     # To the device --------------------------------------------------------------------------------------------------
 
     def upload(self) -> None:
@@ -73,10 +169,12 @@ class State:
         layout.replicas.meet("Session.weights_from_host", self.begun)
         with layout.precision():
             changing = (
-                *map(self._put, layout.changing),
+                *(None if (True, i) in self.loans else self._put(block) for i, block in enumerate(layout.changing)),
                 *(self._filled(buffer, vs, before) for (buffer, vs), before in buffers),
             )
-            constant = tuple(map(self._put, layout.constant))
+            constant = tuple(
+                None if (False, i) in self.loans else self._put(block) for i, block in enumerate(layout.constant)
+            )
         self.changing, self.constant, self.is_loaded = changing, constant, True  # no signal comes between
 
     def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
@@ -139,7 +237,9 @@ class State:
             layout.replicas.meet("Session.weights_to_host", self.begun)
         taken: list[_Taken] = []
         with layout.precision():
-            for block, value in zip(layout.changing, self.present()[:count], strict=True):
+            for i, (block, value) in enumerate(zip(layout.changing, self.present()[:count], strict=True)):
+                if (True, i) in self.loans:
+                    continue
                 replicas = layout.terms_for(block.tensors[0]).replicas
                 changed = [t for t in block.tensors if t in layout.changed]
                 one_will_do = all(map(self._is_one, changed)) and layout.divided is None

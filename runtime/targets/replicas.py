@@ -87,9 +87,14 @@ class Replicas:
         return self.count if self.mesh is None else 1
 
     @property
+    def platform(self) -> str:
+        """JAX's name of what they run on: of its default devices, if none are said."""
+        return jax.default_backend() if self.device is None else str(self.device.platform)
+
+    @property
     def is_cpu(self) -> bool:
-        """Whether they run on CPUs: on JAX's default devices, if none are said."""
-        return (jax.default_backend() if self.device is None else self.device.platform) == "cpu"
+        """Whether they run on CPUs."""
+        return self.platform == "cpu"
 
     @property
     def devices(self) -> tuple[Any, ...]:

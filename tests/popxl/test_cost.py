@@ -42,6 +42,40 @@ def test_operations_and_bytes_are_those_that_xla_counts() -> None:
     assert total.bytes == pytest.approx(said["bytes accessed"], rel=0.01)
 
 
+def test_what_is_reduced_counts_by_what_is_done_to_each_element() -> None:
+    """The index of the largest takes more than a sum; sums that are scattered take as many as there are updates."""
+
+    def function(x: Any, places: Any) -> Any:
+        windows = jax.lax.reduce_window(x, 0.0, lambda a, b: a * 2 + b, (1, 4), (1, 4), "VALID")
+        return windows, x.at[places].add(x[:3])
+
+    x = jnp.arange(5 * 12, dtype=jnp.float32).reshape(5, 12)
+    account, said = analysed(function, x, jnp.asarray([4, 0, 1]))
+    windows, scattered = 5 * 3 * 4 * 2, 3 * 12
+    assert windows + scattered <= account.total.others <= 1.3 * (windows + scattered)
+    assert account.total.others == pytest.approx(said["flops"], rel=0.3)
+
+
+def test_calls_of_libraries_are_read() -> None:
+    """Their precision stands in their settings, and what they work in is not read and written as a whole."""
+    settings = (
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+        '"precision_config":{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}'
+    )
+    text = f"""HloModule step
+
+ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
+  %a = f32[4,32,192]{{2,1,0}} parameter(0)
+  %b = f32[4,32,64]{{2,1,0}} parameter(1)
+  %c = (f32[4,192,64]{{2,1,0}}, s8[4096]{{0}}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", {settings}
+  ROOT %out = f32[4,192,64]{{2,1,0}} get-tuple-element(%c), index=0
+}}
+"""
+    total = account_of(read(text)).total
+    assert total.products == {Product("f32", "highest"): 2 * 4 * 192 * 64 * 32}
+    assert total.bytes == 4 * 4 * (32 * 192 + 32 * 64 + 192 * 64)
+
+
 def test_loops_count_as_often_as_they_turn() -> None:
     def function(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]

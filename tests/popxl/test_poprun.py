@@ -35,6 +35,34 @@ def _devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POPXL_CPU_DEVICES", raising=False)
 
 
+# Starting again ------------------------------------------------------------------------------------------------------
+
+DIES = """
+    import os, sys, popdist
+    print(popdist.getNumInstances(), popdist.getNumTotalReplicas(), popdist.getNumRestarts(), flush=True)
+    if popdist.getNumRestarts() < 2 and popdist.getInstanceIndex() == 1:
+        os.kill(os.getpid(), 9) if popdist.getNumRestarts() else sys.exit(3)
+"""
+
+
+def test_what_fails_is_started_again(poprun: Run) -> None:
+    options = ("--num-instances=4", "--num-replicas=4", "--min-instances=2", "--only-output-from-instance=0")
+    done = poprun(*options, "--max-restarts=2", program=DIES)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "[0] 2 4 2"  # 3 do not share out 4 replicas
+    said = [line for line in done.stderr.splitlines() if "Starting again" in line]
+    assert said == [
+        "poprun: instance 1 failed with exit code 3; the others are stopped. Starting again, 1 of 2, with 2 instances.",
+        "poprun: instance 1 was killed by SIGKILL; the others are stopped. Starting again, 2 of 2, with 2 instances.",
+    ]
+
+
+def test_what_fails_too_often_has_failed(poprun: Run) -> None:
+    done = poprun("--num-instances=2", "--max-restarts=1", program=DIES)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines()[-1] == "poprun: instance 1 was killed by SIGKILL; the others are stopped."
+
+
 # Starting ------------------------------------------------------------------------------------------------------------
 
 SAY_WHO = """
@@ -129,6 +157,8 @@ def test_options_without_meaning_here_are_accepted(poprun: Run) -> None:
         ),
         ("--num-instances 3 --host a,b true", "cannot be shared out evenly among the 2 machines"),
         ("--num-instances 0 true", "0 is below 1"),
+        ("--num-instances 2 --min-instances 3 true", "--min-instances 3 is more than --num-instances 2"),
+        ("--max-restarts -1 true", "-1 is below 0"),
         ("--num-instances 2", "there is no program to run"),
         ("--timeout -1 true", "-1 is no time to wait"),
         ("-x SURELY_NOT_SET true", "there is no such environment variable"),

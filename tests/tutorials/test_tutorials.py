@@ -67,6 +67,10 @@ PROGRAMS = {
         [],
         ["the same weights as PyTorch: True", "Accuracy on test set: "],
     ),
+    "11_language_model/language_model.py": (
+        ["--quick"],
+        ["loss in the first step: 4.", "The ", "6. Chips that are not here"],
+    ),
 }
 """What to run: its options and what its output holds."""
 
@@ -88,6 +92,9 @@ MODULES = {
     "1_basic_concepts/model.py",
     "7_jax_and_back/read_digits.py",
     "7_jax_and_back/ternary.py",
+    "11_language_model/gpt.py",
+    "11_language_model/gpt_in_flax.py",
+    "11_language_model/pipeline.py",
 }
 """What the programs import, or start."""
 

@@ -401,7 +401,8 @@ class Session:
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
                 shape is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
-                replicas that this process drives, each if it is above 1: `host_shape(stream)`.
+                replicas that this process drives, each if it is above 1: `host_shape(stream)`. What no op reads has to
+                be given, and is not sent.
             downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
@@ -522,14 +523,14 @@ class Session:
             raise TypeError(f"Session.use_variables_of: expected variables, by variables; got {others}.")
         if other is self or any(owner is self for owner, _ in other._owners.values()):
             raise ValueError("Session.use_variables_of: `other` is this session, or has variables of this one.")
-        for session in (self, other):
-            if not session._is_here:
-                session._check_attached("use_variables_of")
+        if self._is_here != other._is_here:
+            raise ValueError(f"Session.use_variables_of: {self._device} and {other._device}: one of them is not here.")
         for mine, theirs in variables.items():
             self._check_own("use_variables_of", mine)
             other._check_own("use_variables_of", theirs)
         with self._lock, other._lock:
-            self.program.use_variables_of(other.program, variables)
+            if self._is_here:  # what is compiled for a machine elsewhere holds nothing, and does not run
+                self.program.use_variables_of(other.program, variables)
             self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
 
     @contextmanager

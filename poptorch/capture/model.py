@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.capture.frozen import Frozen
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.seeding import seeding
 from poptorch.capture.torch_private import (
@@ -50,6 +51,7 @@ class Captured:
         result: what `forward` returned, of tensors without numbers; the outputs of `trace` are the values of these.
         hooks: what has hooks on gradients, in words: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
+        frozen: other tensors of the host of which the same is true.
     """
 
     trace: Trace
@@ -60,6 +62,7 @@ class Captured:
     result: Any
     hooks: list[str]
     read: dict[str, torch.Tensor]
+    frozen: list[Frozen]
 
 
 def capture(
@@ -186,6 +189,7 @@ def _capture(
         result=result,
         hooks=tracer.hooks,
         read={key: state[key].detach().clone() for key in recorder.read},
+        frozen=recorder.frozen,
     )
 
 

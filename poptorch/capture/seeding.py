@@ -109,6 +109,8 @@ def seeding(recorder: Recorder) -> Iterator[None]:
     """Have a recorder hear of what is done to the generator in a block."""
     functions: Any = torch.random
     before = functions.default_generator
+    with without_modes():
+        start, seed = before.get_state(), before.initial_seed()
     functions.default_generator = _OfThisThread(_Generator(before, recorder), before)
     namespace: Any = torch
     namespace.Generator = Remade
@@ -117,3 +119,13 @@ def seeding(recorder: Recorder) -> Iterator[None]:
     finally:
         functions.default_generator = before
         namespace.Generator = _torch_generator
+    with without_modes():
+        now = before.get_state()
+        is_seeded = torch.equal(now, _torch_generator().manual_seed(before.initial_seed()).get_state())
+        if before.initial_seed() != seed or is_seeded and not torch.equal(now, start):
+            before.set_state(start)
+            raise createPoptorchError(
+                "`forward` seeds `torch.default_generator`, the generator of the host, which would have no effect: the "
+                "device has a generator of its own. Seed that one with `torch.manual_seed(0)`, or with "
+                "`options.randomSeed(0)`."
+            )

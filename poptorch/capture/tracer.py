@@ -85,7 +85,7 @@ class Tracer:
         keeps_whole: bool = True,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module))
+        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module), module)
         self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
         self._has_whole = False

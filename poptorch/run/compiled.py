@@ -20,7 +20,9 @@ import torch
 
 import popxl
 from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
+from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
+from poptorch.capture.frozen import Frozen
 from poptorch.capture.host_function import HostFunction
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
@@ -111,6 +113,7 @@ class Compiled:
         host_functions: those that the program calls.
         read: the buffers whose numbers are a part of the program, with these numbers.
         is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
+        frozen: tensors of the host whose numbers are a part of the program.
 
     Attributes:
         signature, ends, session, seed, read: as given.
@@ -132,6 +135,7 @@ class Compiled:
         host_functions: Iterable[HostFunction] = (),
         read: Mapping[str, torch.Tensor] | None = None,
         is_synthetic: bool = False,
+        frozen: Iterable[Frozen] = (),
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
@@ -139,6 +143,7 @@ class Compiled:
         self.read = dict(read or {})
         self.anchored: dict[str, torch.Tensor] = {}
         self._checks, self._is_synthetic = checks, is_synthetic
+        self._frozen = list(frozen)
         self._problems: list[Exception] = []
         functions = list(host_functions)
         for function in functions:
@@ -236,6 +241,7 @@ class Compiled:
             host_functions_of(captured.trace),
             captured.read,
             options.synthetic_data,
+            captured.frozen,
         )
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -253,6 +259,8 @@ class Compiled:
                 another.
             Exception: whatever a function raises that the program calls on the host.
         """
+        if self._frozen:
+            self._tell_frozen()
         if self.rewritten:
             self._check_apart(tensors)
         asked = perf_counter()
@@ -345,6 +353,19 @@ class Compiled:
         if isinstance(outputs, Outputs):
             outputs.wait()
         return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.ends.outputs}
+
+    def _tell_frozen(self) -> None:
+        """Tell once of each tensor of the host that has changed, without effect: the program has its numbers."""
+        changed = [(each, what) for each in self._frozen if (what := each.change())]
+        self._frozen = [each for each in self._frozen if all(each is not told for told, _ in changed)]
+        for each, what in changed:
+            logger.warning(
+                "`%s` %s than when the model was compiled, which has no effect: its numbers are a part of the program. "
+                "Have the module own it as a buffer (`register_buffer`), or give it to the model as an argument. To "
+                "have the program made with what is there now, wrap the model anew.",
+                each.text,
+                what,
+            )
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """A run of which more has to be known than its results: it is over before another thread's begins."""

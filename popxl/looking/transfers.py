@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from popxl.base.source import warn_at
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
 from popxl.errors import UnusedTransferWarning
 from popxl.graph import Graph
 from popxl.streams import DeviceToHostStream, Stream
@@ -30,6 +31,20 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
                 most |= Counter({stream: count * run.turns for stream, count in of[run.graph].items()})
             counts.update(most)
     return of[main]
+
+
+def unread_streams(main: Graph) -> set[Stream]:
+    """The streams that a graph loads from, and of which nobody looks at what is loaded."""
+    graphs = reachable(main)
+    read = {t for graph in graphs for t in graph.outputs}
+    loads: dict[Stream, list[Tensor]] = {}
+    for op in (part for graph in graphs for part in _parts(graph)):
+        loads_from = op.attributes["stream"] if op.kind.exchange == "stream" and op.outputs else None
+        if loads_from is None:
+            read.update(op.inputs)
+        else:
+            loads.setdefault(loads_from, []).extend(op.outputs)
+    return {stream for stream, loaded in loads.items() if read.isdisjoint(loaded)}
 
 
 def warn_of_unused_transfers(ir: Ir) -> None:

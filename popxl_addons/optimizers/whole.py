@@ -568,10 +568,10 @@ def adafactor(
 def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
     """An optimiser of any transformation of Optax's: a function of variables and gradients, as `adamw` is one.
 
-    JAX computes the first state at once, of the values that the variables have on the host. State that belongs to a
-    variable is in pieces where the variable is. A transformation that looks at a whole variable or at all of them, as
-    clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved and loaded by those
-    who have made the same optimiser before.
+    The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
+    State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
+    or at all of them, as clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved
+    and loaded by those who have made the same optimiser before.
 
     Args:
         transformation: an `optax.GradientTransformation`, with the learning rate in it.
@@ -604,61 +604,65 @@ def _by_optax(
     clip_norm: float | None = None,
     loss_scaling: Scale = 1.0,
 ) -> NamedTensors:
-    import optax
-
     with popxl.in_sequence():
         step = _Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
         trained = {each.name: each for each in step.trained}
-        if unknown := [name for name, each in trained.items() if _owner(each) is None]:
-            raise ValueError(f"from_optax: {unknown} are no variables, and nothing says what they start with.")
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            first = transformation.init({name: jnp.asarray(_start(each)) for name, each in trained.items()})
-        owners = optax.tree_utils.tree_map_params(
-            transformation, lambda leaf, name: name, first, {name: name for name in trained},
-            transform_non_params=lambda leaf: "",
-        )  # fmt: skip
-        leaves, tree = jax.tree.flatten(first)
+        wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
+        leaves, tree, owners = _first_state(transformation, wholes)
         state = []
-        for i, (leaf, name) in enumerate(zip(leaves, jax.tree.leaves(owners), strict=True)):
-            leaf = np.asarray(leaf)
+        for i, (leaf, name) in enumerate(zip(leaves, owners, strict=True)):
+            dtype = popxl.dtype.as_dtype(leaf.dtype)
             if name and leaf.shape == trained[name].whole_shape:
-                v = trained[name].state(f"optax{i}", popxl.dtype.as_dtype(leaf.dtype), start=leaf)
+                v = trained[name].state(f"optax{i}", dtype)
             else:
-                v = popxl.variable(leaf, name=f"optimizer.optax{i}")
+                v = popxl.variable(np.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
             step.state[f"state.{i}"] = v
             state.append(v if v.piece is None else v.piece)
         kind = _optax_kind(transformation, tuple(trained), tree)
         tensors = [each.tensor for each in step.trained]
-        kind(*tensors, *state, *(each.gradient for each in step.trained), *step.factors[1:])
+        of_trained = (each.gradient for each in step.trained)
+        kind(*tensors, *state, *of_trained, step.number, *step.factors[1:])
         return step.named_state
 
 
-def _owner(each: _Trained) -> Variable | None:
-    if isinstance(each.tensor, Variable):
-        return each.tensor
-    return next((v for v in popxl.gmg().variables if v.piece is each.tensor), None)
+def _first_state(
+    transformation: Any, variables: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[list[jax.ShapeDtypeStruct], Any, list[str]]:
+    """The leaves of the state that a transformation begins with, their tree, and the variables that they belong to, ""
+    for none. Traced only: building starts no device."""
+    import optax
 
+    owners: list[str] = []
 
-def _start(each: _Trained) -> np.ndarray:
-    """A value of a variable on the host: the first of several."""
-    owner = _owner(each)
-    assert owner is not None
-    return owner.data if owner.replica_grouping.num_groups == 1 else owner.data[0]
+    def init(params: Any) -> Any:
+        state = transformation.init(params)
+        named = optax.tree_utils.tree_map_params(
+            transformation, lambda leaf, name: name, state, {name: name for name in variables},
+            transform_non_params=lambda leaf: "",
+        )  # fmt: skip
+        owners.extend(jax.tree.leaves(named))
+        return state
+
+    leaves, tree = jax.tree.flatten(jax.eval_shape(init, dict(variables)))
+    return leaves, tree, owners
 
 
 def _optax_kind(transformation: Any, names: tuple[str, ...], tree: Any) -> OpKind:
-    """The op that makes one step with variables, state, gradients, and what these are multiplied by."""
+    """The op that makes one step with variables, state, gradients, the number of the step, and what gradients are
+    multiplied by. The first step begins with the state that the transformation begins with."""
     count = len(names)
 
     def lowering(*arrays: Array) -> tuple[Array, ...]:
-        weights, state = arrays[:count], arrays[count:changed]
-        gradients, (scale, *made) = arrays[changed : changed + count], arrays[changed + count :]
+        weights, kept = arrays[:count], arrays[count:changed]
+        gradients, (number, scale, *made) = arrays[changed : changed + count], arrays[changed + count :]
         params = dict(zip(names, weights, strict=True))
+        begun = zip(jax.tree.leaves(transformation.init(params)), kept, strict=True)
+        state = [jnp.where(number == 1, first.astype(old.dtype), old) for first, old in begun]
         scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
         grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
         updates, new_state = transformation.update(grads, jax.tree.unflatten(tree, state), params)
         new = (params[name] + updates[name].astype(params[name].dtype) for name in names)
-        return _if_made(made, (*new, *jax.tree.leaves(new_state)), (*weights, *state))
+        return _if_made(made, (*new, *jax.tree.leaves(new_state)), (*weights, *kept))
 
     changed = count + tree.num_leaves
     return OpKind(

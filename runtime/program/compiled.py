@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import reachable
-from popxl.streams import Stream
+from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
@@ -222,7 +222,7 @@ def _plan(layout: Layout, steps: Steps, known: Sequence[Any] | None, watch: Watc
         pairs = zip(known[::2], known[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
         held = _adopt(layout, steps, known[2 * len(with_ends) :])
-    streams = (layout.inputs, layout.outputs)
+    streams = (layout.fed, layout.outputs)
     plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.terms, ends, watch)
     del held  # by now the pieces have them
     return plan, ends, plan.text
@@ -259,7 +259,7 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
     def of_one(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.begin(feeds, channels), strict=True)
         return tuple(
-            (None if c in layout.inputs and is_alike(c) else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
+            (None if c in layout.fed and is_alike(c) else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
             for c, (transfers, position) in states
         )
 
@@ -275,7 +275,7 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
     results = [
         jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
         for c, (transfers, _) in zip(channels, started.out_info, strict=True)
-        if c not in layout.inputs
+        if not isinstance(c, HostToDeviceStream)
     ]
     ended = lower(lambda: terms.target.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
     with Aside(1) as aside:

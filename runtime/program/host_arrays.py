@@ -57,11 +57,13 @@ class HostArrays:
         self._inputs = frozenset(layout.inputs)
         self._is_refused = any(count > layout.room[s] for s, count in layout.counts.items())
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
+        self._unread = frozenset(layout.inputs).difference(layout.fed)
 
     # In -------------------------------------------------------------------------------------------------------------
 
     def feeds(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
-        """The arrays to run with, in the order of the program. All are checked before any is used.
+        """The arrays to run with, in the order of the program. All are checked before any is used; those that nobody
+        would look at are left out then.
 
         Raises:
             ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
@@ -81,6 +83,8 @@ class HostArrays:
                 arrays.append(array.copy())
             else:
                 arrays.append(self._converted(stream, array, shape, dtype, downcast))
+        if self._unread:
+            return tuple(array for (s, *_), array in zip(self._expected, arrays, strict=True) if s not in self._unread)
         return tuple(arrays)
 
     def _converted(

@@ -21,7 +21,7 @@ from popxl.dtypes import dtype
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
-from popxl.looking.transfers import transfers_of
+from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote
@@ -57,6 +57,7 @@ class Layout:
         room: how many transfers of each stream there is room for.
         buffers: the remote buffers that it uses, in the order of their numbers.
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
+        fed: the inputs of which somebody looks at what is loaded: the arrays of these are sent, and no others.
         channels: all of these streams and, if anything is checked, what failed.
         checks: whether anything is.
         held: what holds variables on the device, and the variables: a variable itself, or the piece that the program
@@ -88,6 +89,8 @@ class Layout:
         self.channels = tuple(c for c in channels if not isinstance(c, RemoteBuffer))
         self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self.channels if isinstance(s, DeviceToHostStream))
+        unread = unread_streams(main)
+        self.fed = tuple(s for s in self.inputs if s not in unread)
         self._usual_room = ir.num_host_transfers
         self.room = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
@@ -204,7 +207,11 @@ class Layout:
 
     def bytes_of_streams(self) -> dict[Stream, int]:
         """The bytes that one device gets of each stream in a run, or gives."""
-        return {s: room * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize for s, room in self.room.items()}
+        sent = {*self.fed, *self.outputs}
+        sizes = {
+            s: room * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize for s, room in self.room.items()
+        }
+        return {s: size if s in sent else 0 for s, size in sizes.items()}
 
     # Arrays of the host ---------------------------------------------------------------------------------------------
 
@@ -270,11 +277,11 @@ class Layout:
             sharding = replicas.sharding(self.axis(s))
             return jax.ShapeDtypeStruct(self.shape_of_all(s), in_transit(s.dtype), sharding=sharding)
 
-        return tuple(spec(s) for s in self.inputs if s in channels)
+        return tuple(spec(s) for s in self.fed if s in channels)
 
     def begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
         """The first state of channels: the array of the transfers of each, and the number of the next one."""
-        given = dict(zip((c for c in channels if c in self.inputs), feeds, strict=True))
+        given = dict(zip((c for c in channels if c in self.fed), feeds, strict=True))
 
         def transfers(channel: Stream | Failure) -> Array:
             if isinstance(channel, Failure):
@@ -286,7 +293,7 @@ class Layout:
 
     def end(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
-        known = dict(zip((c for c in channels if c not in self.inputs), results, strict=True))
+        known = dict(zip((c for c in channels if not isinstance(c, HostToDeviceStream)), results, strict=True))
         fetches = tuple(known[s] for s in self.outputs if s in known)
         return (*fetches, known[FAILURE]) if FAILURE in known else fetches
 
@@ -294,7 +301,7 @@ class Layout:
         """Host arrays, whose first dimension is that of the transfers, for the replicas."""
         if self.replicas.count == 1:
             return tuple(feeds)
-        streams = (s for s in self.inputs if s in channels)
+        streams = (s for s in self.fed if s in channels)
         return tuple(jnp.moveaxis(feed, self.axis(s), 0) for s, feed in zip(streams, feeds, strict=True))
 
     def transfers_first(self, fetches: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:

@@ -37,6 +37,11 @@ class Loan:
     place: _Place
 
 
+def _holder(v: Variable) -> Tensor:
+    """What holds a variable on the device: itself, or its piece."""
+    return v if v.piece is None else v.piece
+
+
 class State:
     """The arrays that a program keeps on its device from run to run.
 
@@ -86,39 +91,48 @@ class State:
 
         `ValueError` if they do not lie in arrays of the same form, on the same devices.
         """
+        wanted = {_holder(mine): _holder(theirs) for mine, theirs in variables.items()}
         found: dict[_Place, Loan] = {}
-        for mine, theirs in variables.items():
-            place, there = self._place(mine), lender._place(theirs)
-            if place is None:
+        for place, block in self._blocks().items():
+            if not (mine := [t for t in block.tensors if t in wanted]):
                 continue
-            ours, other = self._form(place), None if there is None else lender._form(there)
-            if there is None or there in lender.loans:
-                problem = "has it from a third one; take it from there" if there else "does not use it"
-            elif place[0] and not there[0]:
-                problem = "only reads it, and this one changes it: let the other session take it from this one"
-            elif ours != other:
-                problem = f"has it as {other}, and this one as {ours}"
-            else:
-                found[place] = Loan(lender, there)
-                continue
-            raise ValueError(f"Session.use_variables_of: {mine!r} cannot be {theirs!r}: the other session {problem}.")
+            theirs = [wanted.get(t) for t in block.tensors]
+            there = next(
+                (p for p, other in lender._blocks().items() if not set(theirs).isdisjoint(other.tensors)), None
+            )
+            if problem := self._problem(place, theirs, lender, there):
+                first = mine[0]
+                raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
+            assert there is not None
+            found[place] = Loan(lender, there)
         self.loans.update(found)
         if self.is_loaded:
             self._put_back()
 
-    def _place(self, v: Variable) -> _Place | None:
-        layout, t = self._layout, v if v.piece is None else v.piece
-        for changes, blocks in ((True, layout.changing), (False, layout.constant)):
-            for i, block in enumerate(blocks):
-                if t in block.tensors:
-                    return changes, i
-        return None
+    def _problem(self, place: _Place, theirs: Sequence[Tensor | None], lender: State, there: _Place | None) -> str:
+        """Why an array cannot be another state's, where `theirs` are to be its variables; nothing, if it can."""
+        if there is None:
+            return "the other session does not use it"
+        if list(lender._blocks()[there].tensors) != theirs:
+            return (
+                "calls are rolled into loops, so it lies in one array with others, and these are not in the same order "
+                "in one array of the other session. Set `ir.options.calledGraphs = 'kept'` for both programs"
+            )
+        if there in lender.loans:
+            return "the other session has it from a third one; take it from there"
+        if place[0] and not there[0]:
+            return "the other session only reads it, and this one changes it: let that session take it from this one"
+        ours, other = self._form(place), lender._form(there)
+        return "" if ours == other else f"the other session has it as {other}, and this one as {ours}"
+
+    def _blocks(self) -> dict[_Place, Block]:
+        """The arrays of variables, by their places."""
+        both = ((True, self._layout.changing), (False, self._layout.constant))
+        return {(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}
 
     def _form(self, place: _Place) -> tuple[Any, ...]:
-        """Which variable's array it is, as far as that matters to another program: shape, dtype and where it lies."""
-        changes, i = place
-        layout = self._layout
-        block = (layout.changing if changes else layout.constant)[i]
+        """What an array is, as far as that matters to another program: shape, dtype, and where it lies."""
+        layout, block = self._layout, self._blocks()[place]
         replicas = layout.terms_for(block.tensors[0]).replicas
         shared = layout.is_shared(block)
         shape = block.shape if shared else replicas.shape(block.shape)
@@ -138,10 +152,10 @@ class State:
     def give_back(self) -> None:
         """Let other states have their arrays, as a run has left them."""
         for (changes, i), loan in self.loans.items():
-            if changes and self.changing is None:
-                loan.lender.changing = None  # given up in a run that failed
-            elif changes:
+            if changes and self.changing is not None:
                 loan.lender._replace({loan.place: self.changing[i]})
+            elif changes:
+                loan.lender.changing = None  # given up in a run that failed
         self._put_back()
 
     def _put_back(self) -> None:

@@ -12,20 +12,31 @@ from runtime.targets.devices import Device
 SHAPE = (37, 11)
 
 
+def grow(w: popxl.TensorByRef, count: popxl.TensorByRef) -> None:
+    ops.add_(w, ops.slice(count, 0, 1))
+    ops.add_(count, 1.0)
+
+
 class Program:
     """`w += count`, `count += 1` if it changes them; and it gives `w * factor`, or another tensor."""
 
     def __init__(
-        self, changes: bool, factor: float = 1.0, shape: tuple[int, ...] = SHAPE, replication: int = 1
+        self,
+        changes: bool,
+        factor: float = 1.0,
+        shape: tuple[int, ...] = SHAPE,
+        replication: int = 1,
+        calls: str = "auto",
     ) -> None:
         self.ir = popxl.Ir(replication=replication)
+        self.ir.options.calledGraphs = calls  # type: ignore[assignment]
         with self.ir.main_graph, popxl.in_sequence():
             self.w = popxl.variable(np.full(shape, 5.0), popxl.float32, "w")
             self.count = popxl.variable(np.full(2, 1.0), popxl.float32, "count")
             self.own = popxl.variable(np.full(3, 7.0), popxl.float32, "own")
             if changes:
-                ops.add_(self.w, ops.slice(self.count, 0, 1))
-                ops.add_(self.count, 1.0)
+                grown = self.ir.create_graph(grow, self.w, self.count)
+                ops.call(grown, self.w, self.count)
             ops.add_(self.own, 1.0)
             self.out = popxl.d2h_stream(shape, popxl.float32, "out")
             ops.host_store(self.out, self.w * factor)
@@ -64,9 +75,10 @@ def test_one_reads_what_the_other_changes_without_a_copy() -> None:
     assert (sampling.w.data == 0).all() and training.w.data[0, 0] == 2
 
 
-def test_both_change_it() -> None:
+@pytest.mark.parametrize("calls", ["kept", "dispatched"])
+def test_both_change_it(calls: str) -> None:
     """And what is said to be the other's is left there at the end."""
-    first, second = Program(changes=True), Program(changes=True, factor=10.0)
+    first, second = Program(changes=True, calls=calls), Program(changes=True, factor=10.0)
     with first.session() as one, second.session() as two:
         assert (first.run(one), second.run(two)) == (6, 60)
         two.use_variables_of(one, {second.w: first.w, second.count: first.count})
@@ -75,6 +87,46 @@ def test_both_change_it() -> None:
         two.weights_from_host()
         assert second.run(two) == 200
     assert first.w.data[0, 0] == 20 and first.count.data[0] == 6 and second.own.data[0] == 7 + 4
+
+
+class Layers:
+    """`x = x @ w` for all layers, and `w += 1`, in calls that become turns of a loop; and it gives `x`."""
+
+    def __init__(self, calls: str) -> None:
+        self.ir = popxl.Ir()
+        self.ir.options.calledGraphs = calls  # type: ignore[assignment]
+        with self.ir.main_graph, popxl.in_sequence():
+            self.w = [popxl.variable(np.full((2, 2), i + 1.0), popxl.float32, f"w{i}") for i in range(4)]
+            x = popxl.constant(np.eye(2, dtype=np.float32))
+            graph = self.ir.create_graph(multiply, x, self.w[0])
+            for w in self.w:
+                (x,) = ops.call(graph, x, w)
+            self.out = popxl.d2h_stream((2, 2), popxl.float32, "out")
+            ops.host_store(self.out, x)
+        self.session = popxl.Session(self.ir, "cpu")
+
+    def run(self) -> float:
+        return float(self.session.run()[self.out][0, 0])
+
+
+def multiply(x: popxl.Tensor, w: popxl.TensorByRef) -> popxl.Tensor:
+    y = x @ w
+    ops.add_(w, 1.0)
+    return y
+
+
+def test_what_lies_in_one_array_is_shared_with_one_array() -> None:
+    """In the same order, or not at all."""
+    one, two, kept = Layers("rolled"), Layers("rolled"), Layers("kept")
+    assert [loop.turns for loop in two.session.report.loops] == [4]
+    message = "it lies in one array with others, .* Set `ir.options.calledGraphs = 'kept'`"
+    for mine, theirs, other in [(two.w[:3], one.w[:3], one), (two.w, one.w[::-1], one), (two.w, kept.w, kept)]:
+        with pytest.raises(ValueError, match=message):
+            two.session.use_variables_of(other.session, dict(zip(mine, theirs, strict=True)))
+    two.session.use_variables_of(one.session, dict(zip(two.w, one.w, strict=True)))
+    with one.session, two.session:
+        first = [8.0 * 1 * 2 * 3 * 4, 8.0 * 2 * 3 * 4 * 5, 8.0 * 3 * 4 * 5 * 6]
+        assert [one.run(), two.run(), one.run()] == first
 
 
 def test_what_is_refused() -> None:

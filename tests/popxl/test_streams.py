@@ -271,3 +271,34 @@ def test_own_numbers_in_jax():
     f = popxl.to_jax(ir.main_graph)
     outputs, _ = f(token=np.arange(6, dtype=np.float32).reshape(3, 2), rate=2.0, offset=np.zeros((2, 2), np.float32))
     assert outputs["total"].tolist() == [12, 18] and outputs["product"].shape == (3, 2)
+
+
+@pytest.mark.parametrize(("way", "replicas"), [("kept", 1), ("dispatched", 1), ("kept", 2)])
+def test_what_nobody_looks_at_is_not_sent(way, replicas):
+    """It has to be given, as PopXL wants it, and has to fit."""
+    ir = popxl.Ir(replication=replicas)
+    ir.options.calledGraphs = way
+    ir.num_host_transfers = 2
+    with ir.main_graph, popxl.in_sequence():
+        used, unused, out = popxl.h2d_stream((3,), F32), popxl.h2d_stream((5,), F32), popxl.d2h_stream((3,), F32)
+
+        def turn():
+            ops.host_load(unused)
+            ops.host_store(out, ops.host_load(used) * 2)
+
+        ops.repeat(ir.create_graph(turn), 2)
+    session = popxl.Session(ir, "ipu_hw")
+    assert session.expected_inputs() == {used, unused}
+    data = np.arange(6 * replicas, dtype=np.float32).reshape(session.host_shape(used))
+    with session:
+        feeds = {used: data, unused: np.ones(session.host_shape(unused), np.float32)}
+        assert session.run(feeds)[out].tolist() == (data * 2).tolist()
+        with pytest.raises(ValueError, match="missing: .*h2d_stream__t"):
+            session.run({used: data})
+        with pytest.raises(ValueError, match="has the shape"):
+            session.run({used: data, unused: np.ones(5, np.float32)})
+        if replicas == 1:
+            with session.debugging():
+                assert session.run(feeds)[out].tolist() == (data * 2).tolist()
+    (sent,) = [s.bytes for s in session.report.streams if s.direction == "in" and s.spec == "f32[3]"]
+    assert session.memory().arguments == sent > 0

@@ -98,7 +98,14 @@ def test_transformations_of_optax() -> None:
     """Scaled gradients, clipped here, and state with leaves of all kinds."""
     optax = pytest.importorskip("optax")
     schedule = optax.linear_schedule(0.1, 0.0, 8)
-    transformation = optax.chain(optax.add_decayed_weights(0.1), optax.adam(schedule), optax.ema(0.5))
+    to_the_start = optax.GradientTransformation(  # whose state begins with the parameters
+        lambda params: params,
+        lambda updates, start, params: (
+            {name: u + 0.1 * (start[name] - params[name]) for name, u in updates.items()},
+            start,
+        ),
+    )
+    transformation = optax.chain(optax.add_decayed_weights(0.1), optax.adam(schedule), optax.ema(0.5), to_the_start)
     found = trained(optimizers.from_optax(transformation), clip_norm=2.0, loss_scaling=0.5)
     params, state = STARTS, transformation.init(STARTS)
     for gradients in GRADIENTS:

@@ -136,7 +136,7 @@ class State:
         replicas = layout.terms_for(block.tensors[0]).replicas
         shared = layout.is_shared(block)
         shape = block.shape if shared else replicas.shape(block.shape)
-        # By its devices: the meshes of programs with other groups have other dimensions, which makes no difference here.
+        # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
         return shape, str(np.dtype(block.dtype)), replicas.devices
 
     def take(self) -> None:

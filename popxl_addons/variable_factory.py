@@ -19,6 +19,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
+from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
 from popxl.values.sharding import piece_count, piece_length
@@ -38,7 +39,9 @@ class VariableFactory:
     """How to make a variable, kept until there is a main graph to make it in.
 
     `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
-    variable for one replica group. A callable is called once here, as a check, and its result dropped; a first
+    variable for one replica group. In place of an array there may be a description, such as `popxl.initial.zeros(3)`:
+    then nobody makes the numbers before they are needed. A callable is called once here, as a check, and its result
+    dropped; a first
     element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
     With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
@@ -83,7 +86,8 @@ class VariableFactory:
         self.replica_sharded = shard_over > 1
 
         first = _first_element(self.data_iter, name)
-        self.dtype = popxl.dtype.as_dtype(first.dtype) if dtype is None else dtype
+        of_data = first.dtype if isinstance(first, Initial) else None
+        self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
         self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
@@ -143,12 +147,23 @@ class VariableFactory:
         return create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
 
     def next_data(self, empty: bool = False) -> Any:
-        """The host value of the next variable: one element, or one for each replica group, stacked."""
+        """The host value of the next variable: one element, or one for each replica group, stacked.
+
+        What is only described is made.
+        """
+        value = self._next_value(empty)
+        return value.numbers(self.dtype) if isinstance(value, Initial) else value
+
+    def _next_value(self, empty: bool) -> Any:
+        """The same, described if the data are."""
         if empty:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
             return next(self.data_iter)
-        return np.stack([as_array(next(self.data_iter)) for _ in range(self.replica_grouping.num_groups)])
+        values = [next(self.data_iter) for _ in range(self.replica_grouping.num_groups)]
+        if all(isinstance(value, Initial) for value in values):
+            return stacked(values)
+        return np.stack([as_array(value) for value in values])
 
     def next_memmap(
         self, memmap_dir: PathLike, name: str, empty: bool = False, read_only_if_exists: bool = False
@@ -168,7 +183,7 @@ class VariableFactory:
 
     def _host_value(self, name: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool) -> Any:
         if memmap_dir is None:
-            return self.next_data(empty)
+            return self._next_value(empty)
         if name is None:
             raise ValueError(
                 "VariableFactory: a memory-mapped variable needs a `name`, which its file is called after."
@@ -395,7 +410,7 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
         first = elements.peek()
     except StopIteration:
         raise ValueError(f"VariableFactory `{name}`: `data_iter` is empty.") from None
-    if not isinstance(first, host_scalar_tensor_types):
+    if not isinstance(first, (*host_scalar_tensor_types, Initial)):
         raise ValueError(
             f"VariableFactory `{name}`: `data_iter` gives a {type(first).__name__}, expected NumPy or torch arrays."
         )

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 # Paths that programs import by name. Ops may live in any file, but for those that have one of their own here.
 POPXL = """
     context dtypes errors fp8_utils graph ir module ops ops.call ops.collectives ops.collectives.collectives
-    ops.conditional ops.conv ops.negative_log_likelihood ops.repeat ops.utils ops.var_updates random_seed remote_buffer
-    replica_grouping session streams tensor tensorlocation transforms transforms.autodiff transforms.decompose_sum
-    transforms.merge_exchange typing_ utils op options testing
+    ops.conditional ops.conv ops.negative_log_likelihood ops.repeat ops.utils ops.var_updates initial random_seed
+    remote_buffer replica_grouping session streams tensor tensorlocation transforms transforms.autodiff
+    transforms.decompose_sum transforms.merge_exchange typing_ utils op options testing
 """.split()
 ADDONS = """
     array_munging debugging dot_tree graph graph_cache graph_common layers layers.conv layers.embedding

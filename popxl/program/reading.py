@@ -23,6 +23,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.graph import Graph
+from popxl.initial import Saved as SavedInitial
 from popxl.ops.exchange import Part
 from popxl.options import OF_THE_RUN
 from popxl.program.checks import (
@@ -226,7 +227,14 @@ class _Reader:
                 check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
                 t.location_info = LocationInfo(buffer, entry, sharded)
             t._in_sync = True
-        if isinstance(t, Variable | Constant):
+        if saved.begins is not None:
+            if not isinstance(t, Variable):
+                raise ValueError(f"{t!r} is no variable, and begins with {saved.begins}")
+            initial = SavedInitial.model_validate({"initial": saved.begins}).initial
+            check(initial.is_complete, f"{t!r} begins with a file of the machine that it was saved on")
+            check(initial.shape == t.shape_on_host, f"{t!r} begins with the shape {initial.shape}")
+            t.begins_with(initial)
+        elif isinstance(t, Variable | Constant):
             wanted, array = t.dtype.as_numpy(), self._arrays[t.id]
             check(array.dtype == (np.uint8 if wanted.names else wanted), f"{t!r} has numbers of {array.dtype}")
             t.data = array.view(wanted)

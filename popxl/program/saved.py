@@ -37,7 +37,7 @@ class Saved(BaseModel):
 
 
 class SavedTensor(Saved):
-    """A tensor. The numbers of a variable or constant are found by its id.
+    """A tensor. The numbers of a variable or constant are found by its id, unless `begins` describes them.
 
     Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
     the piece that programs use in its place, if there is one. The path is what it is shown as.
@@ -55,6 +55,7 @@ class SavedTensor(Saved):
     remote: tuple[int, int, bool] | None = None
     piece: str | None = None
     path: str | None = None
+    begins: dict[str, Any] | None = None
 
 
 class SavedOp(Saved):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 import popxl
+from popxl import initial
+from popxl.initial import Initial
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
 
@@ -53,6 +56,24 @@ def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
 
     shares = ndtr(-2) + np.random.uniform(size=shape) * (ndtr(2) - ndtr(-2))
     return ndtri(shares) * std
+
+
+DESCRIBED_FROM = 1 << 20
+"""Weights of so many elements and more are described, and nobody draws them before they are needed."""
+
+
+def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
+    """What weights begin with: `truncated_normal`, for many a description of it, of a seed from the same generator.
+
+    Example:
+        >>> weights(2, 3).shape, weights(50257, 4096).kind
+        ((2, 3), 'truncated_normal')
+    """
+    if not _is_drawn.get():
+        return initial.zeros(shape)
+    if math.prod(shape) < DESCRIBED_FROM:
+        return truncated_normal(*shape, std=std)
+    return initial.truncated_normal(shape, std=std, seed=int(np.random.randint(2**63 - 1)))
 
 
 def torch_weights(

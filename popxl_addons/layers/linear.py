@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
+from popxl import initial
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights, truncated_normal
+from popxl_addons.layers._values import torch_weights, weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -49,7 +50,7 @@ class Linear(Module):
     def _weight(self, x: popxl.Tensor) -> popxl.Tensor:
         return self.add_variable_input(
             "weight",
-            partial(truncated_normal, x.shape[-1], self.out_features),
+            partial(weights, x.shape[-1], self.out_features),
             x.dtype,
             replica_grouping=self.replica_grouping,
         )
@@ -58,7 +59,7 @@ class Linear(Module):
         if not self.bias:
             return y
         return y + self.add_variable_input(
-            "bias", partial(np.zeros, self.out_features), y.dtype, replica_grouping=self.replica_grouping
+            "bias", partial(initial.zeros, self.out_features), y.dtype, replica_grouping=self.replica_grouping
         )
 
     @staticmethod

@@ -4,10 +4,8 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.var_updates.factors import factor
 from popxl.replica_grouping import Groups
@@ -87,7 +85,7 @@ class AdamOptimizerStep(Module):
         first_order = self._state("first_order", var, first_order_dtype, replica_grouping)
         second_order = self._state("second_order", var, popxl.float32, replica_grouping)
         step = (
-            self.add_variable_input("step", partial(np.zeros, ()), popxl.float32, by_ref=True)
+            self.add_variable_input("step", partial(initial.zeros, ()), popxl.float32, by_ref=True)
             if bias_correction
             else None
         )
@@ -103,11 +101,11 @@ class AdamOptimizerStep(Module):
         """Zeros like `var`."""
         if not var.meta_shape:
             return self.add_variable_input(
-                name, partial(np.zeros, var.shape), dtype, by_ref=True, replica_grouping=replica_grouping
+                name, partial(initial.zeros, var.shape), dtype, by_ref=True, replica_grouping=replica_grouping
             )
         return self.add_replica_sharded_variable_input(
             name,
-            partial(np.zeros, var.meta_shape),
+            partial(initial.zeros, var.meta_shape),
             dtype,
             by_ref=True,
             replica_grouping=replica_grouping,

@@ -342,7 +342,7 @@ class MainFunction(GraphFunction):
 
 def _host_value(v: Variable) -> Array:
     """The numbers of a variable on the host, in an array of their own."""
-    return jnp.asarray(to_device(np.array(v.data), v.dtype))
+    return jnp.asarray(to_device(v.numbers(), v.dtype))
 
 
 def _holds(wanted: Any, dtype: Any) -> bool:

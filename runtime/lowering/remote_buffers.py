@@ -212,7 +212,7 @@ def filled(
     whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
     slots = whole.reshape(replicas.count, buffer.entries, -1)  # of the same numbers
     for v in variables:
-        parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
+        parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data if v.initial is None else v.numbers()), v.dtype))
         parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
         slots[:, v.location_info.entry, : buffer.slot_nelms] = parts.reshape(replicas.count, -1)
     return replicas.place(whole, where)

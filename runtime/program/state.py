@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
+from popxl.utils import to_numpy
 from popxl.values.sharding import parts_of
 from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
@@ -133,7 +136,8 @@ class State:
         replicas = layout.terms_for(block.tensors[0]).replicas
         shared = layout.is_shared(block)
         shape = block.shape if shared else replicas.shape(block.shape)
-        return shape, str(np.dtype(block.dtype)), replicas.sharding(None if shared else 0)
+        # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
+        return shape, str(np.dtype(block.dtype)), replicas.devices
 
     def take(self) -> None:
         """Have the arrays that are other states', for a run. `PopxlError` if one of these has none."""
@@ -194,6 +198,13 @@ class State:
     def _put(self, block: Block) -> Array:
         layout = self._layout
         replicas = layout.terms_for(block.tensors[0]).replicas
+        alike = layout.is_shared(block) or all(map(self._is_alike, block.tensors))
+        if not alike and replicas.mesh is not None and any(layout.held[t].initial for t in block.tensors):
+            rows = [self._rows(t) for t in block.tensors]  # nobody makes what other processes have
+            return replicas.made(
+                replicas.shape(block.shape),
+                lambda replica: np.stack([row(replica) for row in rows]).reshape(block.shape),
+            )
         whole = [self._whole(t) for t in block.tensors]
         if layout.is_shared(block):
             return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
@@ -207,7 +218,18 @@ class State:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
         v = self._layout.held[t]
-        return to_device(np.array(v.data), v.dtype)
+        return to_device(v.numbers(), v.dtype)
+
+    def _rows(self, t: Tensor) -> Callable[[int], np.ndarray]:
+        """What gives the numbers that a replica has of a variable at first."""
+        v, initial = self._layout.held[t], self._layout.held[t].initial
+
+        def elements(start: int, stop: int) -> np.ndarray:
+            if initial is None:
+                return to_device(v.data.reshape(-1)[start:stop], v.dtype)
+            return to_device(to_numpy(initial.elements(start, stop), v.dtype), v.dtype)
+
+        return partial(parts_of(v).row, elements)
 
     def _is_alike(self, t: Tensor) -> bool:
         """Whether all replicas have the same of a variable at first."""
@@ -289,6 +311,8 @@ class State:
     def _take(self, taken: Iterable[_Taken]) -> None:
         """Make what the replicas hold of variables their host copies."""
         for v, values, of_all in taken:
+            if v.initial is not None and values.size == math.prod(v.shape_on_host):
+                v.data = np.array(values).reshape(v.shape_on_host)  # nobody needs what it began with
             v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
             if of_all is not None:
                 whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]

@@ -162,6 +162,32 @@ def test_compiled_as_the_program_says(calls: str) -> None:
     assert "Nothing is sent that the program does not say." in str(sent)
 
 
+def test_what_nobody_needs_may_be_left_out() -> None:
+    """The second result of a graph, in one of two calls; it counts as said, and as not needed."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((3,), popxl.float32))
+        graph = ir.create_graph(lambda x: (C.replicated_all_reduce(x), C.replicated_all_reduce(x * 2, "max")), x)
+        a, _ = ops.call(graph, x)
+        _, b = ops.call(graph, a)
+        C.replicated_all_gather(b)
+        ops.host_store(popxl.d2h_stream(b.shape, b.dtype), b)
+    found = [(e.kind, e.bytes, e.turns, e.needed) for e in ir.communication().collectives]
+    assert found == [
+        ("all-gather", 24, 1, 0),
+        ("all-reduce", 12, 2, 1),
+        *[("all-reduce", 12, 2, 1)] * 2,
+    ]
+    for calls in ("inlined", "kept"):
+        ir.options.calledGraphs = calls  # type: ignore[assignment]
+        sent = popxl.Session(ir, device(2)).communication()
+        assert not sent.differences, sent
+        verdicts = {e.kind: e.verdict for e in sent.exchanges}
+        assert verdicts["all-gather"] == "not all needed"
+        if calls == "inlined":
+            assert verdicts["all-reduce"] == "not all needed"
+
+
 def test_on_one_device_nothing_is_sent() -> None:
     sent = popxl.Session(training(2, 1), device(1)).communication()
     assert (sent.is_sent, sent.exchanges, sent.differences) == (False, (), ())

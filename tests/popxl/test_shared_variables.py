@@ -7,6 +7,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from runtime.targets.devices import Device
 
 SHAPE = (37, 11)
 
@@ -159,3 +160,31 @@ def test_what_is_refused() -> None:
             reading.run(of_reading)
         session.__enter__()
         assert reading.run(of_reading) == 5
+
+
+def test_programs_with_other_groups_have_variables_in_common() -> None:
+    """The mesh of one has two dimensions, that of the other has one."""
+    device = Device("ipu_model", tuple(jax.devices("cpu")[:4]))
+    if len(device.jax_devices) < 4:
+        pytest.skip("JAX was started with fewer devices")
+    programs = []
+    for groups in (("data", "tensor"), ()):
+        ir = popxl.Ir(axes={"data": 2, "tensor": 2} if groups else None, replication=4)
+        with ir.main_graph, popxl.in_sequence():
+            w = popxl.variable(
+                np.arange(4, dtype=np.float32), name="w", replica_grouping=ir.replica_grouping(group_size=1)
+            )
+            for group in groups:
+                ops.add_(w, ops.collectives.replicated_all_reduce(w, group=group))
+            out = popxl.d2h_stream((), popxl.float32)
+            ops.host_store(out, w * 1.0)
+        programs.append((popxl.Session(ir, device), w, out))
+    (trained, w, out), (session, other, seen) = programs
+    with trained, session:
+        session.use_variables_of(trained, {other: w})
+        assert len(trained.program.replicas.mesh.shape) == 2 and len(session.program.replicas.mesh.shape) == 1
+        expected = trained.run()[out]
+        np.testing.assert_array_equal(session.run()[seen], expected)
+        a = np.arange(4.0).reshape(2, 2)
+        a = a + a.sum(0)
+        np.testing.assert_array_equal(expected, (a + a.sum(1, keepdims=True)).ravel())

@@ -46,5 +46,21 @@ def _flex_attention(
     return result, lse / math.log(2), highest[..., 0] / math.log(2)
 
 
-COMPOSED: Mapping[Any, Callable[..., Any]] = {flex_attention: _flex_attention}
+def _pad_packed_sequence(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed sequence as one with rows of one length, and their lengths. How many rows each step has is looked at."""
+    sizes = batch_sizes.tolist()
+    steps = [
+        torch.nn.functional.pad(step, (*[0] * (2 * step.dim() - 1), sizes[0] - len(step)), value=padding_value)
+        for step in data.split(sizes)
+    ]
+    steps += [torch.full_like(steps[0], padding_value)] * max(0, total_length - len(sizes))
+    return torch.stack(steps, int(batch_first)), torch.tensor([sum(n > i for n in sizes) for i in range(sizes[0])])
+
+
+COMPOSED: Mapping[Any, Callable[..., Any]] = {
+    flex_attention: _flex_attention,
+    torch._VF._pad_packed_sequence: _pad_packed_sequence,
+}
 """What to run in place of a function, with the same arguments."""

@@ -188,8 +188,14 @@ def _recurrent(
 
 
 def _with_rows(given: Mapping[str, Any]) -> bool:
-    """Whether a recurrent layer has been given a tensor, and not a packed sequence."""
-    return isinstance(given["has_biases"], bool)
+    """Whether a recurrent layer has been given a tensor. It cannot be given a packed sequence."""
+    if not isinstance(given["has_biases"], bool):
+        raise createPoptorchError(
+            "A recurrent layer is given a packed sequence, in which each step has another number of rows. Give it the "
+            "padded sequence, and take of its results those of the last step of each row: "
+            "`out.gather(1, (lengths - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2]))`."
+        )
+    return True
 
 
 def _attention(

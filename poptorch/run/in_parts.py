@@ -395,8 +395,8 @@ def _check(way: Way, batching: Batching, options: Options) -> None:
     if batching.micro_batches * batching.groups.replicas > 1:
         raise createPoptorchError(
             f"{where}: the host has to look at numbers here, to know a shape or what Python does next. Each "
-            "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch in a "
-            "call: `deviceIterations(1)`, `replicationFactor(1)`."
+            "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch in "
+            "a call: `deviceIterations(1)`, `replicationFactor(1)`."
         )
     if way.captured.written:
         raise createPoptorchError(

@@ -162,6 +162,9 @@ class Tracer:
             results = function(*args, **kwargs)
             return self.loss(results) if whole.op in LOSSES else results
         given = whole.arguments(function, args, kwargs)
+        if given is None and whole.otherwise is not None:
+            with self._functions:
+                return whole.otherwise(*args, **kwargs)
         if given is None:
             return function(*args, **kwargs)
         if given.pop("inplace", False):

@@ -193,15 +193,14 @@ class InParts:
         for i in reversed(range(len(parts))):
             if i < len(way.cuts):
                 needed |= set(way.cuts[i].given)
-            own = trace.nodes[begins[i] : ends[i]]
-            here = {id(value) for node in own for value in node.results}
+            ops = [node for node in trace.nodes[: begins[i]] if id(node) in constants]
+            ops += trace.nodes[begins[i] : ends[i]]
+            here = {id(value) for node in ops for value in node.results}
             here |= {id(value) for value in needed if places[value][0] == "state"}
-            before = [node for node in trace.nodes[: begins[i]] if id(node) in constants]
-            here |= {id(v) for node in before for v in node.results if i + 1 == len(parts) or v in needed}
             wanted = {places[value] for value in needed if id(value) in here} | set(parts[i].wanted)
             ordered_wanted = sorted(wanted, key=ordered.__getitem__)
             values = [places.value[place] for place in ordered_wanted]
-            nodes = Trace(nodes=[*before, *own]).without_unused(values)
+            nodes = Trace(nodes=ops).without_unused(values)
             made = {id(value) for node in nodes for value in node.results}
             inputs = dict.fromkeys(value for node in nodes for value in node.inputs if id(value) not in made)
             given = [value for value in inputs if places[value][0] != "state"]

@@ -72,12 +72,6 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "repeat_interleave": (lambda x, n: x.repeat_interleave(n, 0) + 1, [(X, LENGTHS), (X, LENGTHS.flip(0))]),
     "one_hot": (lambda n: F.one_hot(n) * 2, [(LENGTHS,), (LENGTHS - 1,)]),
     "tolist": (lambda x, n: [part * 2 for part in x.flatten().split(n.tolist())], [(X[:3], LENGTHS)]),
-    "packed": (
-        lambda x, n: nn.utils.rnn.pad_packed_sequence(
-            nn.utils.rnn.pack_padded_sequence(x * 2, n, batch_first=True, enforce_sorted=False), batch_first=True
-        ),
-        [(X, LENGTHS)],
-    ),
 }
 
 
@@ -88,6 +82,31 @@ def test_shapes_and_numbers(case: str) -> None:
     for call in calls:
         agree(wrapped(*call), function(*call))
     wrapped.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        (nn.LSTM, 1),
+        pytest.param(nn.LSTM, 2, marks=pytest.mark.thorough),
+        pytest.param(nn.GRU, 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_packed_sequences(kind: type[nn.Module], layers: int) -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(2, 3, num_layers=layers, bidirectional=True, batch_first=True)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
+            given = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            out, state = self.layers(given)
+            return nn.utils.rnn.pad_packed_sequence(out, batch_first=True, padding_value=7.0), state
+
+    torch.manual_seed(0)
+    model, x = Packing(), torch.randn(4, 3, 2)
+    lengths = torch.tensor([1, 3, 1, 3])
+    agree(poptorch.inferenceModel(model)(x, lengths), model(x, lengths))
 
 
 def test_arguments_that_are_overwritten() -> None:
@@ -127,9 +146,6 @@ def test_what_is_not_cut_says_so() -> None:
         poptorch.inferenceModel(lambda x: x[x > 1], poptorch.Options().deviceIterations(2))(X)
     with pytest.raises(poptorch.Error, match="They cannot overwrite buffers, as it does with count"):
         poptorch.inferenceModel(Counting())(X)
-    layer = nn.LSTM(3, 2)
-    with pytest.raises(poptorch.Error, match="recurrent layer is given a packed sequence.*last step of each row"):
-        poptorch.inferenceModel(lambda x: layer(nn.utils.rnn.pack_sequence([x, x[:2]]))[0].data)(X)
     training = poptorch.trainingModel(lambda x: poptorch.identity_loss(x[x > 1], "sum"))
     with pytest.raises(poptorch.Error, match=r"shape of a tensor cannot depend.*`torch.where\(mask, x, 0\)`"):
         training(X)

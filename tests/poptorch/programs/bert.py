@@ -105,7 +105,11 @@ def main(folder):
     again = Bert()
     optimizer, schedule, model = parts(again)
     saved = torch.load(path)
-    again.load_state_dict(saved["model"]), optimizer.load_state_dict(saved["opt"]), schedule.load_state_dict(saved["lr"])
+    (
+        again.load_state_dict(saved["model"]),
+        optimizer.load_state_dict(saved["opt"]),
+        schedule.load_state_dict(saved["lr"]),
+    )
     resumed = epochs(loader, model, schedule, 2)
     print(f"bert: loss {losses[0]:.2f}, {losses[-1]:.2f}; resumed {resumed[-1]:.2f}")
     torch.testing.assert_close(resumed, losses[-len(resumed) :], rtol=1e-5, atol=1e-6)

@@ -59,7 +59,9 @@ def main(folder=None):
     module = Net().half()
     data = [picture(i) for i in range(96)]
     loader = poptorch.DataLoader(options, data, batch_size=8, shuffle=True)
-    optimizer = poptorch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, loss_scaling=64.0, use_combined_accum=True)
+    optimizer = poptorch.optim.SGD(
+        module.parameters(), lr=0.05, momentum=0.9, loss_scaling=64.0, use_combined_accum=True
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     model = poptorch.trainingModel(module, options, optimizer)
     inference = poptorch.Options().deviceIterations(3)

@@ -88,7 +88,9 @@ def main(folder):
             schedule.step()
         losses.append(validation(*held_out).item())
 
-    reader = poptorch.inferenceModel(module, inference)  # one shape for all lengths: what follows is masked by the order
+    reader = poptorch.inferenceModel(
+        module, inference
+    )  # one shape for all lengths: what follows is masked by the order
     words, text = torch.zeros(1, LENGTH, dtype=torch.int), torch.zeros(1, LENGTH, dtype=torch.int)
     words[0, :3] = torch.tensor([4, 5, 6])
     for end in range(3, LENGTH):

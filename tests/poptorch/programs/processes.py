@@ -44,7 +44,16 @@ def train(folder):
 
 def main(folder):
     """Start two processes with two replicas each, as `poprun --num-instances=2 --num-replicas=4 python processes.py` does."""
-    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", "--num-replicas=4", sys.executable, __file__, folder]
+    command = [
+        sys.executable,
+        "-m",
+        "runtime.poprun",
+        "--num-instances=2",
+        "--num-replicas=4",
+        sys.executable,
+        __file__,
+        folder,
+    ]
     subprocess.run(command, check=True, env={**os.environ, "POPXL_CPU_DEVICES": "2"})
     (count, losses), (_, others) = (torch.load(Path(folder, f"{i}.pt")) for i in range(2))
     module = Model()

@@ -18,6 +18,7 @@ import numpy as np
 from popxl.core import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
+from popxl.values.shapes import integer, one_axis
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -321,14 +322,33 @@ class Variable(Tensor, tensor_type="Variable"):
         piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.
     """
 
-    __slots__ = ("_in_sync", "data", "location_info", "piece", "replica_grouping", "retrieval_mode")
+    __slots__ = ("_group_axis", "_in_sync", "data", "location_info", "piece", "replica_grouping", "retrieval_mode")
 
     data: np.ndarray
     replica_grouping: ReplicaGrouping
     retrieval_mode: str
     location_info: LocationInfo
     piece: Tensor | None
+    _group_axis: int | None
     _in_sync: bool
+
+    @property
+    def group_axis(self) -> int | None:
+        """The axis along which the values of the replica groups are parts of one value: that of group 0 comes first.
+        `None`, as it is at first, says that they are values of their own. May be assigned.
+
+        Running does not depend on it. A checkpoint has the one value, and can be read with another number of groups.
+
+        Raises:
+            TypeError: on assigning something else than an integer or `None`.
+            PopxlError: on assigning an axis that the shape does not have.
+        """
+        return self._group_axis
+
+    @group_axis.setter
+    def group_axis(self, axis: int | None) -> None:
+        what = f"`group_axis` of {self!r}"
+        self._group_axis = None if axis is None else one_axis(integer(axis, what), len(self.shape), what)
 
     @property
     def in_sync_with_ipu(self) -> bool:

@@ -225,6 +225,7 @@ class InParts:
             result=results,
             hooks=[],
             read={},
+            frozen=[],
         )
         host = {name: array for name, array in self._host().items() if name in state}
         compiled = Compiled.of(

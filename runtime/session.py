@@ -511,11 +511,18 @@ class Session:
             TypeError: if something else than a session, and variables, is given.
 
         Example:
+            >>> def program() -> tuple[popxl.Ir, popxl.Tensor]:
+            ...     ir = popxl.Ir()
+            ...     with ir.main_graph:
+            ...         w = popxl.variable([1.0, 2.0], name="w")
+            ...         w += 1.0
+            ...     return ir, w
+            >>> (training, theirs), (sampling, mine) = program(), program()
             >>> with popxl.Session(training) as trained, popxl.Session(sampling) as session:
-            ...     session.use_variables_of(trained, weights_here.to_mapping(weights_there))
-            ...     for batch in batches:
-            ...         trained.run(batch)
-            ...     session.run(prompt)
+            ...     session.use_variables_of(trained, {mine: theirs})
+            ...     _ = trained.run(), session.run()
+            ...     print(session.get_tensor_data(mine))
+            [3. 4.]
         """
         if not isinstance(other, Session):
             raise TypeError(f"Session.use_variables_of: `other` is {other!r} ({type(other).__name__}); not a session.")

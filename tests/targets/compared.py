@@ -38,10 +38,10 @@ float32 here: that is JAX's "highest" precision. A call of the models by poptorc
 Compile seconds are of one process beside others, and compare little.
 
 What is written by hand computes the same: AdamW counts the steps of each weight, and the seed goes on. But rotary
-positions round each product before it is added here, as PopXL does. That is what flops and kernels of the GPT are more
-than by hand. The copies of poptorch's programs are made once for a hundred steps: of their counters, and of the loss.
-On a TPU the heads of all queries, keys and values are cut out at once: the encoder takes fewer cycles so, and moves
-more bytes within the chip.
+positions round each product before it is added here, as PopXL does: that is what the GPT has more flops for. The copies
+of poptorch's programs are made once for a hundred steps: of their counters, and of the loss. On a TPU the heads of all
+queries, keys and values are cut out at once: the encoder takes fewer cycles so, and moves more bytes within the chip.
+LeNet and the GPT of 12 layers are missing for v5e, where XLA takes long for them, ours or by hand.
 """
 
 Costs = dict[str, float]

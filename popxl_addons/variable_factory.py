@@ -22,6 +22,7 @@ from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
+from popxl.values.shapes import integer, one_axis
 from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
@@ -48,11 +49,13 @@ class VariableFactory:
     ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
     to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
-    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them.
+    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them. Where
+    there are several groups, and their values are parts of one, `group_axis` is the axis along which that one is
+    divided: then a checkpoint can be read with another number of groups. See `Variable.group_axis`.
 
     The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
 
-    `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
+    `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over` exceeds the group.
 
     Example:
         >>> ir = popxl.Ir()
@@ -71,6 +74,7 @@ class VariableFactory:
         by_ref: bool = False,
         replica_grouping: Groups | None = None,
         shard_over: SupportsInt = 1,
+        group_axis: int | None = None,
     ):
         self.data_iter = _Peekable(_elements(data_iter, name))
         self.name = name
@@ -93,6 +97,9 @@ class VariableFactory:
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
             self.meta_shape, self.shape = self.shape, (piece_length(self.shape, shard_over),)
+        what = f"VariableFactory `{name}`: `group_axis`"
+        rank = len(self.whole_shape)
+        self.group_axis = None if group_axis is None else one_axis(integer(group_axis, what), rank, what)
 
     def create_input(self, prefix: str | None = None) -> popxl.Tensor:
         """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
@@ -125,11 +132,11 @@ class VariableFactory:
         if self.meta_shape is not None:
             pieces = piece_count(nelms, self.shape[0], pieces)
         elif not (sharded and 1 < pieces <= nelms):
-            return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
+            return self._declared(popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping))
         v, _ = popxl.replica_sharded_variable(
             data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
         )
-        return v
+        return self._declared(v)
 
     def create_remote_tensor(
         self,
@@ -144,7 +151,7 @@ class VariableFactory:
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
         create = popxl.remote_replica_sharded_variable if buffer.meta_shape else popxl.remote_variable
-        return create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
+        return self._declared(create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping))
 
     def next_data(self, empty: bool = False) -> Any:
         """The host value of the next variable: one element, or one for each replica group, stacked.
@@ -180,6 +187,10 @@ class VariableFactory:
             None if empty else lambda: popxl.utils.to_numpy(self.next_data(), self.dtype),
             read_only_if_exists,
         )
+
+    def _declared(self, v: Variable) -> Variable:
+        v.group_axis = self.group_axis
+        return v
 
     def _host_value(self, name: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool) -> Any:
         if memmap_dir is None:
@@ -330,6 +341,7 @@ def add_variable_input(
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
     replica_grouping: Groups | None = None,
+    group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and its placeholder in the current graph.
 
@@ -340,7 +352,7 @@ def add_variable_input(
         >>> with ir.main_graph:
         ...     variable = factory.create_tensor()
     """
-    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
+    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping, group_axis=group_axis)
     return factory.create_input(), factory
 
 
@@ -351,13 +363,14 @@ def add_replica_sharded_variable_input(
     by_ref: bool = False,
     replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
+    group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and in the current graph a placeholder for one replica's piece of the variable.
 
     `shard_over` is the number of pieces: by default the size of the group, which by default is all replicas. If that
     is 1 the placeholder is whole.
     """
-    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
+    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over, group_axis)
     return factory.create_input(), factory
 
 
@@ -368,11 +381,12 @@ def replica_sharded_factory(
     by_ref: bool = False,
     replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
+    group_axis: int | None = None,
 ) -> VariableFactory:
     """A factory whose variable is split over `shard_over` replicas, by default the whole group."""
     group = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
     pieces = group.group_size if shard_over is None else shard_over
-    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces)
+    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces, group_axis)
 
 
 class _Peekable(Iterator[Any]):

@@ -43,8 +43,8 @@ class Stored:
         transposed: the file has the transpose, as `torch.nn.Linear` keeps it.
         part: ``(k, n)``: the variable is part `k` of `n` equal ones that lie beside each other, along the last axis of
             the weight once it is transposed, as GPT-2 has queries, keys and values.
-        axis: which axis of the variable groups of replicas split between them. Loading finds it by the shapes; saving
-            has to be told.
+        axis: which axis of the variable groups of replicas split between them, if its `group_axis` does not say it.
+            Without either, loading finds it by the shapes, and saving refuses.
     """
 
     name: str
@@ -363,7 +363,8 @@ def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] 
     rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
     if shape == v.shape:
         return [(row, ...) for row in rows]
-    split = [d for d, size in enumerate(v.shape) if shape == (*v.shape[:d], groups * size, *v.shape[d + 1 :])]
+    axes = range(len(v.shape)) if v.group_axis is None else [v.group_axis]
+    split = [d for d in axes if shape == (*v.shape[:d], groups * v.shape[d], *v.shape[d + 1 :])]
     if len(split) != 1:
         return None
     (axis,) = split
@@ -428,7 +429,7 @@ def save_safetensors(
 
     Raises:
         ValueError: for variables that have no name in the file, or of which some parts are missing; or that groups of
-            replicas split, if their `Stored.axis` does not say how.
+            replicas split, if neither `Stored.axis` nor their `group_axis` says how.
         TypeError: if `variables` holds something else.
 
     Example:
@@ -497,12 +498,13 @@ def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.nda
     """The value of a variable, whole, if groups of replicas have parts of it, or all the same."""
     if v.replica_grouping.num_groups == 1:
         return array
-    if stored.axis is not None:
-        return np.concatenate(list(array), stored.axis)
+    axis = v.group_axis if stored.axis is None else stored.axis
+    if axis is not None:
+        return np.concatenate(list(array), axis)
     if not (array == array[:1]).all():
         raise ValueError(
             f"save_safetensors: the {len(array)} groups of replicas of {v!r} have different values, to be written as "
-            f"`{name}`. Say which axis they split: `Stored(..., axis=...)`."
+            f"`{name}`. Say which axis they split: `Stored(..., axis=...)`, or `group_axis` where the variable is made."
         )
     return array[0]
 

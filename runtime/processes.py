@@ -147,7 +147,7 @@ def join() -> None:
     address = LOOPBACK if instance.all_are_here else ""
     line: Line | Service
     if instance.coordinator:
-        port = instance.coordinator.rpartition(":")[2]
+        port = int(instance.coordinator.rpartition(":")[2])
         _connect(instance, instance.coordinator, f"{address or '[::]'}:{port}", int(instance.timeout))
         line = Service(instance, distributed.global_state.client)
     else:

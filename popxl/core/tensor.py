@@ -18,6 +18,7 @@ import numpy as np
 from popxl.core import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
+from popxl.values.shapes import integer, one_axis
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -324,7 +325,16 @@ class Variable(Tensor, tensor_type="Variable"):
         piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.
     """
 
-    __slots__ = ("_data", "_in_sync", "initial", "location_info", "piece", "replica_grouping", "retrieval_mode")
+    __slots__ = (
+        "_data",
+        "_group_axis",
+        "_in_sync",
+        "initial",
+        "location_info",
+        "piece",
+        "replica_grouping",
+        "retrieval_mode",
+    )
 
     _data: np.ndarray | None
     initial: Initial | None
@@ -332,6 +342,7 @@ class Variable(Tensor, tensor_type="Variable"):
     retrieval_mode: str
     location_info: LocationInfo
     piece: Tensor | None
+    _group_axis: int | None
     _in_sync: bool
 
     @property
@@ -358,6 +369,24 @@ class Variable(Tensor, tensor_type="Variable"):
     def begins_with(self, initial: Initial) -> None:
         """Describe the initial value, in place of a host copy."""
         self._data, self.initial = None, initial
+
+    @property
+    def group_axis(self) -> int | None:
+        """The axis along which the values of the replica groups are parts of one value: that of group 0 comes first.
+        `None`, as it is at first, says that they are values of their own. May be assigned.
+
+        Running does not depend on it. A checkpoint has the one value, and can be read with another number of groups.
+
+        Raises:
+            TypeError: on assigning something else than an integer or `None`.
+            PopxlError: on assigning an axis that the shape does not have.
+        """
+        return self._group_axis
+
+    @group_axis.setter
+    def group_axis(self, axis: int | None) -> None:
+        what = f"`group_axis` of {self!r}"
+        self._group_axis = None if axis is None else one_axis(integer(axis, what), len(self.shape), what)
 
     @property
     def in_sync_with_ipu(self) -> bool:

@@ -220,12 +220,15 @@ class _Reader:
             t.replica_grouping = self.value(saved.grouping)
             check(isinstance(t.replica_grouping, ReplicaGrouping), f"{t!r} has no replica grouping")
             t.retrieval_mode = saved.retrieval_mode or "one_per_group"
-            t.location_info, t.piece = ON_DEVICE, None
+            t.location_info, t.piece, t._group_axis = ON_DEVICE, None, None
             if saved.remote is not None:
                 number, entry, sharded = saved.remote
                 buffer = self._buffer(number)
                 check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
                 t.location_info = LocationInfo(buffer, entry, sharded)
+            if saved.group_axis is not None:
+                check(0 <= saved.group_axis < len(t.shape), f"{t!r} has no axis {saved.group_axis}")
+                t.group_axis = saved.group_axis
             t._in_sync = True
         if saved.begins is not None:
             if not isinstance(t, Variable):

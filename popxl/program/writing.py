@@ -130,6 +130,7 @@ class _Writer:
             if t.location_info.isRemote():
                 saved.remote = (*t.location_info.getRemoteBufferInfo(), t.location_info.sharded)
             saved.piece = None if t.piece is None else t.piece.id
+            saved.group_axis = t.group_axis
         return saved
 
     def array(self, array: np.ndarray, name: str | None = None) -> str:

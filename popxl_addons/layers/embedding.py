@@ -81,6 +81,7 @@ class Embedding(Module):
             partial(weights, self.vocab_shard_size, self.hidden_size),
             self.dtype,
             replica_grouping=self.replica_grouping,
+            group_axis=0,
         )
         return ops.gather(weight, indices, axis=self.axis, zero_OOR=self.n_shards > 1)
 

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
 from popxl_addons.layers.layer_norm import LayerNorm
@@ -258,9 +257,8 @@ class _Remembering(TransformerBlock):
         attention = self.attention
         channels = attention.channels or x.shape[-1] // attention.heads
         shape = (x.shape[0], attention.key_heads, self.room, channels)
-        keys, values = (
-            self.add_variable_input(name, partial(np.zeros, shape), x.dtype, by_ref=True) for name in ("keys", "values")
-        )
+        empty = partial(initial.zeros, shape)
+        keys, values = (self.add_variable_input(name, empty, x.dtype, by_ref=True) for name in ("keys", "values"))
         return super().build(x, cache=(keys, values, first))
 
 

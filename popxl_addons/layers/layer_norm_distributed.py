@@ -45,7 +45,9 @@ class LayerNormDistributed(Module):
         divided = resolved(self.replica_grouping, "LayerNormDistributed: `replica_grouping`")
         shared_by = divided.transpose()
         weight = self.add_variable_input(
-            "weight", partial(initial.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by
+            "weight", partial(initial.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by, group_axis=0
         )
-        bias = self.add_variable_input("bias", partial(initial.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by)
+        bias = self.add_variable_input(
+            "bias", partial(initial.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by, group_axis=0
+        )
         return layer_norm_distributed(x, weight, bias, epsilon=eps, group=divided)

@@ -31,6 +31,7 @@ class Exchange(BaseModel):
         said, said_bytes: how many of them a run carries out as the program says, and their bytes.
         needed_bytes: those of them whose results somebody needs.
         compiled, compiled_bytes: the same, of what was compiled.
+        repeated_bytes: those of them that are sent again, as there was no memory to keep what had come.
         verdict: what became of them: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a TPU sums
             or gathers small pieces, as nothing is quicker; `"not all needed"`, without some whose results nobody needs;
             `"differs"`, if something else.
@@ -45,6 +46,7 @@ class Exchange(BaseModel):
     needed_bytes: int
     compiled: int
     compiled_bytes: int
+    repeated_bytes: int
     verdict: Verdict
 
 
@@ -74,7 +76,7 @@ class Sent(OnPage, BaseModel):
         """What differs, in sentences."""
         return tuple(
             f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
-            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled."
+            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_again(e)}."
             for e in self.exchanges
             if e.verdict == "differs"
         )
@@ -96,6 +98,13 @@ class Sent(OnPage, BaseModel):
         )
 
 
+def _again(exchange: Exchange) -> str:
+    if not exchange.repeated_bytes:
+        return ""
+    again = bytes_text(exchange.repeated_bytes)
+    return f"; {again} of these are sent again, as there is not enough memory to keep what has come"
+
+
 def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
     """What a compiled program sends, beside what its Ir says. See `Session.communication`."""
     said, count = communication_of(ir), program.replicas.count
@@ -111,6 +120,7 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
         of = totals.setdefault((found.kind, found.group_size or count), _Totals())
         of.compiled += found.runs
         of.compiled_bytes += found.runs * found.bytes
+        of.repeated_bytes += found.runs * found.bytes * found.is_again
     exchanges = tuple(
         Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals))
         for (kind, size), of in totals.items()
@@ -127,6 +137,7 @@ class _Totals:
     needed_bytes: int = 0
     compiled: int = 0
     compiled_bytes: int = 0
+    repeated_bytes: int = 0
 
 
 def _verdict(kind: str, size: int, totals: Mapping[tuple[str, int], _Totals]) -> Verdict:

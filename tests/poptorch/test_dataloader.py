@@ -201,6 +201,21 @@ def test_batch_sampler():
     assert len(batches) == 1
 
 
+class Restarting:
+    """A batch sampler that is its own iterator, and begins anew whenever it is asked for one. Lightning has such."""
+
+    def __iter__(self):
+        self.batches = iter([[0], [1], [2]])
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+def test_batch_sampler_is_asked_for_one_iterator():
+    assert labels(DataLoader(Options().deviceIterations(2), Squares(3), batch_sampler=Restarting())) == [[0, 1]]
+
+
 @pytest.mark.parametrize(
     ("how", "argument"),
     [({"batch_size": 2}, "batch_size"), ({"shuffle": True}, "shuffle"), ({"processes": 2}, "options.Distributed")],

@@ -242,6 +242,31 @@ ENTRY %main (x: f32[4]) -> f32[8] {{
     assert (found.kind, found.bytes, found.group_size, found.runs) == ("all-gather", 32, 2, 1)
 
 
+def test_what_is_sent_again_for_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA computes something a second time, if there is no room to keep it: collectives, too."""
+    sum_of = "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
+    module = read(
+        f"""
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %all-reduce.27 = {sum_of}
+  ROOT %all-reduce.27.remat2 = {sum_of}
+}}
+"""
+    )
+    account = account_of(module)
+    assert [each.is_again for each in account.collectives] == [False, True]
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        y = C.replicated_all_reduce(ops.host_load(popxl.h2d_stream((8,), popxl.float32)))
+        ops.host_store(popxl.d2h_stream((8,), popxl.float32), y)
+    monkeypatch.setattr("runtime.costs.communication.account_of_program", lambda program: account)
+    assert popxl.Session(ir, device(2)).communication().differences == (
+        "all-reduce in groups of 2: the program says 1 of 32 B in all, and 2 of 64 B were compiled; 32 B of these are "
+        "sent again, as there is not enough memory to keep what has come.",
+    )
+
+
 def drawn(seed: int, axes: dict[str, int]) -> popxl.Ir:
     """A random program of exchanges: their kinds, groups and sizes, in and out of called graphs and loops."""
     rng = np.random.default_rng(seed)

@@ -511,20 +511,18 @@ class Session:
             TypeError: if something else than a session, and variables, is given.
 
         Example:
-            >>> training, sampling = popxl.Ir(), popxl.Ir()
-            >>> with training.main_graph:
-            ...     there = popxl.variable(1.0)
-            ...     _ = ops.add_(there, popxl.constant(1.0))
-            >>> with sampling.main_graph:
-            ...     here, out = popxl.variable(0.0), popxl.d2h_stream((), popxl.float32)
-            ...     ops.host_store(out, here * 10.0)
+            >>> def program() -> tuple[popxl.Ir, popxl.Tensor]:
+            ...     ir = popxl.Ir()
+            ...     with ir.main_graph:
+            ...         w = popxl.variable([1.0, 2.0], name="w")
+            ...         w += 1.0
+            ...     return ir, w
+            >>> (training, theirs), (sampling, mine) = program(), program()
             >>> with popxl.Session(training) as trained, popxl.Session(sampling) as session:
-            ...     session.use_variables_of(trained, {here: there})
-            ...     for _ in range(2):
-            ...         _ = trained.run()
-            ...         print(session.run()[out])
-            20.0
-            30.0
+            ...     session.use_variables_of(trained, {mine: theirs})
+            ...     _ = trained.run(), session.run()
+            ...     print(session.get_tensor_data(mine))
+            [3. 4.]
         """
         if not isinstance(other, Session):
             raise TypeError(f"Session.use_variables_of: `other` is {other!r} ({type(other).__name__}); not a session.")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import popdist
 from popxl.base.distributed import Instance
 from popxl.errors import PopxlRuntimeError
 from runtime.poprun import GRACE
@@ -38,11 +39,19 @@ def _devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 # Starting again ------------------------------------------------------------------------------------------------------
 
 DIES = """
-    import os, sys, popdist
-    print(popdist.getNumInstances(), popdist.getNumTotalReplicas(), popdist.getNumRestarts(), flush=True)
-    if popdist.getNumRestarts() < 2 and popdist.getInstanceIndex() == 1:
-        os.kill(os.getpid(), 9) if popdist.getNumRestarts() else sys.exit(3)
+    import os, sys
+    restarts = int(os.environ["POPRUN_RESTARTS"])
+    print(os.environ["POPDIST_NUM_INSTANCES"], os.environ["POPDIST_NUM_TOTAL_REPLICAS"], restarts, flush=True)
+    if restarts < 2 and os.environ["POPDIST_INSTANCE_INDEX"] == "1":
+        os.kill(os.getpid(), 9) if restarts else sys.exit(3)
 """
+"""Without popdist, whose import would take most of the time."""
+
+
+def test_popdist_says_how_often_it_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert popdist.getNumRestarts() == 0
+    monkeypatch.setenv("POPRUN_RESTARTS", "2")
+    assert popdist.getNumRestarts() == 2
 
 
 def test_what_fails_is_started_again(poprun: Run) -> None:

@@ -80,7 +80,7 @@ def main(folder):
     inference = poptorch.Options()
     inference.setExecutionStrategy(poptorch.ShardedExecution())  # a pipeline would ask for as many batches as stages
     validation = poptorch.inferenceModel(module.eval(), inference)  # a second wrapper, without dropout
-    held_out = [torch.stack(column) for column in zip(*(packed(start) for start in range(32, 36)))]
+    held_out = [torch.stack(column) for column in zip(*(packed(start) for start in range(32, 36)), strict=True)]
     losses = []
     for _ in range(30):
         for batch in loader:

@@ -41,7 +41,7 @@ def graph(i):
 def fixed(graphs):
     """Graphs as a batch of fixed sizes. Edges that fill it up connect nodes that do."""
     starts = torch.tensor([0, *(len(x) for x, _, _ in graphs)]).cumsum(0)
-    edges = torch.cat([e + start for (_, e, _), start in zip(graphs, starts)], 1)
+    edges = torch.cat([e + start for (_, e, _), start in zip(graphs, starts, strict=False)], 1)
     owner = torch.cat([torch.full((len(x),), i) for i, (x, _, _) in enumerate(graphs)])
     assert starts[-1] < NODES and edges.shape[1] <= EDGES
     x = F.pad(torch.cat([x for x, _, _ in graphs]), (0, 0, 0, NODES - len(owner)))

@@ -65,7 +65,7 @@ def main(folder=None):
     loader.terminate()
     sound, length, letters, count = torch.utils.data.default_collate([Words()[i] for i in range(16)])
     counts, found = poptorch.inferenceModel(module)(sound, length)
-    right = sum(f[:n].tolist() == w[:m].tolist() for f, n, w, m in zip(found, counts, letters, count))
+    right = sum(f[:n].tolist() == w[:m].tolist() for f, n, w, m in zip(found, counts, letters, count, strict=True))
     print(f"speech: loss {losses[0]:.2f}, {losses[-1]:.3f}; {right} of 16 words right")
     assert losses[-1] < 0.2 * losses[0] and right >= 12
 

@@ -33,7 +33,8 @@ ADDONS = """
     transforms.recomputation transforms.repeat_graph transforms.use_fc_pass utils variable_factory
 """.split()
 POPTORCH = """
-    _impl _poplar_executor _utils enums errors lightning ops optim options popdist.poptorch poptorch_core profiling testing
+    _impl _poplar_executor _utils enums errors lightning ops optim options popdist.poptorch poptorch_core profiling
+    testing
 """.split()
 
 

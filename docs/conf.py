@@ -42,6 +42,7 @@ docs/popxl-programs
 docs/pytorch
 docs/jax
 docs/running
+docs/scaling
 docs/performance
 docs/targets
 docs/costs

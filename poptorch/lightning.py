@@ -81,7 +81,7 @@ class IPUAccelerator(Accelerator):
         return "ipu"
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Whether there is an accelerator. `poptorch.sessionOf(strategy.training)` says what a program needs."""
+        """Whether there is one. What a program needs is in `poptorch.sessionOf(strategy.training).cost()`."""
         return {"accelerator": float(ipuHardwareIsAvailable())}
 
 
@@ -89,7 +89,8 @@ class IPUStrategy(SingleDeviceStrategy):
     """How a `Trainer` runs the steps of a module: each as a program of poptorch, which follows the same weights.
 
     A batch of the trainer is what one call takes: loaders give `batch_size` rows for each replica, each device
-    iteration and each pass of gradient accumulation. `Trainer(accumulate_grad_batches=8)` accumulates within a call.
+    iteration and each pass of gradient accumulation. `Trainer(accumulate_grad_batches=8)` is gradient accumulation
+    within a call.
 
     The steps are captured, as all models are: shapes do not depend on numbers, and neither does Python. `batch_idx` is
     a tensor in a step. Optimization is automatic and has one optimizer, from `torch.optim` or `poptorch.optim`.
@@ -213,8 +214,9 @@ class IPUStrategy(SingleDeviceStrategy):
         if isinstance(precision_plugin, MixedPrecision):
             if precision_plugin.precision != "bf16-mixed":
                 raise createPoptorchError(
-                    f'Trainer: precision="{precision_plugin.precision}" scales losses on the host, which has no '
-                    'gradients here. Use "bf16-mixed", or "16-true" with Training.setAutomaticLossScaling(True).'
+                    f'Trainer: precision="{precision_plugin.precision}" scales losses on the host, which knows '
+                    'no gradients here. Use "bf16-mixed", or "16-true" with '
+                    "options.Training.setAutomaticLossScaling(True)."
                 )
             precision_plugin = MixedPrecision("bf16-mixed", "cpu")  # what a capture takes as its own
         self._precision_plugin = precision_plugin

@@ -160,6 +160,14 @@ class Options(OptionsDict):
         shown="the environment variable POPTORCH_CACHE_DIR, or none",
         of_the_run=True,
     )
+    kept_programs: int = setting(
+        8,
+        "so many programs an inference model keeps: one for each kind of arguments of `generate`, and for each shape "
+        "or number that the host finds on the way; with 1, numbers are not looked at, and there is an Error",
+        "keptPrograms",
+        valid=positive,
+        expects="a positive integer",
+    )
     profile_dir: str | None = setting(
         None,
         "the folder to which reports about the model are written",
@@ -476,6 +484,18 @@ class Options(OptionsDict):
     def enableExecutableCaching(self, path: str | None) -> Self:
         """Keep compiled programs in the folder `path`, so that the same program is not compiled again; None: do not."""
         return self._set(executable_cache=path)
+
+    def keptPrograms(self, kept_programs: int) -> Self:
+        """Keep at most so many programs of an inference model that has several; those used last are kept.
+
+        `generate` has one for each kind of arguments. Where a shape, or what Python does, depends on numbers of a run
+        (`x[mask]`, `x.sum().item()`), the host looks, and there is a program for each shape or number that it finds.
+        With 1 it does not look, and there is an `Error` that says where it would have to.
+
+        Raises:
+            AssertionError: if it is no positive integer.
+        """
+        return self._set(kept_programs=kept_programs)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
         """Write reports to the folder `profile_dir`, or to the current one.

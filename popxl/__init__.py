@@ -18,10 +18,11 @@ from popxl.base import quiet as quiet  # imports JAX, which others expect to be 
 
 # isort: split
 from popxl import compat as compat  # private names that programs in use reach for
-from popxl import errors, fp8_utils, ops, transforms, utils
+from popxl import errors, fp8_utils, initial, ops, transforms, utils
 from popxl import operators as operators  # gives tensors their operators
 from popxl import tensor as tensor
 from popxl import testing as testing
+from popxl.base.choices import choice
 from popxl.base.version import VERSION as __version__  # noqa: F401
 from popxl.context import (
     gcg,
@@ -73,7 +74,7 @@ from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds
 from popxl.remote_buffer import RemoteBuffer, remote_buffer
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.session import GraphFunction, Session, Target, to_jax
+from popxl.session import GraphFunction, Session, Target, export, to_jax
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
 from popxl.transforms.from_jax import from_jax
@@ -104,12 +105,14 @@ __all__ = [
     "bool",
     "complex64",
     "complex128",
+    "choice",
     "constant",
     "create_seeds",
     "d2h_stream",
     "double",
     "dtype",
     "errors",
+    "export",
     "float",
     "float8_143",
     "float8_152",
@@ -129,6 +132,7 @@ __all__ = [
     "h2d_stream",
     "half",
     "in_sequence",
+    "initial",
     "int8",
     "int16",
     "int32",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from popxl.context import get_current_context
 from popxl.core import editing
-from popxl.core.printing import algebra, schedule
+from popxl.core.printing import algebra, page, schedule
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import check_dtype, dtype
 from popxl.errors import PopxlError
@@ -173,6 +173,9 @@ class Graph:
     def __str__(self) -> str:
         return algebra(self)
 
+    def _repr_html_(self) -> str:
+        return page(self).html()
+
     def print_schedule(self) -> str:
         """The ops in the order they run, one line each, with numbered tensors. Returns the text."""
         return schedule(self)
@@ -214,12 +217,26 @@ class Graph:
         self.forget(t)
         self._adopt(t, name)
 
-    def add_input(self, spec: TensorSpec, name: str | None = None, by_ref: bool = False) -> Tensor:
-        """A new input, after those the graph has."""
+    def show_as(self, paths: Mapping[Tensor, str]) -> None:
+        """Have tensors of this graph shown under paths: see `Tensor.path`. One that is another's name is left out."""
+        for t, path in paths.items():
+            if t.graph_ref is self.ref and self._tensors.get(self._prefix + path, t) is t:
+                t._path = path
+
+    def add_input(
+        self, spec: TensorSpec, name: str | None = None, by_ref: bool = False, path: str | None = None
+    ) -> Tensor:
+        """A new input, after those the graph has. The path is what it is shown as, if that is not its name."""
         t = self.new_tensor(name, spec)
         t._by_ref = by_ref
         self._inputs.append(t)
+        if path is not None:
+            self.show_as({t: path})
         return t
+
+    def add_input_like(self, t: Tensor, by_ref: bool = False) -> Tensor:
+        """A new input for a tensor of another graph: of its spec, named and shown as it."""
+        return self.add_input(t.spec, t.name, by_ref, t._path)
 
     def sort_inputs(self, first: int, key: Callable[[Tensor], Any]) -> None:
         """Order the inputs from number `first` on. Only for a graph that nothing calls yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,12 +16,19 @@ from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.looking.communication import Communication, communication_of
 from popxl.looking.dot import write_checkpoint
 from popxl.looking.memory import Memory, memory_of
 from popxl.options import SessionOptions
 from popxl.program import debug_info, reading, writing
-from popxl.replica_grouping import ReplicaGrouping, constant_grouping, grouping_from_assignments
+from popxl.replica_grouping import (
+    ReplicaGrouping,
+    constant_grouping,
+    grouping_along,
+    grouping_from_assignments,
+)
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.values.axes import Axes
 from popxl.values.shapes import integer
 
 if TYPE_CHECKING:
@@ -37,11 +44,14 @@ class Ir:
     """A program under construction, and later what a `popxl.Session` runs.
 
     Args:
-        replication: number of replicas that run the program side by side. `"popdist"`: as many as `poprun` was told of;
-            this process drives its share of them.
+        replication: number of replicas that run the program side by side; by default 1, or as many as `axes` have.
+            `"popdist"`: as many as `poprun` was told of; this process drives its share of them.
+        axes: how the replicas stand: the names of dimensions, the outermost first, with their sizes. Replicas are then
+            grouped by names: see `grouping`.
 
     Raises:
         PopxlError: for `"popdist"`, if `poprun` has not started this process.
+        ValueError: if `axes` have another number of replicas, or sizes below 1.
 
     Attributes:
         graphs: all graphs, the main graph first.
@@ -58,11 +68,15 @@ class Ir:
         ...     session.run()
     """
 
-    def __init__(self, replication: int | Literal["popdist"] = 1) -> None:
+    def __init__(
+        self, replication: int | Literal["popdist"] | None = None, axes: Mapping[str, int] | None = None
+    ) -> None:
         self._id = next(_ids)
+        self._axes = Axes.of(axes) if axes else None
         self.edits = EditCounter()
         self.options = SessionOptions()
         self._num_host_transfers = 1
+        self.stream_transfers: dict[str, int] = {}  # of streams with a number of their own, by id
         self.host_copies = HostCopies()
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
@@ -70,7 +84,8 @@ class Ir:
         if replication == "popdist":
             self._share_replicas()
         else:
-            self.replication_factor = replication
+            of_axes = 1 if self._axes is None else self._axes.count
+            self.replication_factor = of_axes if replication is None else replication
         debug_info.note(self)
 
     @property
@@ -80,7 +95,8 @@ class Ir:
 
     @property
     def num_host_transfers(self) -> int:
-        """How often each stream is read or written in one `session.run`.
+        """How often each stream is read or written in one `session.run`, unless it has a number of its own: see
+        `Stream.num_host_transfers`.
 
         Above 1, host arrays have a leading dimension of this size. Set it before a session is made of the Ir.
         """
@@ -126,6 +142,11 @@ class Ir:
         count = integer(value, "Ir: the number of replicas")
         if count < 1:
             raise ValueError(f"Ir: the number of replicas is {count}; expected 1 or more.")
+        if self._axes is not None and count != self._axes.count:
+            raise ValueError(
+                f"Ir: the number of replicas is {count}, and the axes {self._axes} have {self._axes.count}. Leave it "
+                "to the axes, or make an Ir with others."
+            )
         self.options.enableReplicatedGraphs = count > 1
         self.options.replicatedGraphCount = count
 
@@ -143,10 +164,35 @@ class Ir:
                 "process. Run `poprun --num-instances 2 --num-replicas 4 python program.py`, or pass a number where "
                 "`popdist.isPopdistEnvSet()` is false."
             )
-        self.replication_factor = instance.num_local_replicas
+        self.options.enableReplicatedGraphs = instance.num_local_replicas > 1
+        self.options.replicatedGraphCount = instance.num_local_replicas
         self.options.globalReplicationFactor = instance.num_total_replicas
         self.options.globalReplicaOffset = instance.replica_offset
         self.options.enableDistributedReplicatedGraphs = True
+        self.checked_axes("Ir")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes along which replicas stand, the outermost first, with their sizes; empty if they have no names."""
+        return {} if self._axes is None else dict(self._axes.sizes)
+
+    @property
+    def named_axes(self) -> Axes | None:
+        """The same, with what can be asked of them; `None` if they have no names."""
+        return self._axes
+
+    def checked_axes(self, what: str) -> Axes | None:
+        """The axes, if there are some. `ValueError` if there are more or fewer replicas by now.
+
+        Args:
+            what: what was called, for the error.
+        """
+        if self._axes is not None and self._axes.count != self.replication_factor:
+            raise ValueError(
+                f"{what}: the Ir has {self.replication_factor} replicas, and its axes {self._axes} have "
+                f"{self._axes.count}. Make the Ir with axes of as many replicas as there are."
+            )
+        return self._axes
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +309,24 @@ class Ir:
         """
         return constant_grouping(self, stride, group_size)
 
+    def grouping(self, *names: str) -> ReplicaGrouping:
+        """Groups by names of axes: replicas that differ along these axes only are together.
+
+        Along one axis, and along axes that follow each other, this is a strided grouping, as `replica_grouping` makes.
+        Collectives take no other: so put axes next to each other that are to be summed over together.
+
+        Raises:
+            ValueError: if the Ir has no such axes, or an axis is named twice, or none is.
+
+        Example:
+            >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
+            >>> ir.grouping("tensor").assignment, ir.grouping("data").assignment
+            ([0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2])
+            >>> ir.grouping("data", "tensor") == ir.replica_grouping()
+            True
+        """
+        return grouping_along(self, names)
+
     def replica_grouping_from_assignments(self, assignment: list[int]) -> ReplicaGrouping:
         """Groups given by the number of the group that each replica is in, in the order in which the groups appear.
 
@@ -336,6 +400,27 @@ class Ir:
         """
         return memory_of(self)
 
+    def communication(self) -> Communication:
+        """What replicas send each other in a run: each collective, its bytes, its groups and its line. Nothing is
+        compiled.
+
+        `session.communication()` compares it with what was compiled.
+
+        Example:
+            >>> ir = popxl.Ir(replication=4)
+            >>> with ir.main_graph:
+            ...     x = popxl.variable(np.ones((1024, 1024)), popxl.float32, "x")
+            ...     y = ops.collectives.replicated_all_reduce(x, "mean", ir.replica_grouping(stride=2))
+            >>> print(ir.communication())
+            Communication of Ir[id=...]
+            <BLANKLINE>
+              4 replicas. Bytes are those of one: what goes in, or comes out, whichever is more.
+            <BLANKLINE>
+              collective   tensor     bytes   groups ...
+              all-reduce   x        4.19 MB   of 2, 2 apart ...
+        """
+        return communication_of(self)
+
     def dot_checkpoint(self, check: str, save_dir: Path | str | None = None) -> None:
         """Write the graphs as they are now in Graphviz form, one file each, if the checkpoint `check` is active.
 
@@ -361,4 +446,8 @@ class Ir:
         return f"Ir[id={self.id}]"
 
     def __str__(self) -> str:
-        return "\n\n".join(definition(graph) for graph in self.graphs)
+        stand = [] if self._axes is None else [f"replicas: {self._axes}"]
+        return "\n\n".join([*stand, *(definition(graph) for graph in self.graphs)])
+
+    def _repr_html_(self) -> str:
+        return self.main_graph._repr_html_()

@@ -6,10 +6,10 @@ A grouping only describes. Variables use it to say who shares a value, collectiv
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -195,6 +195,61 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
     return _constant(weakref.ref(ir), num_replicas, index(stride), index(group_size))
 
 
+def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> ReplicaGrouping:
+    """The replicas of `ir` that differ along these axes only are together; see `Ir.grouping`.
+
+    Args:
+        ir: whose replicas to group; held weakly.
+        names: some of its axes.
+        what: what was called, for errors.
+
+    Raises:
+        ValueError: if the Ir has no such axes, an axis is named twice or none is, or the number of replicas has been
+            changed since.
+    """
+    axes = ir.checked_axes(what)
+    if axes is None:
+        raise ValueError(
+            f"{what}: the axes {tuple(names)!r} are named, and {ir!r} has none. Make it with "
+            "`popxl.Ir(axes={'data': 2, 'tensor': 4})`, or use `ir.replica_grouping(stride, group_size)`."
+        )
+    axes.check(names, what)
+    strided = axes.strided(names)
+    if strided is None:
+        return _from_assignment(weakref.ref(ir), axes.assignment(names))
+    return _constant(weakref.ref(ir), axes.count, *strided)
+
+
+def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
+    """The grouping that an argument means: one of `ir` by itself, or by the names of axes; all replicas, for `None`.
+
+    Args:
+        ir: whose replicas are grouped.
+        group: the argument.
+        what: what was called, and the argument's name, for errors.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: if the Ir has no such axes.
+
+    Example:
+        >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
+        >>> grouping_of(ir, "tensor", "here") == ir.replica_grouping(group_size=3)
+        True
+    """
+    if group is None:
+        return constant_grouping(ir)
+    if isinstance(group, ReplicaGrouping):
+        return group
+    names = (group,) if isinstance(group, str) else group
+    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
+        return grouping_along(ir, names, what)
+    raise TypeError(
+        f"{what} must be a ReplicaGrouping, the name of an axis or several names, or None for all replicas; got "
+        f"{group!r} ({type(group).__name__}). Make one with `ir.replica_grouping(stride, group_size)`."
+    )
+
+
 def plain_grouping(num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
     """A constant grouping of so many replicas, which are those of no Ir."""
     return _constant(_of_no_ir, num_replicas, stride, group_size)
@@ -236,6 +291,10 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
     if len(sizes) == len(assignment):
         raise ValueError(f"{start}. For groups of one member use `ir.replica_grouping(group_size=1)`.")
     return _from_assignment(weakref.ref(ir), assignment)
+
+
+Groups: TypeAlias = ReplicaGrouping | str | Sequence[str]
+"""What arguments take that say which replicas belong together: a grouping, the name of an axis, or several names."""
 
 
 def _constant(ir_ref: "Callable[[], Ir | None]", num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:

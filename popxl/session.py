@@ -7,6 +7,7 @@ import numpy as np
 
 from popxl.core.tensor import HostScalarTensor
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from runtime.export import export
 from runtime.lowering.functions import GraphFunction, to_jax
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.session import Session
@@ -20,6 +21,7 @@ __all__ = [
     "Target",
     "compilation_progress",
     "d2hStreamBufferMaps",
+    "export",
     "h2dStreamBufferMaps",
     "to_jax",
 ]

@@ -8,7 +8,7 @@ from typing import Self
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
-from popxl.values.shapes import integers
+from popxl.values.shapes import integer, integers
 from popxl.values.spec import TensorSpec
 
 __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "h2d_stream"]
@@ -29,10 +29,13 @@ class Stream:
         )
 
     @classmethod
-    def _make(cls, shape: Iterable[int], dtype: dtype_, name: str) -> Self:
+    def _make(cls, shape: Iterable[int], dtype: dtype_, name: str, num_host_transfers: int | None = None) -> Self:
         stream = object.__new__(cls)
         spec = TensorSpec(integers(shape, f"The shape of {name!r}"), dtype)
+        count = _count(num_host_transfers, name)
         stream.tensor = get_current_context().main_graph.new_stream_tensor(name, spec)
+        if count is not None:
+            stream.num_host_transfers = count
         return stream
 
     @property
@@ -49,6 +52,31 @@ class Stream:
     def spec(self) -> TensorSpec:
         """Shape and dtype of one transfer."""
         return self.tensor.spec
+
+    @property
+    def num_host_transfers(self) -> int:
+        """How often the stream is read or written in one `session.run`: the number of its own, if it has one, else
+        `ir.num_host_transfers`.
+
+        Above 1, its host array has a leading dimension of this size. Set it before a session is made of the Ir; `None`
+        makes it the Ir's number again.
+        """
+        ir = self.tensor.ir
+        return ir.stream_transfers.get(self.tensor_id, ir.num_host_transfers)
+
+    @num_host_transfers.setter
+    def num_host_transfers(self, value: int | None) -> None:
+        ir, count = self.tensor.ir, _count(value, self.tensor.name)
+        if count is None:
+            ir.stream_transfers.pop(self.tensor_id, None)
+        else:
+            ir.stream_transfers[self.tensor_id] = count
+        ir.edits.note()
+
+    @property
+    def has_own_transfers(self) -> bool:
+        """Whether the stream has a number of transfers of its own."""
+        return self.tensor_id in self.tensor.ir.stream_transfers
 
     @property
     def tensor_id(self) -> str:
@@ -73,41 +101,64 @@ class DeviceToHostStream(Stream):
     __slots__ = ()
 
 
-def h2d_stream(shape: Iterable[int], dtype: dtype_, name: str | None = None) -> HostToDeviceStream:
+def _count(value: int | None, name: str) -> int | None:
+    """A number of transfers; `None` for the Ir's."""
+    if value is None:
+        return None
+    count = integer(value, f"The stream {name!r}: `num_host_transfers`", "be an integer or `None`")
+    if count < 1:
+        raise ValueError(f"The stream {name!r}: `num_host_transfers` is {count}; expected 1 or more, or `None`.")
+    return count
+
+
+def h2d_stream(
+    shape: Iterable[int], dtype: dtype_, name: str | None = None, num_host_transfers: int | None = None
+) -> HostToDeviceStream:
     """A stream from the host to the program.
 
     Args:
         shape: shape of one transfer of one replica.
         dtype: element type; feeds have to have it.
         name: name of the stream, `"h2d_stream"` by default.
+        num_host_transfers: how often one `session.run` loads from it, at most: `ir.num_host_transfers` by default. A
+            learning rate is fed once a run, where tokens are fed eight times.
 
     Raises:
         RuntimeError: without a current graph.
         TypeError: if `shape` is no sequence of integers, or `dtype` no popxl dtype.
+        ValueError: if `num_host_transfers` is less than 1.
 
     Example:
+        >>> ir.num_host_transfers = 8
         >>> with ir.main_graph:
-        ...     images = popxl.h2d_stream((8, 28, 28), popxl.float32, "images")
-        ...     x = ops.host_load(images)
+        ...     images = popxl.h2d_stream((4, 28, 28), popxl.float32, "images")
+        ...     rate = popxl.h2d_stream((), popxl.float32, "rate", num_host_transfers=1)
+        ...     x, lr = ops.host_load(images), ops.host_load(rate)
+        >>> images.num_host_transfers, rate.num_host_transfers
+        (8, 1)
     """
-    return HostToDeviceStream._make(shape, dtype, name or "h2d_stream")
+    return HostToDeviceStream._make(shape, dtype, name or "h2d_stream", num_host_transfers)
 
 
-def d2h_stream(shape: Iterable[int], dtype: dtype_, name: str | None = None) -> DeviceToHostStream:
+def d2h_stream(
+    shape: Iterable[int], dtype: dtype_, name: str | None = None, num_host_transfers: int | None = None
+) -> DeviceToHostStream:
     """A stream from the program to the host.
 
     Args:
         shape: shape of one transfer of one replica.
         dtype: element type.
         name: name of the stream, `"d2h_stream"` by default.
+        num_host_transfers: how often one `session.run` stores to it, at most: `ir.num_host_transfers` by default.
 
     Raises:
         RuntimeError: without a current graph.
         TypeError: if `shape` is no sequence of integers, or `dtype` no popxl dtype.
+        ValueError: if `num_host_transfers` is less than 1.
 
     Example:
         >>> with ir.main_graph:
         ...     losses = popxl.d2h_stream((), popxl.float32, "loss")
         ...     ops.host_store(losses, loss)
     """
-    return DeviceToHostStream._make(shape, dtype, name or "d2h_stream")
+    return DeviceToHostStream._make(shape, dtype, name or "d2h_stream", num_host_transfers)

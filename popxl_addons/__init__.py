@@ -9,6 +9,7 @@ from popxl_addons import ops as ops
 from popxl_addons import optimizers as optimizers
 from popxl_addons import rts as rts
 from popxl_addons import transforms as transforms
+from popxl_addons import weights as weights
 from popxl_addons.array_munging import (
     handle_negative_axis,
     pad_axis,
@@ -25,6 +26,7 @@ from popxl_addons.array_munging import (
     unshard_arrays,
 )
 from popxl_addons.debugging import print_tensor, print_text
+from popxl_addons.generation import Generator
 from popxl_addons.git_commit import GIT_COMMIT
 from popxl_addons.grad_info import create_grad_graph_info
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
@@ -37,6 +39,7 @@ from popxl_addons.graph_cache import (
     tensor_hash,
 )
 from popxl_addons.graph_common import CalledGraphsGradInfo, CalledGraphsGradInfoLike, GradGraphInfoLike, GraphLike
+from popxl_addons.metrics import Metrics
 from popxl_addons.module import Module
 from popxl_addons.name_scope import NameScopeMeta
 from popxl_addons.named_tensors import NamedTensors
@@ -48,6 +51,7 @@ from popxl_addons.performance_utils import (
     print_FLOPs,
     total_FLOPs,
 )
+from popxl_addons.precision import MixedPrecision
 from popxl_addons.remote import (
     create_remote_buffer,
     load_remote_graph,
@@ -82,17 +86,21 @@ from popxl_addons.variable_factory import (
     add_replica_sharded_variable_input,
     add_variable_input,
 )
+from popxl_addons.weights import load_safetensors, save_safetensors
 
 __all__ = [
     "BoundGraph",
     "CalledGraphsGradInfo",
     "CalledGraphsGradInfoLike",
     "GIT_COMMIT",
+    "Generator",
     "GradGraphInfoLike",
     "GraphCache",
     "GraphLike",
     "GraphWithNamedArgs",
     "InputStreams",
+    "Metrics",
+    "MixedPrecision",
     "Module",
     "NameScopeMeta",
     "NamedTensors",
@@ -133,6 +141,7 @@ __all__ = [
     "is_subgraph",
     "layers",
     "load_remote_graph",
+    "load_safetensors",
     "named_buffers",
     "named_replica_grouping",
     "named_variable_buffers",
@@ -150,6 +159,7 @@ __all__ = [
     "repeat_shard",
     "route_tensor_into_graph",
     "rts",
+    "save_safetensors",
     "seed_variable",
     "set_available_memory_proportion_by_ipu",
     "set_graph_available_memory_proportion_by_ipu",
@@ -167,5 +177,6 @@ __all__ = [
     "unshard",
     "unshard2D",
     "unshard_arrays",
+    "weights",
     "write_variables_pb",
 ]

@@ -51,6 +51,7 @@ class GraphWithNamedArgs:
     ):
         self.graph = graph
         self.args = NamedTensors() if args is None else args
+        graph.show_as({tensor: name for name, tensor in self.args.to_dict().items()})
         self.from_module = from_module
         self.aux = dict(aux or {})
         self.called_graphs_grad_info: CalledGraphsGradInfoLike = dict(called_graphs_grad_info or {})

@@ -1,7 +1,8 @@
 """Building a graph once for all calls that would build the same one.
 
-A graph depends on the callable, on the specs of its tensor arguments, on the values of its other arguments, and on
-where its ops are placed. These make the key of a call; equal keys share a graph.
+A graph depends on the callable, on the specs of its tensor arguments, on the values of its other arguments, on
+where its ops are placed, and on the precision that a model is built in. These make the key of a call; equal keys share
+a graph.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
+from popxl_addons.precision import cache_key
 
 
 class GraphCache:
@@ -106,6 +108,7 @@ def _call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return (
         context.ipu_id,
         context.io_tile_set,
+        cache_key(getattr(fn, "_name_scope", None)),
         _ByHash(fn),
         tuple((name, _argument_key(argument)) for name, argument in bound_arguments(fn, *args, **kwargs).items()),
     )

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, SupportsInt
 from weakref import WeakKeyDictionary
 
 import popxl
+from popxl.replica_grouping import Groups
 from popxl_addons._collected import Build, Collected
 from popxl_addons._outlined_call import Autodiff, Choice, OutlinedCall
 from popxl_addons.build_grad import Aux, VarGrad, create_grad_graph
@@ -24,6 +25,7 @@ from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.graph_cache import GraphCache
 from popxl_addons.name_scope import NameScopeMeta as NameScopeMeta
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.precision import in_precision, layer
 from popxl_addons.utils import overrides
 from popxl_addons.variable_factory import (
     DataIter,
@@ -118,7 +120,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             self._is_graph_body = False
         elif self.implements_grad_graph:
             self._complain_about_inlining()
-        return super().__call__(*args, **kwargs)
+        return layer(self._name_scope, self.implements_grad_graph, super().__call__, *args, **kwargs)
 
     def set_name_scope(self, name: str | None) -> None:
         """Name all that `build` makes below `name`. Assigning a module to an attribute does this."""
@@ -132,15 +134,16 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         data_iter: DataIter,
         dtype: popxl.dtype | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         overwrite: bool = False,
+        group_axis: int | None = None,
     ) -> popxl.Tensor:
         """A placeholder for a variable `name`, whose initial values `data_iter` gives; see `VariableFactory`.
 
         `ValueError` if the name is taken. `overwrite` replaces it, and is needed to add to a namespace that exists.
         """
-        factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
-        return self._collected.add(name, factory, overwrite)
+        factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping, group_axis=group_axis)
+        return self._collected.add(name, in_precision(factory), overwrite)
 
     def add_replica_sharded_variable_input(
         self,
@@ -148,15 +151,16 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         data_iter: DataIter,
         dtype: popxl.dtype | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         shard_over: SupportsInt | None = None,
+        group_axis: int | None = None,
     ) -> popxl.Tensor:
         """A placeholder for one replica's piece of a variable, split over `shard_over` replicas (default: the group).
 
         Its shape is ``(ceil(nelms / shard_over),)``, its meta-shape that of the data.
         """
-        factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
-        return self._collected.add(name, factory)
+        factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over, group_axis)
+        return self._collected.add(name, in_precision(factory))
 
     def add_variable_inputs(
         self, name: str | int, variable_f: NamedVariableFactories, overwrite: bool = False

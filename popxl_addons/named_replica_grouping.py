@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, PositiveInt
 
 import popxl
+from popxl.replica_grouping import Groups, grouping_of
 from popxl_addons.dot_tree import CLS, DotTree
 
 
@@ -38,6 +39,24 @@ class NamedReplicaGrouping(DotTree[popxl.ReplicaGrouping]):
             ['w', 'fc.b']
         """
         return cls.from_dict(dict.fromkeys(names, value))
+
+
+def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
+    """The grouping that an argument means: names are those of axes of the current Ir, and `None` is all its replicas.
+
+    Args:
+        group: the argument. For a grouping itself no graph has to be current.
+        what: what was called, and the argument's name, for errors.
+
+    Example:
+        >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
+        >>> with ir.main_graph:
+        ...     resolved("tensor", "here") == ir.replica_grouping(group_size=3)
+        True
+    """
+    if isinstance(group, popxl.ReplicaGrouping):
+        return group
+    return grouping_of(popxl.gcg().ir, group, what)
 
 
 def fill_none_group(

@@ -12,9 +12,11 @@ from numbers import Integral
 
 import popxl
 from popxl import ops
+from popxl.replica_grouping import Groups
 from popxl_addons import _io_tiles
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
 
@@ -36,7 +38,7 @@ class NamedRemoteBuffers(DotTree[popxl.RemoteBuffer]):
 def create_remote_buffer(
     spec: popxl.TensorSpec | popxl.Tensor,
     entries: int = 1,
-    replica_group: popxl.ReplicaGrouping | None = None,
+    replica_group: Groups | None = None,
     shard_over: int | None = None,
 ) -> popxl.RemoteBuffer:
     """A remote buffer for values like `spec`, cut into pieces for the replicas of a group.
@@ -44,7 +46,7 @@ def create_remote_buffer(
     Args:
         spec: a tensor or spec. If it has a meta-shape it is a piece already, and is stored as it is.
         entries: number of slots.
-        replica_group: the replicas that share a value; all of them by default.
+        replica_group: the replicas that share a value: a grouping, or names of axes; all of them by default.
         shard_over: the number of pieces: 1 for whole values, by default as many as the group has replicas.
 
     Raises:
@@ -59,7 +61,7 @@ def create_remote_buffer(
         >>> buffer.tensor_shape, buffer.meta_shape, buffer.entries
         ((3,), (2, 3), 4)
     """
-    group = (popxl.gir().replica_grouping() if replica_group is None else replica_group).const_rg
+    group = resolved(replica_group, "create_remote_buffer: `replica_group`").const_rg
     pieces = group.group_size if shard_over is None else int(shard_over)
     if spec.meta_shape or pieces == 1:
         buffer = popxl.remote_buffer(spec.shape, spec.dtype, entries)
@@ -106,7 +108,7 @@ def named_variable_buffers(
     return NamedRemoteBuffers.from_dict(
         {
             name: create_remote_buffer(
-                factory.spec,
+                popxl.TensorSpec(factory.shape, factory.dtype, factory.meta_shape or ()),
                 entries,
                 factory.replica_grouping,
                 pieces[name],

@@ -67,7 +67,7 @@ def route_tensor_into_graph(
     for each in between:
         routed = _routed.setdefault(each, {})
         if tensor not in routed:
-            routed[tensor] = each.add_input(tensor.spec, tensor.name)
+            routed[tensor] = each.add_input_like(tensor)
         local[each] = routed[tensor]
         local[each].by_ref |= changes
         for op in each.call_sites:

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import popxl
 from popxl import ops
+from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
 from popxl_addons import _io_tiles
 from popxl_addons.graph import GraphWithNamedArgs
-from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
 
@@ -32,14 +33,12 @@ __all__ = [
 ReduceOp = Literal["add", "mean"]
 
 
-def replica_sharded_spec(
-    t: popxl.Tensor | popxl.TensorSpec | VariableFactory, shard_over: popxl.ReplicaGrouping
-) -> popxl.TensorSpec:
+def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec | VariableFactory, shard_over: Groups) -> popxl.TensorSpec:
     """What one replica's piece of `t` looks like.
 
     Args:
         t: a tensor, a spec, or the factory of a variable.
-        shard_over: the replicas that share it out.
+        shard_over: the replicas that share it out: a grouping, or names of axes.
 
     Returns:
         The spec of a piece; the spec of `t` itself if it is one already, or cannot be divided evenly.
@@ -49,21 +48,21 @@ def replica_sharded_spec(
         >>> replica_sharded_spec(popxl.TensorSpec((8, 2), popxl.float32), everyone)
         TensorSpec(shape=(4,), dtype=popxl.dtypes.float32, meta_shape=(8, 2))
     """
-    nelms, pieces = math.prod(t.shape), shard_over.const_rg.group_size
+    nelms, pieces = math.prod(t.shape), resolved(shard_over, "replica_sharded_spec: `shard_over`").const_rg.group_size
     if t.meta_shape or pieces == 1 or nelms % pieces:
         return popxl.TensorSpec(t.shape, t.dtype, t.meta_shape or ())
     return popxl.TensorSpec((nelms // pieces,), t.dtype, t.shape)
 
 
 def gather_replica_sharded_tensor(
-    t: popxl.Tensor, use_io_tiles: bool = False, replica_group: popxl.ReplicaGrouping | None = None
+    t: popxl.Tensor, use_io_tiles: bool = False, replica_group: Groups | None = None
 ) -> popxl.Tensor:
     """The whole of a sharded tensor, of shape `t.meta_shape`; a tensor without a meta-shape is returned as it is.
 
     Args:
         t: one replica's piece, or the variable that is in pieces.
         use_io_tiles: where the gathering runs; the numbers do not depend on it.
-        replica_group: the replicas that hold the pieces; all of them by default.
+        replica_group: the replicas that hold the pieces: a grouping, or names of axes; all of them by default.
 
     Example:
         >>> with popxl.Ir(replication=2).main_graph:
@@ -74,15 +73,15 @@ def gather_replica_sharded_tensor(
     t = _piece(t)
     if not t.meta_shape:
         return t
-    group = None if replica_group is None else replica_group.const_rg
+    group = resolved(replica_group, "gather_replica_sharded_tensor: `replica_group`").const_rg
     return _io_tiles.loaded(use_io_tiles, ops.collectives.replicated_all_gather, t, 0, group, "meta_shape")
 
 
 def reduce_replica_sharded_tensor(
     t: popxl.Tensor,
     op: ReduceOp = "add",
-    replica_group: popxl.ReplicaGrouping | None = None,
-    shard_group: popxl.ReplicaGrouping | None = None,
+    replica_group: Groups | None = None,
+    shard_group: Groups | None = None,
 ) -> popxl.Tensor:
     """Combine the values that `t` has on the replicas of one group, and share out the result among those of another.
 
@@ -106,10 +105,11 @@ def reduce_replica_sharded_tensor(
         >>> piece.shape, piece.meta_shape
         ((3,), (2, 3))
     """
+    name = "reduce_replica_sharded_tensor"
     if op not in ("add", "mean"):
-        raise ValueError(f"reduce_replica_sharded_tensor: `op` is {op!r}; expected 'add' or 'mean'.")
-    reduced_over = popxl.gir().replica_grouping() if replica_group is None else replica_group
-    shared_by = (reduced_over if shard_group is None else shard_group).const_rg
+        raise ValueError(f"{name}: `op` is {op!r}; expected 'add' or 'mean'.")
+    reduced_over = resolved(replica_group, f"{name}: `replica_group`")
+    shared_by = (reduced_over if shard_group is None else resolved(shard_group, f"{name}: `shard_group`")).const_rg
     sharded = shared_by.group_size > 1 and t.nelms % shared_by.group_size == 0
     if sharded and reduced_over == shared_by:
         return ops.collectives.replicated_reduce_scatter(t, op, reduced_over, True)
@@ -160,7 +160,7 @@ def reduce_replica_sharded_graph(
     op: ReduceOp = "add",
     use_io_tiles: bool = False,
     shard_groups: NamedReplicaGrouping | None = None,
-    replica_group: popxl.ReplicaGrouping | None = None,
+    replica_group: Groups | None = None,
 ) -> tuple[GraphWithNamedArgs, list[str]]:
     """A graph that applies `reduce_replica_sharded_tensor` to tensors like these.
 

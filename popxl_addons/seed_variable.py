@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import popxl
+from popxl.replica_grouping import Groups, grouping_of
 from popxl.tensor import Variable
 
 
-def seed_variable(seed: int, replica_grouping: popxl.ReplicaGrouping | None = None) -> tuple[Variable, popxl.Tensor]:
+def seed_variable(seed: int, replica_grouping: Groups | None = None) -> tuple[Variable, popxl.Tensor]:
     """A variable ``random_seed`` and the tensor that programs use: a seed for each group of replicas.
 
     The tensor is loaded when variables go to the device and read back when they are fetched, so what a program does to
@@ -14,7 +15,8 @@ def seed_variable(seed: int, replica_grouping: popxl.ReplicaGrouping | None = No
 
     Args:
         seed: what the seeds are made from, by `popxl.create_seeds`.
-        replica_grouping: which replicas share a seed. By default each replica has its own.
+        replica_grouping: which replicas share a seed: a grouping, or names of axes. By default each replica has its
+            own.
 
     Returns:
         The variable, for the session: on the host a uint32 array of shape ``(groups, 2)``, or ``(2,)`` for one group.
@@ -35,7 +37,9 @@ def seed_variable(seed: int, replica_grouping: popxl.ReplicaGrouping | None = No
         >>> variable.shape_on_host, seed.shape
         ((2, 2), (2,))
     """
-    group = popxl.gcg().ir.replica_grouping(group_size=1) if replica_grouping is None else replica_grouping
+    ir = popxl.gcg().ir
+    own = ir.replica_grouping(group_size=1)
+    group = own if replica_grouping is None else grouping_of(ir, replica_grouping, "seed_variable: `replica_grouping`")
     seeds = popxl.create_seeds(seed, replicas=group.num_groups)
     variable = popxl.variable(seeds, popxl.uint32, "random_seed", replica_grouping=group)
     return variable, variable

@@ -14,11 +14,12 @@ class AbstractStreams(Generic[StreamType]):
     """Streams by name, by attribute and by position. Iteration gives the streams, not their names."""
 
     stream_init: ClassVar[Callable[..., Any]]
-    """Makes a stream of a shape, a dtype and a name."""
+    """Makes a stream of a shape, a dtype, a name and, if it is given, a number of transfers of its own."""
 
-    def __init__(self, /, **specs: tuple[Iterable[int], popxl.dtype]):
+    def __init__(self, /, **specs: tuple[Iterable[int], popxl.dtype] | tuple[Iterable[int], popxl.dtype, int | None]):
         self._streams: dict[str, StreamType] = {
-            name: type(self).stream_init(shape, dtype, name) for name, (shape, dtype) in specs.items()
+            name: type(self).stream_init(shape, dtype, name, *transfers)
+            for name, (shape, dtype, *transfers) in specs.items()
         }
 
     @classmethod
@@ -77,7 +78,7 @@ class AbstractStreams(Generic[StreamType]):
 
 
 class InputStreams(AbstractStreams[popxl.HostToDeviceStream]):
-    """Streams from the host, made from ``name=(shape, dtype)``.
+    """Streams from the host, made from ``name=(shape, dtype)``, or from ``name=(shape, dtype, num_host_transfers)``.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -90,7 +91,7 @@ class InputStreams(AbstractStreams[popxl.HostToDeviceStream]):
 
 
 class OutputStreams(AbstractStreams[popxl.DeviceToHostStream]):
-    """Streams to the host, made from ``name=(shape, dtype)``.
+    """Streams to the host, made from ``name=(shape, dtype)``, or from ``name=(shape, dtype, num_host_transfers)``.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,18 @@ import popxl
 from popxl import ops
 from popxl.ops.convert import cast_if_needed
 from popxl.tensor import Variable
+from popxl.values.sharding import piece_count
+from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.transforms.autodiff import autodiff_with_accumulation
+from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
+from popxl_addons.precision import MixedPrecision
+from popxl_addons.rts import gather_replica_sharded_tensor
+from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
 
 __all__ = ["Training", "train_step"]
+
+Scaling = float | popxl.Tensor | DynamicLossScaling | LossScale
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,9 @@ def train_step(
     *inputs: popxl.HostToDeviceStream | popxl.Tensor,
     optimizer: Callable[..., NamedTensors],
     accumulate: int = 1,
-    loss_scaling: float | popxl.Tensor = 1.0,
+    precision: MixedPrecision | None = None,
+    loss_scaling: Scaling | None = None,
+    sharded: bool = False,
     variables: NamedTensors | None = None,
     **settings: Any,
 ) -> Training:
@@ -51,19 +60,25 @@ def train_step(
             over what it is given.
         *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is one.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
-            `loss_scaling`.
-        accumulate: how many micro-batches a step has. Each is one of the run's transfers: `ir.num_host_transfers` is
-            set to as many, if it is less.
-        loss_scaling: what the gradient of the loss starts with.
-        variables: those of the model, if there are some already; otherwise they are made.
+            `loss_scaling`: a `LossScale`, if that adapts itself.
+        accumulate: how many micro-batches a step has. Each is one transfer of a run: where streams among `inputs` have
+            fewer, their `num_host_transfers` is set to as many. What is fed or stored once a step keeps its number.
+        precision: what the model computes in, such as `MixedPrecision(popxl.bfloat16, keep=("norm",))`: variables are
+            float32 then. By default in the dtypes that it says itself.
+        loss_scaling: what the gradient of the loss starts with: a number, a tensor, or
+            `optimizers.DynamicLossScaling()`, which adapts itself. By default the latter for a `precision` of float16,
+            else 1.
+        sharded: keep the variables and the optimiser's state in pieces, one on each replica that shares them, as
+            `facts.init_sharded()` does. A step puts the variables together, and shares out the gradients.
+        variables: those of the model, if there are some already, whole or in pieces; otherwise they are made.
         **settings: further arguments of `build`.
 
     Returns:
         The loss, the variables and the optimiser's state.
 
     Raises:
-        ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for variables in pieces, and
-            as the optimiser does.
+        ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
+            placeholders that are pieces, for `sharded` beside `variables`, and as the optimiser does.
 
     Example:
         >>> from functools import partial
@@ -84,39 +99,104 @@ def train_step(
             f"train_step: `accumulate` is {accumulate}; expected 1 or more, and streams as inputs if it is more: each "
             "micro-batch is another."
         )
+    if sharded and variables is not None:
+        raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
     ir = popxl.gir()
-    ir.num_host_transfers = max(ir.num_host_transfers, accumulate)
+    for stream in streams:
+        if stream.num_host_transfers < accumulate:
+            stream.num_host_transfers = accumulate
+    if loss_scaling is None:
+        loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
-        factories, forward = module.create_graph(*(each.spec for each in inputs), **settings)
-        variables = factories.init() if variables is None else variables
-        loss, trained = forward.graph.outputs[0], forward.args.values_flat()
-        if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
-            raise ValueError(f"train_step: {pieces} are in pieces. Write the step by hand, with `rts`.")
-        means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32)
-        accumulators = means.init("gradients")
-        ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
-        start = (
-            cast_if_needed(loss_scaling, loss.dtype)
-            if isinstance(loss_scaling, popxl.Tensor)
-            else popxl.constant(loss_scaling, loss.dtype)
+        specs = [each.spec for each in inputs]
+        factories, forward = (
+            module.create_graph(*specs, **settings)
+            if precision is None
+            else precision.create_graph(module, *specs, **settings)
         )
-        losses = []
-        for _ in range(accumulate):
-            batch = [ops.host_load(each) if each in streams else each for each in inputs]
-            site = forward.bind(variables).call_with_info(*batch)
-            backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
-            losses.append(cast_if_needed(site.outputs[0], popxl.float32))
-        mean = ops.add_n(*losses) / accumulate
-        gradients = {name: _shared(accumulators.accum[name], variables[name]) for name in variables.keys_flat()}
+        if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
+            raise ValueError(
+                f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "
+                "Declare whole variables, and use `sharded=True`."
+            )
+        if variables is None:
+            variables = factories.init_sharded() if sharded else factories.init()
+        scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
+        batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
+        weights = variables if precision is None else precision.cast(variables, forward.args)
+        mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale)
+        gradients = {name: _shared(found[name], variables[name]) for name in variables.keys_flat()}
         if ir.replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
-        state = optimizer(variables, gradients, loss_scaling=loss_scaling)
+        state = optimizer(variables, gradients, loss_scaling=scale)
     return Training(mean, variables, state)
 
 
+def _gradients(
+    forward: GraphWithNamedArgs,
+    weights: NamedTensors,
+    batches: Iterable[Sequence[popxl.Tensor]],
+    count: int,
+    scale: float | popxl.Tensor | LossScale,
+) -> tuple[popxl.Tensor, NamedTensors]:
+    """The means of the loss and of the gradients over some batches, in float32."""
+    loss, bound, trained = forward.graph.outputs[0], forward.bind(weights), forward.args.values_flat()
+    factor = scale.value if isinstance(scale, LossScale) else scale
+    start = (
+        cast_if_needed(factor, loss.dtype) if isinstance(factor, popxl.Tensor) else popxl.constant(factor, loss.dtype)
+    )
+    if count == 1:
+        backward = autodiff(forward, [loss], trained)
+        (batch,) = batches
+        site = bound.call_with_info(*batch)
+        found = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
+        return _wide(site.outputs[0]), NamedTensors.pack(forward.args.keys_flat(), map(_wide, found))
+    means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32)
+    accumulators = means.init("gradients")
+    ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
+    losses = []
+    for batch in batches:
+        site = bound.call_with_info(*batch)
+        backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
+        losses.append(_wide(site.outputs[0]))
+    return ops.add_n(*losses) / count, accumulators.accum
+
+
+def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
+    """An input of the model, in the dtype that it computes in; of a stream, the next element."""
+    t = ops.host_load(given) if isinstance(given, popxl.HostToDeviceStream) else given
+    return t if precision is None else precision.narrowed(t)
+
+
+def _wide(t: popxl.Tensor) -> popxl.Tensor:
+    return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
+
+
+def _whole(weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
+    """What graphs take: of a variable in pieces, all of them."""
+    return NamedTensors.from_dict(
+        {
+            name: gather_replica_sharded_tensor(t, False, _group(variables[name]))
+            for name, t in weights.to_dict().items()
+        }
+    )
+
+
+def _group(variable: popxl.Tensor) -> popxl.ReplicaGrouping:
+    """The replicas that share a variable."""
+    return variable.replica_grouping if isinstance(variable, Variable) else popxl.gir().replica_grouping()
+
+
 def _shared(gradient: popxl.Tensor, variable: popxl.Tensor) -> popxl.Tensor:
-    """The mean over the replicas that share a variable."""
-    group = variable.replica_grouping if isinstance(variable, Variable) else popxl.gir().replica_grouping()
+    """The mean over the replicas that share a variable: of one in pieces, the own piece."""
+    group, piece = _group(variable), variable.piece if isinstance(variable, Variable) else None
     if group.group_size == 1:
         return gradient
-    return ops.collectives.replicated_all_reduce(gradient, "mean", group)
+    if piece is None:
+        return ops.collectives.replicated_all_reduce(gradient, "mean", group)
+    pieces = piece_count(gradient.nelms, piece.nelms, group.const_rg.group_size)
+    if pieces == group.group_size:
+        return ops.collectives.replicated_reduce_scatter(gradient, "mean", group, True)
+    mean = ops.collectives.replicated_all_reduce(gradient, "mean", group)
+    holders = popxl.gir().replica_grouping(group.const_rg.stride, pieces)
+    return ops.collectives.replica_sharded_slice(mean, holders)

@@ -13,6 +13,7 @@ from collections import OrderedDict as _OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, KeysView, MutableMapping
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 import popxl
@@ -39,7 +40,7 @@ class _Keys(KeysView[K]):
 
 
 class OrderedDict(_OrderedDict[K, V]):
-    """A ``collections.OrderedDict`` that prints one item per line and can be read by position.
+    """A ``collections.OrderedDict`` that prints one item per line and can be read by position. JAX takes it as a tree.
 
     Example:
         >>> d = OrderedDict(w=1, b=2)
@@ -70,6 +71,15 @@ class OrderedDict(_OrderedDict[K, V]):
         return "{\n" + "".join(f"{key}: {value},\n" for key, value in self.items()) + "}"
 
     __str__ = __repr__
+
+
+def _entries(d: OrderedDict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    return [(jax.tree_util.DictKey(key), value) for key, value in d.items()], tuple(d)
+
+
+jax.tree_util.register_pytree_with_keys(
+    OrderedDict, _entries, lambda keys, values: OrderedDict(zip(keys, values, strict=True))
+)
 
 
 class WeightsDict(MutableMapping[Variable, np.ndarray]):

@@ -19,11 +19,14 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
+from popxl.initial import Initial, stacked
+from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
+from popxl.values.shapes import integer, one_axis
 from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
-from popxl_addons.named_replica_grouping import NamedReplicaGrouping
+from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
 
 # What an element of the data may be: an array of some library, or a scalar of NumPy.
@@ -37,14 +40,23 @@ class VariableFactory:
     """How to make a variable, kept until there is a main graph to make it in.
 
     `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
-    variable for one replica group. A callable is called once here, as a check, and its result dropped; a first
+    variable for one replica group. In place of an array there may be a description, such as `popxl.initial.zeros(3)`:
+    then nobody makes the numbers before they are needed. A callable is called once here, as a check, and its result
+    dropped; a first
     element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
     With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
     ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
     to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
-    `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
+    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them. Where
+    there are several groups, and their values are parts of one, `group_axis` is the axis along which that one is
+    divided: then a checkpoint can be read with another number of groups. See `Variable.group_axis`.
+
+    The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
+
+    `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over`
+    exceeds the group.
 
     Example:
         >>> ir = popxl.Ir()
@@ -61,13 +73,14 @@ class VariableFactory:
         dtype: popxl.dtype | None = None,
         name: str | None = None,
         by_ref: bool = False,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         shard_over: SupportsInt = 1,
+        group_axis: int | None = None,
     ):
         self.data_iter = _Peekable(_elements(data_iter, name))
         self.name = name
         self.by_ref = by_ref
-        self.replica_grouping = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+        self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
 
         shard_over = int(shard_over)
         if shard_over > self.replica_grouping.group_size:
@@ -78,15 +91,20 @@ class VariableFactory:
         self.replica_sharded = shard_over > 1
 
         first = _first_element(self.data_iter, name)
-        self.dtype = popxl.dtype.as_dtype(first.dtype) if dtype is None else dtype
+        of_data = first.dtype if isinstance(first, Initial) else None
+        self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
+        self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
             self.meta_shape, self.shape = self.shape, (piece_length(self.shape, shard_over),)
+        what = f"VariableFactory `{name}`: `group_axis`"
+        rank = len(self.whole_shape)
+        self.group_axis = None if group_axis is None else one_axis(integer(group_axis, what), rank, what)
 
     def create_input(self, prefix: str | None = None) -> popxl.Tensor:
         """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
-        return popxl.graph_input(self.shape, self.dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
+        return popxl.graph_input(self.shape, self.input_dtype, _join(prefix, self.name), self.by_ref, self.meta_shape)
 
     def create_tensor(
         self,
@@ -94,11 +112,13 @@ class VariableFactory:
         empty: bool = False,
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
+        sharded: bool = False,
     ) -> Variable:
         """The variable; in pieces, as `popxl.replica_sharded_variable` makes it, if the placeholder is a piece.
 
         The current graph must be the main graph. With `empty` the value is left undefined; with `memmap_dir` it lives
-        in a file there (see `next_memmap`).
+        in a file there (see `next_memmap`). With `sharded` it is in pieces although the placeholder is whole, one for
+        each replica of the group; unless a value has fewer elements than that.
 
         Example:
             >>> with popxl.Ir(replication=2).main_graph:
@@ -109,13 +129,15 @@ class VariableFactory:
         """
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
-        if self.meta_shape is None:
-            return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
-        pieces = piece_count(math.prod(self.meta_shape), self.shape[0], self.replica_grouping.const_rg.group_size)
+        pieces, nelms = self.replica_grouping.const_rg.group_size, math.prod(self.whole_shape)
+        if self.meta_shape is not None:
+            pieces = piece_count(nelms, self.shape[0], pieces)
+        elif not (sharded and 1 < pieces <= nelms):
+            return self._declared(popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping))
         v, _ = popxl.replica_sharded_variable(
             data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
         )
-        return v
+        return self._declared(v)
 
     def create_remote_tensor(
         self,
@@ -130,15 +152,26 @@ class VariableFactory:
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
         create = popxl.remote_replica_sharded_variable if buffer.meta_shape else popxl.remote_variable
-        return create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
+        return self._declared(create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping))
 
     def next_data(self, empty: bool = False) -> Any:
-        """The host value of the next variable: one element, or one for each replica group, stacked."""
+        """The host value of the next variable: one element, or one for each replica group, stacked.
+
+        What is only described is made.
+        """
+        value = self._next_value(empty)
+        return value.numbers(self.dtype) if isinstance(value, Initial) else value
+
+    def _next_value(self, empty: bool) -> Any:
+        """The same, described if the data are."""
         if empty:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
             return next(self.data_iter)
-        return np.stack([as_array(next(self.data_iter)) for _ in range(self.replica_grouping.num_groups)])
+        values = [next(self.data_iter) for _ in range(self.replica_grouping.num_groups)]
+        if all(isinstance(value, Initial) for value in values):
+            return stacked(values)
+        return np.stack([as_array(value) for value in values])
 
     def next_memmap(
         self, memmap_dir: PathLike, name: str, empty: bool = False, read_only_if_exists: bool = False
@@ -156,9 +189,13 @@ class VariableFactory:
             read_only_if_exists,
         )
 
+    def _declared(self, v: Variable) -> Variable:
+        v.group_axis = self.group_axis
+        return v
+
     def _host_value(self, name: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool) -> Any:
         if memmap_dir is None:
-            return self.next_data(empty)
+            return self._next_value(empty)
         if name is None:
             raise ValueError(
                 "VariableFactory: a memory-mapped variable needs a `name`, which its file is called after."
@@ -168,7 +205,7 @@ class VariableFactory:
     @property
     def spec(self) -> popxl.TensorSpec:
         """What the placeholder looks like, as `Tensor.spec` says it of a tensor."""
-        return popxl.TensorSpec(self.shape, self.dtype, self.meta_shape or ())
+        return popxl.TensorSpec(self.shape, self.input_dtype, self.meta_shape or ())
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -206,12 +243,28 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         Each call makes new variables, with the next elements of the data. `empty`, `memmap_dir` and
         `read_only_if_exists` are those of `VariableFactory.create_tensor`.
         """
-        return NamedTensors.from_dict(
-            {
-                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists)
-                for name, factory in sorted(self.to_dict().items())
-            }
-        )
+        return self._init(prefix, empty, memmap_dir, read_only_if_exists, sharded=False)
+
+    def init_sharded(
+        self,
+        prefix: str | None = None,
+        empty: bool = False,
+        memmap_dir: PathLike | None = None,
+        read_only_if_exists: bool = False,
+    ) -> NamedTensors:
+        """As `init`, with each variable in pieces, of which each replica of its group keeps one on its device.
+
+        What has fewer elements than there are replicas stays whole. Graphs take whole tensors: `train_step` puts them
+        together, and so does `rts.gather_replica_sharded_tensor`. Optimisers keep their state in pieces, too.
+
+        Example:
+            >>> with popxl.Ir(replication=2).main_graph:
+            ...     facts = NamedVariableFactories(w=VariableFactory(lambda: np.zeros((2, 3)), popxl.float32))
+            ...     variables = facts.init_sharded()
+            >>> variables.w.shape, variables.w.piece.shape
+            ((2, 3), (3,))
+        """
+        return self._init(prefix, empty, memmap_dir, read_only_if_exists, sharded=True)
 
     def init_remote(
         self,
@@ -262,6 +315,16 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         """A plain tensor with undefined contents for every factory, in the current graph: no variables are made."""
         return self._init_plain("undef")
 
+    def _init(
+        self, prefix: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool, sharded: bool
+    ) -> NamedTensors:
+        return NamedTensors.from_dict(
+            {
+                name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists, sharded)
+                for name, factory in sorted(self.to_dict().items())
+            }
+        )
+
     def _init_plain(self, init_type: Literal["zero", "undef"]) -> NamedTensors:
         return NamedTensors.from_dict(
             {name: ops.init(f.shape, f.dtype, name, init_type) for name, f in self.to_dict().items()}
@@ -278,7 +341,8 @@ def add_variable_input(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
+    group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and its placeholder in the current graph.
 
@@ -289,7 +353,7 @@ def add_variable_input(
         >>> with ir.main_graph:
         ...     variable = factory.create_tensor()
     """
-    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
+    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping, group_axis=group_axis)
     return factory.create_input(), factory
 
 
@@ -298,15 +362,16 @@ def add_replica_sharded_variable_input(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
+    group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and in the current graph a placeholder for one replica's piece of the variable.
 
     `shard_over` is the number of pieces: by default the size of the group, which by default is all replicas. If that
     is 1 the placeholder is whole.
     """
-    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
+    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over, group_axis)
     return factory.create_input(), factory
 
 
@@ -315,13 +380,14 @@ def replica_sharded_factory(
     data_iter: DataIter,
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
+    group_axis: int | None = None,
 ) -> VariableFactory:
     """A factory whose variable is split over `shard_over` replicas, by default the whole group."""
-    group = popxl.gcg().ir.replica_grouping() if replica_grouping is None else replica_grouping
+    group = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
     pieces = group.group_size if shard_over is None else shard_over
-    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces)
+    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces, group_axis)
 
 
 class _Peekable(Iterator[Any]):
@@ -359,7 +425,7 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
         first = elements.peek()
     except StopIteration:
         raise ValueError(f"VariableFactory `{name}`: `data_iter` is empty.") from None
-    if not isinstance(first, host_scalar_tensor_types):
+    if not isinstance(first, (*host_scalar_tensor_types, Initial)):
         raise ValueError(
             f"VariableFactory `{name}`: `data_iter` gives a {type(first).__name__}, expected NumPy or torch arrays."
         )

@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `popxl show`, `popxl report` and `popxl --version`. `popxl.__main__` starts it."""
+"""What the command `popxl` does: `popxl show`, `report`, `fit` and `--version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
 from runtime.costs.cost import cost_of
+from runtime.fitting import Compiled, fit
 from runtime.pipes import nobody_reads, quiet_in_a_pipe
 from runtime.program.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.program.program import Program, Ready
@@ -37,6 +39,7 @@ examples:
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
+  popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl --version                           what programs run with here: for a report of a problem
 
 --target may stand right behind the file, too; a program that has such an option itself gets the second one.
@@ -45,6 +48,11 @@ examples:
 _SHOW = """\
 Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print the graphs of
 each Ir that it has built, and the memory that they need.
+"""
+
+_FIT = """\
+Compile a program with each combination of its choices, `popxl.choice(name, options)`, for a machine that need not be
+here, and print which fit into its memory, and which of these is the fastest by the estimate. Nothing is run.
 """
 
 _REPORT = "Run a program, and print the report of each session that it has made."
@@ -73,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             return _fail(f"--{name} {folder}: {problem}", 2)
-    run = {"show": show, "report": report}[options.command]
+    if options.command == "fit" and target is None:
+        return _fail(f"fit: `--target` is missing; expected {FORMS}.", 2)
+    run = {"show": show, "report": report, "fit": fit_into}[options.command]
     return run(file, options.args, options.pictures, options.pages, target)
 
 
@@ -85,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report}")
-    for name, text in (("show", _SHOW), ("report", _REPORT)):
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit}")
+    for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT)):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
             "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
@@ -177,6 +187,38 @@ def report(
     return code
 
 
+def fit_into(
+    file: Path,
+    arguments: Sequence[str],
+    pictures: Path | None = None,
+    pages: Path | None = None,
+    target: Target | None = None,
+) -> int:
+    """Compile a program with each combination of its choices, and print what fits a target and what is fastest there.
+
+    Returns:
+        The exit code: 1, if nothing fits, or there is nothing to choose.
+    """
+    assert target is not None  # the command line has it
+
+    def compiled() -> Compiled:
+        machine = _Trying(TargetMachine(target))
+        with _watching(machine), redirect_stdout(StringIO()):
+            _, code = _run(file, arguments)
+        if code and not machine.problem:
+            raise PopxlError(f"{file} ended with the exit code {code}.")
+        return machine.programs, machine.problem
+
+    try:
+        found = fit(compiled, lambda line: print(line, file=sys.stderr))
+    except PopxlError as problem:
+        return _fail(f"fit: {problem}", 1)
+    print(found)
+    if pages is not None:
+        found.save(pages / "fit.html")
+    return 0 if found.best is not None else 1
+
+
 def _write(record: OnPage, memory: Memory, name: str, pictures: Path | None, pages: Path | None) -> None:
     """Write what the options ask for."""
     if pictures is not None:
@@ -211,6 +253,23 @@ class _Watching(Machine):
         program = self._machine.program(ir, device, ready)
         self.programs.append((ir, program))
         return program
+
+
+class _Trying(_Watching):
+    """The same; a program that cannot be compiled ends the user's, and leaves the problem.
+
+    Attributes:
+        problem: why a program could not be compiled.
+    """
+
+    problem = ""
+
+    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+        try:
+            return super().program(ir, device, ready)
+        except PopxlError as problem:
+            self.problem = str(problem)
+            raise NothingRuns from problem
 
 
 @contextmanager

@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from popxl.base.distributed import LOOPBACK, PREFIX, Instance
+from popxl.errors import PopxlError
 from runtime.meetings import Meetings
 from runtime.pipes import quiet_in_a_pipe
+from runtime.schedulers import NAMES, scheduled
 from runtime.versions import ShowVersions
 
 GRACE = 5.0
@@ -44,6 +46,14 @@ examples:
   poprun --host node0,node1 --num-instances 4 --num-replicas 8 -x WANDB_API_KEY python train.py
       Two processes on each of two machines. They are reached by ssh, which must not ask for a password, and have the
       same folders with the same programs.
+
+  poprun --num-instances 4 --num-replicas 4 --max-restarts 10 python train.py
+      If a process dies, all four start again, up to ten times. The program goes on from its last checkpoint:
+      `if os.path.exists("state"): session.load_checkpoint("state")`.
+
+  srun --ntasks 64 poprun --num-replicas 256 python train.py
+      Slurm starts 64 processes, and each becomes an instance. So do those of Open MPI (mpirun), of an indexed job of
+      Kubernetes, and of a TPU pod: where neither --num-instances nor --host is given, poprun asks who has started it.
 
 In the program:
   import popdist, popxl
@@ -82,10 +92,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        instance = _scheduled(options)
         launch = Launch(options)
     except ValueError as problem:
         parser.error(str(problem))
-    return launch.run()
+    return launch.run() if instance is None else launch.become(instance)
+
+
+def _scheduled(options: argparse.Namespace) -> Instance | None:
+    """The instance that this process is to be, if a scheduler has started several of poprun itself."""
+    is_asked = options.num_instances is None and options.host is None
+    options.num_instances, options.host = options.num_instances or 1, options.host or "localhost"
+    if not is_asked or options.scheduler == "none":
+        return None
+    try:
+        name = None if options.scheduler == "auto" else options.scheduler
+        return scheduled(options.num_replicas, options.ipus_per_replica, options.timeout, name)
+    except PopxlError as problem:
+        raise ValueError(str(problem)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--num-instances", type=_positive, default=1, metavar="N", help="how many processes to start (default: 1)")
+    add("--num-instances", type=_positive, metavar="N", help="how many processes to start (default: 1)")
     add(
         "--num-replicas",
         type=_positive,
@@ -114,7 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--host",
         "-H",
-        default="localhost",
         metavar="HOSTS",
         help="the machines to start instances on, separated by commas; they get equal shares (default: this machine)",
     )
@@ -141,6 +164,28 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="begin each line of output with the number of the instance (default: yes)",
     )
+    add(
+        "--scheduler",
+        choices=("auto", "none", *NAMES),
+        default="auto",
+        help="which scheduler has started poprun in several processes, if neither --num-instances nor --host is given: "
+        "poprun then becomes one instance. auto: whichever is there (default)",
+    )
+    add(
+        "--max-restarts",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="how many times to start all instances again after one has failed; `popdist.getNumRestarts()` says which "
+        "time it is (default: 0)",
+    )
+    add(
+        "--min-instances",
+        type=_positive,
+        metavar="N",
+        help="with --max-restarts: start fewer instances each time, as few as N, that share out the replicas evenly "
+        "(default: as many as before)",
+    )
     add("--only-output-from-instance", type=int, metavar="I", help="show the output of this instance only")
     add("--verbose", "-v", "--vv", action="store_true", help="say how each instance is started")
     add("--version", action=ShowVersions)
@@ -157,6 +202,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
     return number
 
 
@@ -188,8 +240,16 @@ class _Started:
         return is_one
 
 
+class _End(NamedTuple):
+    """How all instances have ended: the exit code, what there is to say, and whether one failed by itself."""
+
+    code: int
+    message: str
+    failed: bool = False
+
+
 class Launch:
-    """One start of a program.
+    """The start of a program, and as many more as it may have if it fails.
 
     Args:
         options: those of the command line.
@@ -219,18 +279,57 @@ class Launch:
                 f"--num-instances {self._count} cannot be shared out evenly among the {len(self._hosts)} machines of "
                 "--host; choose a multiple of their number."
             )
+        self._least: int = self._count if options.min_instances is None else options.min_instances
+        if self._least > self._count:
+            raise ValueError(f"--min-instances {self._least} is more than --num-instances {self._count}.")
         if options.only_output_from_instance not in (None, *range(self._count)):
             raise ValueError(
                 f"--only-output-from-instance {options.only_output_from_instance}: there is no such instance; their "
                 f"numbers are 0 to {self._count - 1}."
             )
         self._replicas: int = replicas
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
 
+    def become(self, instance: Instance) -> int:
+        """Run the program in place of this process, as one of the instances that a scheduler has started."""
+        variables = _for_instance(instance) | self._variables | instance.environment()
+        if self._options.verbose:
+            _say(f"instance {instance.instance_index} of {instance.num_instances}: {shlex.join(self._command)}")
+        try:
+            os.execvpe(self._command[0], self._command, os.environ | variables)
+        except OSError as problem:
+            _say(f"{self._command[0]!r} cannot be started: {problem}")
+            return 127
+
     def run(self) -> int:
-        """Start the instances, and wait until they have ended. Returns the exit code."""
+        """Start the instances, and wait until they have ended; again, if one fails, as often as it may be.
+
+        Returns:
+            The exit code.
+        """
+        for restart in range(self._options.max_restarts + 1):
+            end = self._once(restart)
+            if not end.failed or restart == self._options.max_restarts:
+                break
+            self._count = self._next_count()
+            _say(
+                f"{end.message} Starting again, {restart + 1} of {self._options.max_restarts}, with {self._count} "
+                f"instance{'s' * (self._count > 1)}."
+            )
+        if end.message:
+            _say(end.message)
+        return end.code
+
+    def _next_count(self) -> int:
+        """How many instances to start again: fewer, if that may be and they can share out replicas and machines."""
+        fewer = range(self._count - 1, self._least - 1, -1)
+        return next((n for n in fewer if not self._replicas % n and not n % len(self._hosts)), self._count)
+
+    def _once(self, restart: int) -> _End:
+        """Start the instances, and wait until they have ended."""
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._token = secrets.token_hex(16)
+        self._variables["POPRUN_RESTARTS"] = str(restart)
         all_here = all(map(_is_here, self._hosts))
         here = LOOPBACK if all_here else socket.getfqdn()
         ends: Ends = queue.SimpleQueue()
@@ -248,9 +347,9 @@ class Launch:
         try:
             for index in range(self._count):
                 readers += self._start(index, here, f"{here}:{meetings.port}", ends)
-            code, message = self._watch(meetings, ends)
+            return self._watch(meetings, ends)
         except OSError as problem:
-            code, message = 127, f"{self._command[0]!r} cannot be started: {problem}"
+            return _End(127, f"{self._command[0]!r} cannot be started: {problem}")
         finally:
             self._stop()
             meetings.close()
@@ -258,12 +357,9 @@ class Launch:
                 reader.join(1.0)  # no longer: what an instance has started may hold its output open
             for number, handler in before:
                 signal.signal(number, handler)
-        if message:
-            _say(message)
-        return code
 
-    def _watch(self, meetings: Meetings, ends: Ends) -> tuple[int, str]:
-        """Wait for the instances to end, or for the first to fail. Returns the exit code, and what there is to say."""
+    def _watch(self, meetings: Meetings, ends: Ends) -> _End:
+        """Wait for the instances to end, or for the first to fail."""
         for number_of_ended in range(self._count):
             try:
                 index, code = ends.get(timeout=self._options.timeout if number_of_ended else None)
@@ -273,20 +369,21 @@ class Launch:
             if index is None:
                 number = signal.Signals(-(code or 0))
                 nobody_reads = number == signal.SIGPIPE  # so nobody is told
-                return 128 + number, "" if nobody_reads else f"{number.name}: all instances are stopped."
+                return _End(128 + number, "" if nobody_reads else f"{number.name}: all instances are stopped.")
             if code != 0:
                 index, code = self._first_to_fail(meetings, index, code)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
                 others = "; the others are stopped" if self._count > 1 else ""
                 said = [f"instance {index} {how}{others}.", *meetings.problems[:1]]
-                return 128 - code if code < 0 else code, " ".join(said)
+                return _End(128 - code if code < 0 else code, " ".join(said), failed=True)
             meetings.ended(index, code)
         if self._count > 1 and not meetings.anybody_came:
-            return 0, (
+            return _End(
+                0,
                 f"each of the {self._count} instances ran the program by itself: none made a session of a `popxl.Ir("
-                "replication='popdist')`, or called `popdist.init()`."
+                "replication='popdist')`, or called `popdist.init()`.",
             )
-        return 0, ""
+        return _End(0, "")
 
     def _say_who_runs_on(self) -> None:
         """An instance may have work of its own to do, so this is no failure."""
@@ -334,9 +431,7 @@ class Launch:
             host=here if _is_here(host) else host,
             token=self._token,
         )
-        # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
-        devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
-        variables = {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
+        variables = _for_instance(instance)
         if instance.all_are_here:  # of NCCL, by which GPUs meet: it would take an address of a network
             variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables |= self._variables | instance.environment()
@@ -408,6 +503,13 @@ class Launch:
                 process.wait(max(0.0, deadline - time.monotonic()))
             _send(process, signal.SIGKILL)
             process.wait()
+
+
+def _for_instance(instance: Instance) -> dict[str, str]:
+    """The environment variables that say how an instance is to run."""
+    # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
+    devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
+    return {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

@@ -533,7 +533,7 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
         size=_size(main, program),
         work=_work(runs),
         pieces=_pieces(main, program, ops),
-        precision=_precision(ir.options.precision, program.layout.target.platform),
+        precision=_precision(ir.options.precision, program.layout.destination.platform),
         seconds=program.compiled.seconds,
         memory=memory,
         runs=program.runs,
@@ -715,17 +715,16 @@ def _buffers(program: CompiledProgram, runs: Counter[Graph]) -> tuple[BufferRepo
 
 
 def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
-    copies = program.layout.transfers * program.replicas.per_device
     return tuple(
         StreamReport(
             name=s.tensor.name,
             direction="in" if s in program.inputs else "out",
             spec=brief(s.tensor),
             transfers=program.layout.counts.get(s, 0),
-            bytes=copies * size(s.tensor),
+            bytes=bytes,
             ipu=program.layout.ipu_of(s),
         )
-        for s in (*program.inputs, *program.outputs)
+        for s, bytes in program.layout.bytes_of_streams().items()
     )
 
 
@@ -806,7 +805,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
         return program.layout.ipu_of(thing) in (None, ipu)
 
     held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
-    copies = program.layout.transfers * program.replicas.per_device
+    streams = program.layout.bytes_of_streams()
     moments, _ = _steps(ir, program, ipu)
     temporaries = max((m.held + m.inside for m in moments), default=0)
     executables = program.executables()
@@ -819,8 +818,8 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
         name=f"IPU {ipu}",
         variables=sum(bytes for v, (bytes, _) in held.items() if here(v)),
         buffers=sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
-        arguments=copies * sum(size(s.tensor) for s in program.inputs if here(s)),
-        outputs=copies * sum(size(s.tensor) for s in program.outputs if here(s)),
+        arguments=sum(streams[s] for s in program.inputs if here(s)),
+        outputs=sum(streams[s] for s in program.outputs if here(s)),
         constants=sum(map(size, constants_of(ir.main_graph))),
         temporaries=temporaries,
         code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
@@ -837,7 +836,7 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
     moments = (Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve if piece.place == ipu)
     tensors = (
         LiveTensor(
-            name=f"{t.name}: {brief(t)}",
+            name=f"{t.path}: {brief(t)}",
             bytes=bytes,
             first=bisect_right(there, first) - 1,
             last=bisect_right(there, last) - 1,

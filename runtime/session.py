@@ -8,8 +8,8 @@ from __future__ import annotations
 import numbers
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -24,8 +24,9 @@ from popxl.looking.doubts import warn_of_doubts
 from popxl.looking.edits import Snapshot
 from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
-from popxl.streams import DeviceToHostStream, HostToDeviceStream
+from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import narrowed
+from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
@@ -36,6 +37,7 @@ from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 from runtime.timeline import Timeline
+from runtime.traces import traced
 
 __all__ = ["Session"]
 
@@ -114,6 +116,7 @@ class Session:
         self._known_host_data = ir.host_copies.version
         self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
+        self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of the variables that are other sessions'
         if self.is_attached and self._is_here:
             self.weights_from_host()
 
@@ -181,6 +184,17 @@ class Session:
         """
         return cost_of(self.program)
 
+    def communication(self) -> Sent:
+        """What the chips send each other in a run, as it was compiled, beside what the program says it sends:
+        `ir.communication()`. Nothing runs.
+
+        Example:
+            >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
+            >>> print(sent)
+            >>> assert not sent.differences  # nothing is sent that the program does not say
+        """
+        return sent_by(self._ir, self.program)
+
     def hlo(self) -> dict[str, str]:
         """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
 
@@ -190,18 +204,28 @@ class Session:
         """
         return texts(self.program)
 
-    def recording(self) -> AbstractContextManager[Timeline]:
+    def recording(self, folder: str | os.PathLike[str] | None = None) -> AbstractContextManager[Timeline]:
         """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
 
         Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
+
+        Args:
+            folder: where JAX's profiler writes what the devices do, instruction by instruction. XProf opens the folder
+                (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it, where
+                instructions have your names: of the op, its line and its graph. What XLA made one kernel of has the
+                name of the last op.
 
         Example:
             >>> with popxl.Session(ir) as session, session.recording() as timeline:
             ...     outputs = session.run(inputs)
             >>> print(timeline)
             >>> timeline.picture().save("timeline.svg")
+
+            >>> with session, session.recording("trace"):
+            ...     outputs = session.run(inputs)
         """
-        return self.program.recording()
+        timeline = self.program.recording()
+        return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
 
     def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
         """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
@@ -262,6 +286,11 @@ class Session:
             ...         outputs = session.run({streams["images"]: images, streams["labels"]: labels})
         """
         self._check_unchanged("save")
+        if self._owners:
+            raise PopxlError(
+                "Session.save: some variables are another session's, which is not in the file. Save a session that has "
+                "all of its own."
+            )
         with self._lock, self._ir.host_copies.lock:
             if self.is_attached and self._has_run and not self._has_read_only_data():
                 self.weights_to_host()
@@ -371,8 +400,9 @@ class Session:
 
         Args:
             inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
-                shape is that of the stream, after a leading dimension of `ir.num_host_transfers`, and then one of the
-                replicas that this process drives, each if it is above 1.
+                shape is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
+                replicas that this process drives, each if it is above 1: `host_shape(stream)`. What no op reads has to
+                be given, and is not sent.
             downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
@@ -398,7 +428,11 @@ class Session:
                 for v in self._variables:
                     v._in_sync = False
                 self._has_run = True  # before it is so: an interrupted run may have changed the variables
-            fetches = self.program.run(feeds)
+            if self._owners:
+                with self._alone():
+                    fetches = self.program.run(feeds)
+            else:
+                fetches = self.program.run(feeds)
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(
@@ -434,8 +468,15 @@ class Session:
     def _expected_outputs(self) -> set[DeviceToHostStream]:
         return set(self.program.outputs)
 
-    def host_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape of the host array of a stream of this shape, with the leading dimensions that `run` expects."""
+    def host_shape(self, shape: Iterable[int] | Stream) -> tuple[int, ...]:
+        """The shape of the host array of a stream, with the leading dimensions that `run` expects.
+
+        Args:
+            shape: the stream; or the shape of one that has no number of transfers of its own.
+        """
+        if isinstance(shape, Stream):
+            self._check_own("host_shape", shape.tensor)
+            return self.program.layout.host_shape(shape)
         return self.program.leading_dimensions + tuple(shape)
 
     _full_input_shape = host_shape
@@ -447,6 +488,66 @@ class Session:
     def _validate_run_inputs(self, inputs: Mapping[HostToDeviceStream, Any]) -> None:
         self._host_arrays.feeds(inputs, downcast=True)
 
+    # Variables of other sessions --------------------------------------------------------------------------------------
+
+    def use_variables_of(self, other: Session, variables: Mapping[Variable, Variable]) -> None:
+        """Have variables in common with another session, without a copy.
+
+        From now on the other session has them. Each run of this one finds there what the last run of either has left,
+        and leaves there what it changes. So a program that generates text follows one that trains, run by run.
+
+        The other session has to be attached whenever this one runs, and holds what is on the host: values are written
+        and saved there. `get_tensor_data` asks it.
+
+        Args:
+            other: a session on the same device.
+            variables: its variables, by those of this session. Those that this program does not use are left out;
+                `NamedTensors.to_mapping` pairs variables by their names.
+
+        Raises:
+            ValueError: if a variable has another shape, dtype or place there, if the other program does not use it, or
+                only reads what this one changes; for `other` this session, or one that has variables of it. Nothing has
+                changed then.
+            TypeError: if something else than a session, and variables, is given.
+
+        Example:
+            >>> def program() -> tuple[popxl.Ir, popxl.Tensor]:
+            ...     ir = popxl.Ir()
+            ...     with ir.main_graph:
+            ...         w = popxl.variable([1.0, 2.0], name="w")
+            ...         w += 1.0
+            ...     return ir, w
+            >>> (training, theirs), (sampling, mine) = program(), program()
+            >>> with popxl.Session(training) as trained, popxl.Session(sampling) as session:
+            ...     session.use_variables_of(trained, {mine: theirs})
+            ...     _ = trained.run(), session.run()
+            ...     print(session.get_tensor_data(mine))
+            [3. 4.]
+        """
+        if not isinstance(other, Session):
+            raise TypeError(f"Session.use_variables_of: `other` is {other!r} ({type(other).__name__}); not a session.")
+        if others := [t for pair in variables.items() for t in pair if not isinstance(t, Variable)]:
+            raise TypeError(f"Session.use_variables_of: expected variables, by variables; got {others}.")
+        if other is self or any(owner is self for owner, _ in other._owners.values()):
+            raise ValueError("Session.use_variables_of: `other` is this session, or has variables of this one.")
+        if self._is_here != other._is_here:
+            raise ValueError(f"Session.use_variables_of: {self._device} and {other._device}: one of them is not here.")
+        for mine, theirs in variables.items():
+            self._check_own("use_variables_of", mine)
+            other._check_own("use_variables_of", theirs)
+        with self._lock, other._lock:
+            if self._is_here:  # what is compiled for a machine elsewhere holds nothing, and does not run
+                self.program.use_variables_of(other.program, variables)
+            self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the block lasts, no session runs whose variables this one has. (They have none of this one's.)"""
+        with ExitStack() as locks:
+            for owner in sorted({owner for owner, _ in self._owners.values()}, key=id):
+                locks.enter_context(owner._lock)
+            yield
+
     # Variables ------------------------------------------------------------------------------------------------------
 
     @property
@@ -455,7 +556,7 @@ class Session:
         return self._has_run or self._known_host_data != self._ir.host_copies.version
 
     def _has_read_only_data(self) -> bool:
-        return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
+        return any(v.is_read_only for v in self._variables)
 
     def _upload(self) -> None:
         _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
@@ -497,8 +598,8 @@ class Session:
             self._has_run, self._known_host_data = False, version
             for v in self._variables:
                 v._in_sync = True
-                if isinstance(v.data, np.memmap):
-                    v.data.flush()
+                if (mapped := v._memmap_arr) is not None:
+                    mapped.flush()
 
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
@@ -528,6 +629,10 @@ class Session:
                 raise ValueError(
                     f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
                 )
+        if self._owners and any(t in self._owners for t in wanted):
+            known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
+            rest = self.get_tensors_data([t for t in wanted if t not in known])
+            return {t: known[t] if t in known else rest[t] for t in wanted}
         with self._lock, self._ir.host_copies.lock:
             if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
                 if self.is_attached and self._is_here:
@@ -538,6 +643,10 @@ class Session:
                         "was not copied to the host before the session was left."
                     )
             return {t: self._numbers(t) for t in wanted}
+
+    def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
+        owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
+        return owner.get_tensor_data(theirs)
 
     def _numbers(self, t: Variable | Constant) -> np.ndarray:
         """The host copy; for a variable that is read from all replicas, a row for each of them."""
@@ -598,7 +707,10 @@ class Session:
                 f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
             )
         self._check_own("write_variable_data", t)
-        if not t.data.flags.writeable:
+        if t in self._owners:
+            owner, theirs = self._owners[t]
+            raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
+        if t.is_read_only:
             raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
         wanted = t.dtype.as_numpy()
         if isinstance(data, numbers.Number):

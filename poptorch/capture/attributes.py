@@ -110,7 +110,8 @@ def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
     """Check that a block leaves every parameter and buffer where it is, and restore them in any case.
 
-    What is new is removed. Batch norms may do what they like.
+    What is new is removed. Batch norms may do what they like. What a module is moved to (`self.layer.half()`) it has
+    for the rest of the block.
 
     Args:
         module: the module whose `forward` runs in the block.
@@ -128,13 +129,42 @@ def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
         for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
             places.append((kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors)))
     try:
-        yield
+        with _moving() as moved:
+            yield
         for kind, prefix, exempt, tensors, before in places:
             for name, tensor in before.items():
-                if not exempt and tensors.get(name) is not tensor:
+                is_there = tensors.get(name) is moved.get((id(tensors), name), tensor)
+                if not exempt and not is_there:
                     raise _rebound(kind, prefix + name, name in tensors, tensor is None)
     finally:
         _set((tensors, before) for _, _, _, tensors, before in places)
+
+
+@contextmanager
+def _moving() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
+    """Have `Module.to` and its like replace parameters and buffers by what becomes of them.
+
+    PyTorch changes them where they are, which tensors without numbers cannot do. Gives those that were replaced, by
+    the dictionary that holds them and their name.
+    """
+    kind: Any = torch.nn.Module
+    apply = kind._apply
+    moved: dict[tuple[int, str], torch.Tensor] = {}
+
+    def replace(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and (other := function(tensor)) is not tensor:
+                    tensors[name] = moved[id(tensors), name] = other
+        return module
+
+    kind._apply = replace
+    try:
+        yield moved
+    finally:
+        kind._apply = apply
 
 
 def _rebound(kind: str, name: str, is_there: bool, was_none: bool) -> Exception:

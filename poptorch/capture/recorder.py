@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
+from poptorch.capture.frozen import Frozen, found
 from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
@@ -119,9 +120,11 @@ class Recorder:
         ambient: what holds for ops that arrive: the block they are in, and so on.
         excludes: parts of the paths of files in which nobody wants to be told that an op was made.
         is_models: whether a tensor of the host belongs to the model, as an attribute.
+        module: the module that is captured, if any.
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
+        frozen: tensors of the host whose numbers have become a part of the program.
         read: the buffers whose numbers were asked for, by name, and where that was first.
     """
 
@@ -130,12 +133,15 @@ class Recorder:
         ambient: Ambient,
         excludes: Sequence[str] = (),
         is_models: Callable[[torch.Tensor], bool] = lambda t: False,
+        module: torch.nn.Module | None = None,
     ) -> None:
         self.scopes: list[str] = []
+        self.frozen: list[Frozen] = []
         self.read: dict[str, SourceLocation] = {}
         self._ambient = ambient
         self._excludes = tuple(excludes)
         self._is_models = is_models
+        self._module = module
         self._frames = [_Frame()]
         self._seen: dict[int, _Seen] = {}
         self._cells: dict[int, _Cell] = {}
@@ -220,6 +226,12 @@ class Recorder:
         """Note that a tensor has these numbers, which nobody else writes to."""
         node = self.node("poptorch.constant", "", {"data": Data(numbers)})
         self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
+
+    def new_made(self, t: torch.Tensor) -> Value:
+        """A value that is there from here on, and that nothing in the program makes: the host has made it."""
+        value = self._new(Value(tuple(t.shape), t.dtype))
+        self._introduce(t, value)
+        return value
 
     def write(self, t: torch.Tensor, value: Value) -> None:
         """Have a tensor, and all that look at the same storage, hold a new value."""
@@ -320,32 +332,54 @@ class Recorder:
                     "function that is taken as a whole, by PyTorch's own backward pass, or when the model was compiled "
                     "before, and kept since. Make it in `forward`, from what `forward` is given."
                 )
-            self._check_frozen(t)
+            named = self._check_frozen(t)
             with without_modes():
                 numbers = t.detach().clone()
+                frozen = None if named is None else found(t, numbers, self._module, named)
+            if frozen is not None:
+                self._note_frozen(frozen)
             self.new_constant(t, numbers)
             return self._seen[id(t)]
         lens = _lens(cell.place, _Place.of(t), t.dtype)
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
 
-    def _check_frozen(self, t: torch.Tensor) -> None:
+    def _note_frozen(self, frozen: Frozen) -> None:
+        """Keep a tensor of the host in mind, and tell of one that no module has."""
+        self.frozen.append(frozen)
+        if not frozen.of_module:
+            logger.warning(
+                "`%s` is a tensor of the host in an object that is no module. Its numbers are a part of the program "
+                "from now on (%s). If they are to change, give them to the model as an argument, or have the module "
+                "own them as a buffer (`register_buffer`).",
+                frozen.text,
+                self.source(),
+            )
+
+    def _check_frozen(self, t: torch.Tensor) -> Mapping[str, Any] | None:
         """Check that a tensor of the host, whose numbers become a part of the program, is a constant of the model.
 
         Those that the program names, as a variable of a file or of a function around, may change afterwards; and so
         may what is in a list, tuple or dictionary that it names.
+
+        Returns:
+            What the user's functions name that are running; `None` for a tensor that a capture has made.
         """
         if getattr(t, _MADE_IN_CAPTURE, False):
-            return
+            return None
+        known: dict[str, Any] = {}
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "_capture":  # who calls the model may name what they like
             code = frame.f_code
             named = {name: frame.f_globals.get(name) for name in code.co_names}
             named |= {name: frame.f_locals.get(name) for name in code.co_freevars}
             names = [text for name, value in named.items() if (text := _text_of(name, value, t)) is not None]
-            if names and frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            is_users = frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
+            if is_users:
+                known |= frame.f_locals | named
+            if names and is_users:
                 if self._is_models(t):
-                    return
+                    break
                 raise createPoptorchError(
                     f"`{names[0]}` is a tensor of the host, {tuple(t.shape)} of {t.dtype}, and neither a parameter, a "
                     f"buffer, an input nor a constant of the module. It is used here ({self.source()}), where its "
@@ -353,6 +387,7 @@ class Recorder:
                     "buffer (`register_buffer`), or as an attribute if it never changes."
                 )
             frame = frame.f_back
+        return known
 
     # Ops ------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
     torch.set_rng_state(state)            # and what is drawn after this is what was drawn after that
 
 The device has a generator of its own, so the numbers are others than on the CPU. The host's generator stays as it is.
+A `torch.Generator` of the user's draws on the host; one that `forward` makes is known by its class, `Remade`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,31 @@ from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Node
 from poptorch.errors import createPoptorchError
 
-__all__ = ["SEEDING", "seeding"]
+__all__ = ["SEEDING", "Remade", "seeding"]
 
 SEEDING = frozenset(f"poptorch.{name}" for name in ("manual_seed", "get_rng_state", "set_rng_state"))
 """Names of the ops that are written down. What is done in a function that is called ends with it, so these are not."""
+
+
+_torch_generator: Any = torch.Generator
+
+
+class _Kind(type(_torch_generator)):  # type: ignore[misc]
+    """What is an instance of `torch.Generator` is one of `Remade`, too, which takes its place."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _torch_generator)
+
+
+class Remade(_torch_generator, metaclass=_Kind):
+    """A generator that `forward` makes anew in each run."""
+
+    @staticmethod
+    def at(state: torch.Tensor) -> torch.Generator:
+        """Another one, in this state."""
+        made: torch.Generator = _torch_generator()
+        made.set_state(state)
+        return made
 
 
 class _Generator:
@@ -87,8 +109,23 @@ def seeding(recorder: Recorder) -> Iterator[None]:
     """Have a recorder hear of what is done to the generator in a block."""
     functions: Any = torch.random
     before = functions.default_generator
+    with without_modes():
+        start, seed = before.get_state(), before.initial_seed()
     functions.default_generator = _OfThisThread(_Generator(before, recorder), before)
+    namespace: Any = torch
+    namespace.Generator = Remade
     try:
         yield
     finally:
         functions.default_generator = before
+        namespace.Generator = _torch_generator
+    with without_modes():
+        now = before.get_state()
+        is_seeded = torch.equal(now, _torch_generator().manual_seed(before.initial_seed()).get_state())
+        if before.initial_seed() != seed or is_seeded and not torch.equal(now, start):
+            before.set_state(start)
+            raise createPoptorchError(
+                "`forward` seeds `torch.default_generator`, the generator of the host, which would have no effect: the "
+                "device has a generator of its own. Seed that one with `torch.manual_seed(0)`, or with "
+                "`options.randomSeed(0)`."
+            )

@@ -16,8 +16,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from poptorch.base.structures import structure_of
+from poptorch.capture.composed import COMPOSED
+from poptorch.capture.cuts import Cuts
+from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.recorder import Recorder
+from poptorch.capture.seeding import Remade
 from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
@@ -79,14 +84,18 @@ class Tracer:
         excludes: Sequence[str],
         keeps_whole: bool = True,
         module: torch.nn.Module | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
-        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module))
+        self._cuts = cuts
+        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module), module)
         self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
         self._has_whole = False
         self._derives = not keeps_whole
         self._lowered = lowered
         self._suspended = False
+        self._generator: torch.Generator | None = None
+        self._drawn_last: dict[torch.Generator, list[torch.Tensor]] = {}
         self._fake = fake_mode()
         self._ops, self._functions = _Ops(self), _Functions(self)
 
@@ -153,6 +162,9 @@ class Tracer:
             results = function(*args, **kwargs)
             return self.loss(results) if whole.op in LOSSES else results
         given = whole.arguments(function, args, kwargs)
+        if given is None and whole.otherwise is not None:
+            with self._functions:
+                return whole.otherwise(*args, **kwargs)
         if given is None:
             return function(*args, **kwargs)
         if given.pop("inplace", False):
@@ -193,6 +205,8 @@ class Tracer:
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives that reads the numbers of a tensor."""
         numbers = None if in_transform() else self.recorder.numbers_of(args[0])
+        if numbers is None and function not in _NEVER_CUT and self._may_cut:
+            return self._made_by_host(function, args, kwargs)
         if numbers is None:
             raise createPoptorchError(
                 f"{CANNOT_READ} It is needed here ({self.recorder.source()}): {function.__name__}."
@@ -230,7 +244,7 @@ class Tracer:
         Raises:
             poptorch.Error: if it is not: the shape of the result is made from it.
         """
-        if num_classes == -1 and not self.is_known(input):
+        if num_classes == -1 and not self.is_known(input) and not self._may_cut:
             raise createPoptorchError(
                 "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
                 f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self.recorder.source()})."
@@ -245,7 +259,10 @@ class Tracer:
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
         given = _by_name(op, args, kwargs)
-        self._check_generator(op, given.pop("generator", None))
+        generator = given.pop("generator", None)
+        if generator is not None and generator is not torch.default_generator:
+            with self._ops:  # what PyTorch hands on to ops stands for the user's generator, and is another object
+                return self._drawn(op, self._generator or generator, args, kwargs)
         written = {name: given[name] for name in written_arguments(op) if name in given}
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
@@ -263,9 +280,9 @@ class Tracer:
             results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
         except UNREADABLE:
             results = self._known(op, args, kwargs)
-            if results is None:
+            if results is None and not self._may_cut:
                 raise
-            return results
+            return self._made_by_host(op, args, kwargs) if results is None else results
         moves = torch.Tag.inplace_view in op.tags
         if moves:
             self.recorder.moved(args[0])
@@ -285,15 +302,39 @@ class Tracer:
                 self.recorder.results(node, results)
         return results
 
-    def _check_generator(self, op: torch._ops.OpOverload, generator: torch.Generator | None) -> None:
-        """Check that an op draws from the generator that the device has."""
-        if generator is not None and generator is not torch.default_generator:
-            raise createPoptorchError(
-                f"{op._opname} ({self.recorder.source()}) has a `generator` of its own, which would have no effect: "
-                "the device has one generator. Leave it out, and seed that one with `options.randomSeed(0)`, or in "
-                "`forward` with `torch.manual_seed(0)`. Numbers that are to be those of the generator are made "
-                "before: in `__init__`, as a buffer, or as an argument of the model."
-            )
+    def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+        """What an op draws from a generator of the user's: on the host, whenever the program comes there.
+
+        One that `forward` makes is another one in each run, and the same as ever: it gives constants.
+        """
+        kwargs = {**kwargs, "generator": None}
+        given = structure_of((args, kwargs), op._opname)
+        tensors = given.tensors((args, kwargs))
+        is_in_place = op._schema.arguments[0].alias_info is not None
+
+        def draw(generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+            args = (args[0].clone(), *args[1:]) if is_in_place else args
+            return op(*args, **{**kwargs, "generator": generator})
+
+        function = HostFunction(op._opname, lambda *args, **kwargs: draw(generator, args, kwargs), given)
+        if type(generator) is Remade:  # others seem to be of it, too
+            state = generator.get_state()
+            with self.suspended(), without_modes():
+                zeros = given.rebuild([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
+                drawn = draw(generator, *zeros)
+            if is_in_place or not tensors:
+                made = self._constant(drawn)
+                return args[0].copy_(made) if is_in_place else made
+            function = HostFunction(op._opname, lambda *args, **kwargs: draw(Remade.at(state), args, kwargs), given)
+
+        def compute(**_: Any) -> Any:
+            return torch.empty_like(args[0]) if is_in_place else op(*args, **kwargs)
+
+        before = self._drawn_last.get(generator, [])  # what is drawn first is known before what is drawn then
+        parts = {"inputs": [*tensors, *before], "function": function, "name": op._opname}
+        made = self.record("poptorch.cpu", compute, parts, True)
+        self._drawn_last[generator] = [made.reshape(-1)[:1]]
+        return args[0].copy_(made) if is_in_place else made
 
     def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """What an op gives that reads numbers; `None` if these are not known before the model runs."""
@@ -307,6 +348,39 @@ class Tracer:
             args, kwargs = pytree.tree_unflatten(known, structure)
             results = op(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, self._constant, results)
+
+    @property
+    def _may_cut(self) -> bool:
+        """Whether the program may end here, for the host to look."""
+        return self._cuts is not None and not (self.recorder.is_inside or in_transform())
+
+    def _made_by_host(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function makes whose result depends on numbers that a run decides on: the program is cut here."""
+        assert self._cuts is not None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        values = [self.recorder.value_of(leaves[i]) for i in places]
+        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
+            given = list(others)
+            for i, t in zip(places, tensors, strict=True):
+                given[i] = t
+            args, kwargs = pytree.tree_unflatten(given, structure)
+            return function(*args, **kwargs)
+
+        source = self.recorder.source()
+        with self.suspended(), without_modes():
+            cut, made = self._cuts.cut(len(self.recorder.trace.nodes), values, run, source)
+
+        def begin(t: torch.Tensor) -> torch.Tensor:
+            fake = self.fake(t.detach())
+            cut.made.append(self.recorder.new_made(fake))
+            return fake
+
+        result = pytree.tree_map_only(torch.Tensor, begin, made)
+        self._cuts.know(cut, made)
+        return result
 
     def _constant(self, numbers: torch.Tensor) -> torch.Tensor:
         t = self.fake(numbers)
@@ -326,10 +400,13 @@ class Tracer:
                 continue
             mask = self.recorder.numbers_of(index)
             if mask is None:
-                return None
+                if not self._may_cut:
+                    return None
+                places += self._made_by_host(_places_of, (index,), {})
+                continue
             with without_modes():
-                found = mask.nonzero().unbind(1)
-            places += [self._constant(numbers.contiguous()) for numbers in found]
+                found = _places_of(mask)
+            places += [self._constant(numbers) for numbers in found]
         return self.op(torch.ops.aten.index.Tensor, (t, places), {})
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
@@ -383,12 +460,16 @@ class _Functions(TorchFunctionMode):
                 tracer.check_classes(*args, **(kwargs or {}))
             if func in _DIFFERENTIATING:
                 tracer.differentiate()
+            tracer._generator = (kwargs or {}).get("generator")
             if func in _READING:
                 return tracer.read(func, args, kwargs or {})
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
                 tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
+            if (composed := _composed(func)) is not None:
+                with self:
+                    return composed(*args, **(kwargs or {}))
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs or {}))
@@ -400,6 +481,15 @@ class _Functions(TorchFunctionMode):
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
 """Functions in which numbers leave PyTorch without an op of its."""
+
+
+_NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
+"""Those whose result says nothing to the program, or something else in each run."""
+
+
+def _places_of(mask: torch.Tensor) -> list[torch.Tensor]:
+    """Where a mask is true, along each of its dimensions."""
+    return [numbers.contiguous() for numbers in mask.nonzero().unbind(1)]
 
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -417,6 +507,13 @@ def _by_function() -> dict[Any, Whole]:
 def _whole(function: Any) -> Whole | None:
     try:
         return _by_function().get(function)
+    except TypeError:  # it cannot be hashed
+        return None
+
+
+def _composed(function: Any) -> Callable[..., Any] | None:
+    try:
+        return COMPOSED.get(function)
     except TypeError:  # it cannot be hashed
         return None
 

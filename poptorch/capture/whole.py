@@ -10,10 +10,10 @@ from math import comb
 from typing import Any
 
 import torch
-from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from poptorch.capture.composed import packed
 from poptorch.errors import createPoptorchError
 
 __all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation", "with_masks_of_bools"]
@@ -31,6 +31,7 @@ class Whole:
         applies: whether it is to be kept whole, with these arguments.
         shaped_as: a function that gives results of the right shapes and dtypes for the same arguments, by name, where
             PyTorch's own would look at numbers in tensors. Left out, it is PyTorch's own.
+        otherwise: what is run with arguments with which it is not kept whole. Left out, it is the function.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Whole:
     writes: Callable[[Mapping[str, Any]], list[torch.Tensor]] = lambda given: []
     applies: Callable[[Mapping[str, Any]], bool] = lambda given: True
     shaped_as: Callable[..., Any] | None = None
+    otherwise: Callable[..., Any] | None = None
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
         """The arguments by name, defaults too; `None` if the function is not to be kept whole with them."""
@@ -229,6 +231,24 @@ def _shaped_as_corrcoef(input: torch.Tensor) -> torch.Tensor:
     return _shaped_as_cov(input)
 
 
+def _shaped_as_grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Of any dtype: PyTorch's own, without numbers, knows that of its fastest kernel alone."""
+    if bias is not None:
+        raise createPoptorchError("grouped_mm: `bias` is not supported, as in PyTorch. Add it to the result.")
+    if mat_a.dim() == mat_b.dim() == 2:
+        assert offs is not None
+        return (mat_a @ mat_b).expand(len(offs), -1, -1).to(out_dtype or mat_a.dtype, copy=True)
+    first, second = (t[0] if t.dim() > other.dim() else t for t, other in ((mat_a, mat_b), (mat_b, mat_a)))
+    return (first @ second).to(out_dtype or mat_a.dtype)
+
+
 def _shaped_as_lstsq(
     input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
@@ -242,13 +262,6 @@ def _shaped_as_lstsq(
     solution = solution.squeeze(-1) if vectors else solution
     results = (solution, residuals, rank, values)
     return torch.return_types.linalg_lstsq(results)  # type: ignore[attr-defined]
-
-
-def _no_flex_attention(**given: Any) -> Any:
-    raise createPoptorchError(
-        "flex_attention is not supported. Use `torch.nn.functional.scaled_dot_product_attention`, with what is added "
-        "to the scores, or a mask of bools, as its `attn_mask`."
-    )
 
 
 WHOLE: tuple[Whole, ...] = (
@@ -296,7 +309,7 @@ WHOLE: tuple[Whole, ...] = (
     _whole(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
     _whole(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
     Whole("aten.linalg_lstsq", (torch.linalg.lstsq,), like=_shaped_as_lstsq, shaped_as=_shaped_as_lstsq),
-    Whole("torch.flex_attention", (flex_attention,), like=lambda *given, **named: None, shaped_as=_no_flex_attention),
+    _whole(F.grouped_mm, torch._grouped_mm, like=_shaped_as_grouped_mm, shaped_as=_shaped_as_grouped_mm),
     _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
     _whole(F.linear, like=lambda input, weight, bias=None: None),
     _whole(F.bilinear, like=lambda input1, input2, weight, bias=None: None),
@@ -315,7 +328,7 @@ WHOLE: tuple[Whole, ...] = (
     *_along_a_dim(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
     _whole(F.scaled_dot_product_attention, like=_attention),
     _whole(F.multi_head_attention_forward),
-    *(Whole(f"torch.{f.__name__}", (f,), like=_recurrent, applies=_with_rows) for f in _RECURRENT),
+    *(Whole(f"torch.{f.__name__}", (f,), like=_recurrent, applies=_with_rows, otherwise=packed(f)) for f in _RECURRENT),
     *(_whole(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
     _whole(F.dropout),
     _whole(F.embedding, applies=lambda given: given["max_norm"] is None),

@@ -48,15 +48,21 @@ def scaled_dot_product_attention(
 # Several heads --------------------------------------------------------------------------------------------------------
 
 
+def _batch_first(t: popxl.Tensor) -> popxl.Tensor:
+    """`[time, batch, features]` as `[batch, time, features]`, and the other way round."""
+    return ops.transpose(t, (1, 0, 2))
+
+
 def _heads(t: popxl.Tensor, count: int) -> popxl.Tensor:
-    """`[time, batch, features]` as `[batch, heads, time, features of a head]`."""
-    length, batch, width = t.shape
-    return ops.transpose(ops.reshape(t, (length, batch, count, width // count)), (1, 2, 0, 3))
+    """`[batch, time, features]` as `[batch, heads, time, features of a head]`."""
+    batch, length, width = t.shape
+    return ops.transpose(ops.reshape(t, (batch, length, count, width // count)), (0, 2, 1, 3))
 
 
-def _appended(t: popxl.Tensor, row: popxl.Tensor, axis: int) -> popxl.Tensor:
-    shape = (*t.shape[:axis], 1, *t.shape[axis + 1 :])
-    return ops.concat([t, broadcast(together(row, t.dtype), shape=shape)], axis)
+def _appended(t: popxl.Tensor, row: popxl.Tensor) -> popxl.Tensor:
+    """Keys or values, and a row more for each head."""
+    shape = (*t.shape[:2], 1, t.shape[3])
+    return ops.concat([t, broadcast(together(row, t.dtype), shape=shape)], 2)
 
 
 def _thirds(t: Optional) -> Sequence[Optional]:
@@ -107,19 +113,24 @@ def multi_head_attention_forward(
     given, single = [query, key, value], len(query.shape) == 2
     if single:
         given = [ops.reshape(t, (t.shape[0], 1, t.shape[1])) for t in given]
+    # PyTorch's modules have the time first here, also where the batch is first outside. XLA finds no way past a product
+    # to undo that; two transpositions in a row cost nothing.
+    batch_first = {t: _batch_first(t) for t in given}
+    given = [batch_first[t] for t in given]
     if query is key is value and in_proj_weight is not None:  # one product for all
-        q, k, v = ops.split(linear(given[0], in_proj_weight, in_proj_bias), 3, axis=2)
+        found = linear(given[0], in_proj_weight, in_proj_bias)
+        heads = ops.reshape(found, (*found.shape[:2], 3, num_heads, found.shape[2] // (3 * num_heads)))
+        q, k, v = (ops.reshape(t, t.shape[1:]) for t in ops.split(ops.transpose(heads, (2, 0, 3, 1, 4)), 3, axis=0))
     else:
         own = [q_proj_weight, k_proj_weight, v_proj_weight]
         weights = own if use_separate_proj_weight else _thirds(in_proj_weight)
         projected = zip(given, weights, _thirds(in_proj_bias), strict=True)
-        q, k, v = (linear(t, weight, bias) for t, weight, bias in projected)  # type: ignore[arg-type]
+        q, k, v = (_heads(linear(t, weight, bias), num_heads) for t, weight, bias in projected)  # type: ignore[arg-type]
+    batch, _, length, of_head = q.shape
     if bias_k is not None and bias_v is not None:
-        k, v = _appended(k, bias_k, 0), _appended(v, bias_v, 0)
-    length, batch, width = q.shape
-    q, k, v = (_heads(t, num_heads) for t in (q, k, v))
+        k, v = (_appended(t, _heads(row, num_heads)) for t, row in ((k, bias_k), (v, bias_v)))
     if add_zero_attn:
-        k, v = (_appended(t, popxl.constant(0.0, t.dtype), 2) for t in (k, v))
+        k, v = (_appended(t, popxl.constant(0.0, t.dtype)) for t in (k, v))
     more = (bias_k is not None) + add_zero_attn
     masks = [_wider(mask, by=more) if more else mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     if attn_mask is not None and len(attn_mask.shape) == 3:
@@ -129,13 +140,13 @@ def multi_head_attention_forward(
     dropout_p = dropout_p if training else 0.0
 
     def output(mixed: popxl.Tensor) -> popxl.Tensor:
-        rows = ops.reshape(ops.transpose(mixed, (2, 0, 1, 3)), (length, batch, width))
+        rows = ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (batch, length, num_heads * of_head))
         out = linear(rows, out_proj_weight, out_proj_bias)
-        return ops.reshape(out, (length, width)) if single else out
+        return ops.reshape(out, out.shape[1:]) if single else _batch_first(out)
 
     if not need_weights:
         return [output(ops.attention(q, k, v, _seen(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p)))]
-    scores = ops.matmul(q * (1 / math.sqrt(width // num_heads)), _transposed(k))
+    scores = ops.matmul(q * (1 / math.sqrt(of_head)), _transposed(k))
     for mask in masks:
         scores = _left_out(scores, mask)
     # Not as above: the weights of a query that sees no key are NaN, as in PyTorch.

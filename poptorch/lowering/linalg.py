@@ -37,6 +37,30 @@ _multiplies("aten.mv", "vec")
 _multiplies("aten.dot", "tensor")
 
 
+@jax_op(title="GroupedMatMul")
+@rounded_once
+def _grouped_mm(a: Any, b: Any, ends: Any = None) -> Any:
+    """A product for each group. Of a matrix, the groups follow each other; `ends` says where each of them does."""
+    if a.ndim == b.ndim == 3:
+        return a @ b
+    sizes = jnp.diff(ends, prepend=0)
+    if b.ndim == 3:
+        return lax.ragged_dot(a, b, sizes)
+    if a.ndim == 3:
+        return lax.ragged_dot(b.T, a.swapaxes(1, 2), sizes).T
+    places = jnp.arange(b.shape[0])
+    is_in = (places < ends[:, None]) & (places >= (ends - sizes)[:, None])
+    return jnp.where(is_in[:, None], a, 0) @ b
+
+
+@lowers("torch.grouped_mm")
+def grouped_mm(
+    mat_a: popxl.Tensor, mat_b: popxl.Tensor, offs: popxl.Tensor | None = None, bias: None = None, out_dtype: Any = None
+) -> popxl.Tensor:
+    a, b = promoted(mat_a, mat_b)
+    return _grouped_mm(a, b) if offs is None else _grouped_mm(a, b, offs)
+
+
 def _rows(t: popxl.Tensor) -> popxl.Tensor:
     """All dimensions but the last as one."""
     return ops.reshape(t, (-1, t.shape[-1]))

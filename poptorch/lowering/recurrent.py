@@ -46,7 +46,7 @@ def _rnn_relu(from_input: Any, from_state: Any, state: State) -> State:
 _Step = Callable[[Any, Any, State], State]
 
 
-# A layer: a loop over time --------------------------------------------------------------------------------------------
+# A layer: a loop over time -------------------------------------------------------------------------------------------
 
 
 @jax.custom_vjp

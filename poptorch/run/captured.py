@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from poptorch.base.structures import structure_of
+from poptorch.base.structures import Answer, Changes
+from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.recorder import Data
@@ -34,8 +35,9 @@ def captured_model(
     options: Options,
     training: bool,
     grouped: list[str],
-) -> Captured:
-    """A model, captured for arguments with such tensors, and found to be one that can be compiled.
+    cuts: Cuts | None = None,
+) -> tuple[Captured, Answer]:
+    """A model, captured for arguments with such tensors, and found to be one that can be compiled; and its answer.
 
     Raises:
         poptorch.Error: if it does nothing with tensors, or something that no program does; if its blocks or overlapped
@@ -45,9 +47,16 @@ def captured_model(
         torch.empty(batching.micro_batch_shape(leaf.shape, leaf.name), dtype=leaf.dtype) for leaf in signature.leaves
     ]
 
+    answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
+
     def forward(tensors: list[torch.Tensor]) -> Any:
         args, kwargs = signature.arguments(tensors)
-        return model(*args, **kwargs)
+        objects = signature.objects(args, kwargs)
+        changes = Changes(objects)
+        result = model(*args, **kwargs)
+        changed = changes.found()
+        answers[:] = [Answer(result, changed, objects)]
+        return result, changed
 
     with capturing(options.execution_strategy) as ambient:
         captured = capture(
@@ -56,15 +65,17 @@ def captured_model(
             module,
             ambient=ambient,
             lowered=has_lowering,
-            flatten=lambda result: structure_of(result, "result").tensors(result),
+            flatten=lambda returned: answers[0].tensors(returned),
             grouped=grouped,
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
+            cuts=cuts,
         )
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
-    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
+    is_cut = cuts is not None and bool(cuts.found)
+    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not is_cut:
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
     if options.Precision.floating_point_exceptions:
         _watch_comparisons(captured.trace)
@@ -73,7 +84,7 @@ def captured_model(
         check_overlapped_io(options, options.output_mode)
     options._Popart.check()
     check_placement([node.site for node in captured.trace.nodes], options, training)
-    return captured
+    return captured, answers[0]
 
 
 def _check_overlaps(captured: Captured) -> None:

@@ -1,7 +1,7 @@
 """`Compiled`: a compiled model, and what goes to and comes from its device.
 
-It is made of a model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and one
-structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
+It is made of a captured model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and
+one structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
 `poptorch.run.executor`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -20,8 +20,11 @@ import torch
 
 import popxl
 from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
-from poptorch.base.structures import Structure, result_structure
+from poptorch.base.logging_ import logger
+from poptorch.base.structures import Structure
+from poptorch.capture.frozen import Frozen
 from poptorch.capture.host_function import HostFunction
+from poptorch.capture.model import Captured
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
@@ -29,7 +32,7 @@ from poptorch.program.batching import Batching, Feeder
 from poptorch.program.program import Program, Returned
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import captured_model, constant_of, host_functions_of
+from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.devices import chosen_device
 from poptorch.run.times import Times
 from popxl.errors import DeviceError
@@ -111,6 +114,7 @@ class Compiled:
         host_functions: those that the program calls.
         read: the buffers whose numbers are a part of the program, with these numbers.
         is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
+        frozen: tensors of the host whose numbers are a part of the program.
 
     Attributes:
         signature, ends, session, seed, read: as given.
@@ -132,6 +136,7 @@ class Compiled:
         host_functions: Iterable[HostFunction] = (),
         read: Mapping[str, torch.Tensor] | None = None,
         is_synthetic: bool = False,
+        frozen: Iterable[Frozen] = (),
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
@@ -139,6 +144,7 @@ class Compiled:
         self.read = dict(read or {})
         self.anchored: dict[str, torch.Tensor] = {}
         self._checks, self._is_synthetic = checks, is_synthetic
+        self._frozen = list(frozen)
         self._problems: list[Exception] = []
         functions = list(host_functions)
         for function in functions:
@@ -169,39 +175,36 @@ class Compiled:
     def of(
         cls,
         ir: popxl.Ir,
-        model: Callable[..., Any],
-        module: torch.nn.Module | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        captured: Captured,
+        answer: Structure,
+        signature: Signature,
+        batching: Batching,
         options: Options,
         *,
         update: Update | None = None,
         count: int = 0,
-        groupings: Mapping[str, popxl.ReplicaGrouping],
-        grouped: Iterable[str],
+        groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
         host: Mapping[str, np.ndarray],
-        anchors: Mapping[str, Returned],
+        anchors: Mapping[str, Returned] | None = None,
         seed: int,
     ) -> Compiled:
-        """Capture a model, write it as a program and compile that.
+        """Write a captured model as a program, and compile that.
 
         Args:
             ir: an empty Ir for the program.
-            model: what is called: the module, or a function.
-            module: the module whose parameters and buffers it uses, if any.
-            args, kwargs: arguments as they will come, with the rows of a whole run.
+            captured: the model.
+            answer: the structure of what it returns.
+            signature: what it was captured for.
+            batching: how rows are dealt.
             options: the options.
             update: the optimiser, for training.
             count: how many variable numbers it has.
             groupings: of the parameters that differ between groups of replicas.
-            grouped: names of the parameters with a dimension for such groups, be it only one.
             host: the values of parameters and buffers.
             anchors: the tensors to anchor, by the names that the user gives them.
             seed: what random numbers begin with.
         """
-        signature = Signature(module.forward if module is not None else model, args, kwargs)
-        batching = Batching.of(options, update is not None)
-        captured = captured_model(model, module, signature, batching, options, update is not None, list(grouped))
+        anchors = anchors or {}
         mode, period = options.output_mode, options.output_return_period
         outputs = captured.trace.outputs
         constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
@@ -210,7 +213,9 @@ class Compiled:
         returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
         names = [leaf.name for leaf in signature.leaves]
         title = options.model_name or ("training" if update is not None else "inference")
-        program = Program(ir, captured, names, host, batching, options, returned, update, count, groupings, seed, title)
+        program = Program(
+            ir, captured, names, host, batching, options, returned, update, count, groupings or {}, seed, title
+        )
         labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
         results = [
             Result(program.spec(each).shape, program.count(each), label)
@@ -223,7 +228,7 @@ class Compiled:
         return cls(
             signature,
             batching,
-            result_structure(captured.result),
+            answer,
             constants,
             results,
             list(captured.written_inputs),
@@ -234,18 +239,26 @@ class Compiled:
             host_functions_of(captured.trace),
             captured.read,
             options.synthetic_data,
+            captured.frozen,
         )
 
     # Running --------------------------------------------------------------------------------------------------------
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
         """Run the program once on the tensors of a call, as `signature.check` returns them. Returns the result.
+
+        Args:
+            tensors: the tensors.
+            objects: the objects among the arguments, as `signature.objects` returns them. What the model does to their
+                attributes is done to them.
 
         Raises:
             poptorch.Error: for what the running program meets; if a tensor that is overwritten shares its memory with
                 another.
             Exception: whatever a function raises that the program calls on the host.
         """
+        if self._frozen:
+            self._tell_frozen()
         if self.rewritten:
             self._check_apart(tensors)
         asked = perf_counter()
@@ -270,7 +283,7 @@ class Compiled:
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
         self._moments = asked, given, ready, perf_counter()  # all at once, as other threads set them, too
-        return self._rebuilt(tensors, results)
+        return self._rebuilt(tensors, results, objects)
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that what the model overwrites is no part of another argument, which would have to change with it."""
@@ -314,7 +327,7 @@ class Compiled:
         leading = [n for n in (result.count, self.batching.groups.replicas) if n > 1]
         return self.batching.join(np.empty((*leading, *result.shape), np.bool), result.shape).shape
 
-    def _rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor]) -> Any:
+    def _rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor], objects: Sequence[Any]) -> Any:
         """The result of a call, of all that the program returned."""
         of_model = results
         if len(results) > self._count:
@@ -331,13 +344,26 @@ class Compiled:
             of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
         for t in of_model:
             t.__dict__.update(_OF_A_RESULT)
-        return self.structure.rebuild(of_model)
+        return self.structure.rebuild(of_model, objects)
 
     def _zeros(self, outputs: Any) -> dict[popxl.DeviceToHostStream, np.ndarray]:
         """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
-        return {s: np.zeros(self.session.host_shape(s.shape), s.dtype.as_numpy()) for s in self.ends.outputs}
+        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.ends.outputs}
+
+    def _tell_frozen(self) -> None:
+        """Tell once of each tensor of the host that has changed, without effect: the program has its numbers."""
+        changed = [(each, what) for each in self._frozen if (what := each.change())]
+        self._frozen = [each for each in self._frozen if all(each is not told for told, _ in changed)]
+        for each, what in changed:
+            logger.warning(
+                "`%s` %s than when the model was compiled, which has no effect: its numbers are a part of the program. "
+                "Have the module own it as a buffer (`register_buffer`), or give it to the model as an argument. To "
+                "have the program made with what is there now, wrap the model anew.",
+                each.text,
+                what,
+            )
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """A run of which more has to be known than its results: it is over before another thread's begins."""
@@ -363,6 +389,10 @@ class Compiled:
         """Take a device, with these values of parameters and buffers there."""
         self.write_weights(host)
         self.session.__enter__()
+
+    def close(self) -> None:
+        """Let go of the device, for good."""
+        self.session.__exit__(None)
 
     def detach(self) -> None:
         """Let go of the device; what it has comes home before."""

@@ -21,6 +21,9 @@ __all__ = ["Facts", "Listing", "OnPage", "Page", "Picture", "Table", "bytes_text
 LONGEST = 12
 """A table that is cut has so many rows; the record that it shows has all."""
 
+MOST_LINES = 400
+"""A listing shows so many lines."""
+
 
 class Picture(str):
     """A picture as the text of an SVG. Notebooks show it; `save` writes it to a file."""
@@ -101,15 +104,22 @@ class Facts:
 
 @dataclass(frozen=True)
 class Listing:
-    """A long text that one opens to read. Text leaves it out."""
+    """A long text that one opens to read, or that `is_open`. Pages as text leave it out. Above `MOST_LINES` lines its
+    middle is left out; what it is made of has all."""
 
     title: str
     text: str
+    is_open: bool = False
 
     def html(self) -> str:
         """The listing as HTML."""
         summary = f"<summary>{escape(self.title)}</summary>"
-        return f'<details>{summary}<pre style="overflow-x: auto">{escape(self.text)}</pre></details>'
+        lines = self.text.splitlines()
+        if len(lines) > MOST_LINES:
+            ends = lines[: MOST_LINES - 20], lines[-20:]
+            lines = [*ends[0], f"    ... {len(lines) - MOST_LINES} more lines ...", *ends[1]]
+        text = escape("\n".join(lines))
+        return f'<details{" open" * self.is_open}>{summary}<pre style="overflow-x: auto">{text}</pre></details>'
 
 
 @dataclass(frozen=True)

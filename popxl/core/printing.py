@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from popxl.base.pages import LONGEST, Listing, Page
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.remote_buffer import RemoteBuffer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["algebra", "definition", "line", "schedule", "summary"]
+__all__ = ["algebra", "definition", "line", "page", "schedule", "summary"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
@@ -69,6 +70,21 @@ def algebra(graph: Graph) -> str:
     return text
 
 
+def page(graph: Graph) -> Page:
+    """A graph as notebooks show it: its definition, and to be opened those of the graphs it calls.
+
+    Of many graphs the first are shown, and of long ones the two ends.
+    """
+    _, *called = reachable(graph)
+    more = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []
+    shown = [Listing(_counted(each), definition(each), each is graph) for each in (graph, *called[:LONGEST])]
+    return Page(graph.title, [*shown, *more])
+
+
+def _counted(graph: Graph) -> str:
+    return f"{graph.name or 'main graph'}: {len(graph.ops)} op{'s' * (len(graph.ops) != 1)}"
+
+
 def definition(graph: Graph) -> str:
     """A graph as definitions of named values, without the graphs it calls."""
     return "\n".join(_lines(graph))
@@ -105,7 +121,7 @@ def summary(ops: Sequence[Op]) -> str:
 
 
 def _lines(graph: Graph) -> Iterator[str]:
-    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.name}: {brief(t)}" for t in graph.inputs)
+    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.path}: {brief(t)}" for t in graph.inputs)
     yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
     rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
@@ -115,26 +131,37 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield from (f"    {other}," for other in others)
         yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
     if graph.outputs:
-        yield f"    return {', '.join(t.name for t in graph.outputs)}"
+        yield f"    return {', '.join(t.path for t in graph.outputs)}"
     elif not rows:
         yield "    pass"
 
 
 def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
     """A variable: where it is, if not on the device, and the piece that a replica keeps of it."""
-    place = v.location_info
+    place, shared = v.location_info, _shared_along(v)
     if v.piece is not None:
-        yield (v,), "variable in pieces"
+        yield (v,), f"variable in pieces{shared}"
         yield (v.piece,), f"piece of {v.name}"
     elif place.buffer is not None:
         pieces = " in pieces" if place.sharded else ""
-        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
+        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}{shared}"
     else:
-        yield (v,), "variable"
+        yield (v,), f"variable{shared}"
+
+
+def _shared_along(v: Variable) -> str:
+    """The axes along which replicas share a variable, where axes have names and not all share it."""
+    axes, grouping = v.ir.named_axes, v.replica_grouping
+    if axes is None or grouping.num_groups == 1:
+        return ""
+    names = axes.names(grouping.assignment)
+    if names == ():
+        return ", one for each replica"
+    return f", shared along {', '.join(names)}" if names else f", {grouping}"
 
 
 def _typed(t: Tensor) -> str:
-    return f"{t.name}: {brief(t)}"
+    return f"{t.path}: {brief(t)}"
 
 
 def _expression(op: Op) -> str:
@@ -149,14 +176,26 @@ def _arguments(op: Op) -> str:
     named = zip(op.operand_names(), op.kind.operand_names(len(operands)), operands, strict=True)
     shown = [text if name == in_place else f"{name}={text}" for name, in_place, text in named]
     plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.graphs}
-    shown += [f"{name}={_plain(value)}" for name, value in plain.items()]
+    along = _along(op)
+    for name in ("stride", "group_size") if along else ():
+        del plain[name]
+    shown += [f"{name}={_plain(value)}" for name, value in plain.items()] + along
     called = "".join(f" {graph.name}" for graph in op.called_graphs)
     return f"{called}({', '.join(shown)})"
 
 
+def _along(op: Op) -> list[str]:
+    """The axes along which an op talks to other replicas, in place of strides, where axes have names."""
+    if not op.kind.between_replicas or (axes := op.graph.ir.named_axes) is None:
+        return []
+    names = axes.strided_names(op.attributes["stride"], op.attributes["group_size"])
+    shown = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return [f"along={shown}"] if names else []
+
+
 def _operand(t: Tensor) -> str:
     if not isinstance(t, Constant):
-        return t.name
+        return t.path
     return _plain(t.data) if t.nelms <= 4 else f"constant {brief(t)}"
 
 
@@ -166,7 +205,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Stream):
-        return value.tensor.name
+        return f"{value.tensor.name} ×{value.num_host_transfers}" if value.has_own_transfers else value.tensor.name
     if isinstance(value, RemoteBuffer):
         return str(value.remote_buffer_id)
     return str(value)

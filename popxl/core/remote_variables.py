@@ -15,13 +15,15 @@ from popxl.core.create import variable
 from popxl.core.tensor import Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.remote_buffer import RemoteBuffer
+from popxl.replica_grouping import grouping_of
 from popxl.tensorlocation import LocationInfo
 from popxl.values.shapes import integer, integers
 from popxl.values.sharding import piece_length
 
 if TYPE_CHECKING:
     from popxl.core.tensor import HostScalarTensor
-    from popxl.replica_grouping import ReplicaGrouping
+    from popxl.initial import Initial
+    from popxl.replica_grouping import Groups
 
 __all__ = [
     "remote_replica_sharded_variable",
@@ -34,13 +36,13 @@ RetrievalMode = Literal["one_per_group", "all_replicas"]
 
 
 def remote_variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     remote_buffer: RemoteBuffer,
     offset: int = 0,
     dtype: dtype_ | None = None,
     name: str | None = None,
     downcast: bool = True,
-    replica_grouping: ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     retrieval_mode: RetrievalMode | None = "one_per_group",
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
@@ -80,7 +82,7 @@ def remote_variable(
 def replica_sharded_buffer(
     shape: Iterable[int],
     dtype: dtype_,
-    replica_grouping: ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: int | None = None,
     entries: int = 1,
 ) -> RemoteBuffer:
@@ -89,8 +91,8 @@ def replica_sharded_buffer(
     Args:
         shape: shape on the host: with one leading row for each replica group, if there are several.
         dtype: element type.
-        replica_grouping: which replicas share a value; all, by default. One that is not constant stands for its
-            `const_rg`.
+        replica_grouping: which replicas share a value: a grouping, or names of axes; all, by default. One that is not
+            constant stands for its `const_rg`.
         shard_over: how many pieces; by default as many as there are replicas in a group. A divisor of that.
         entries: how many slots there are.
 
@@ -110,7 +112,7 @@ def replica_sharded_buffer(
         (2,)
     """
     ir = get_current_context().ir
-    grouping = ir.replica_grouping() if replica_grouping is None else replica_grouping
+    grouping = grouping_of(ir, replica_grouping, "replica_sharded_buffer: `replica_grouping`")
     whole = integers(shape, "replica_sharded_buffer: `shape`")
     if grouping.num_groups > 1:
         whole = whole[1:]
@@ -132,13 +134,13 @@ def replica_sharded_buffer(
 
 
 def remote_replica_sharded_variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     remote_buffer: RemoteBuffer,
     offset: int = 0,
     dtype: dtype_ | None = None,
     name: str | None = None,
     downcast: bool = True,
-    replica_grouping: ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     retrieval_mode: RetrievalMode | None = "one_per_group",
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
@@ -180,11 +182,11 @@ def remote_replica_sharded_variable(
 
 
 def replica_sharded_variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     dtype: dtype_ | None = None,
     name: str | None = None,
     downcast: bool = True,
-    replica_grouping: ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     shard_over: int | None = None,
     retrieval_mode: RetrievalMode | None = "one_per_group",
     log2_scale: int | None = None,

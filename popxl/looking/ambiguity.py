@@ -141,7 +141,7 @@ def _ambiguity(graph: Graph, writer: Op, t: Tensor, reader: Op) -> PopxlError:
         return f"{op.op_type}.{op.id} ({f'`{text}`, ' if text else ''}{op.source})"
 
     return PopxlError(
-        f"Inplacing ambiguity detected. In {graph.title} the op {told(writer)} changes `{t.name}` in place, and the op "
+        f"Inplacing ambiguity detected. In {graph.title} the op {told(writer)} changes `{t.path}` in place, and the op "
         f"{told(reader)} reads the same storage, but nothing says which of the two comes first. Create both inside "
         "`with popxl.in_sequence():`, or give the later one the result of the earlier one."
     )

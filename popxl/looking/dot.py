@@ -42,7 +42,7 @@ def _dot(graph: Graph) -> Iterator[str]:
     yield f'digraph "{graph.name or "main"}" {{'
     yield "  rankdir=TB; node [shape=box];"
     for t in graph.inputs:
-        yield f'  "{t.id}" [shape=oval, label="{t.name}\\n{brief(t)}"];'
+        yield f'  "{t.id}" [shape=oval, label="{t.path}\\n{brief(t)}"];'
     for op in graph.ops:
         called = "".join(f"\\n{callee.name}" for callee in op.called_graphs)
         yield f'  "{op.id}" [label="{op.op_type}.{op.id}{called}"];'

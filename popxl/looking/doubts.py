@@ -39,7 +39,7 @@ def warn_of_doubts(main: Graph) -> None:
     told: dict[tuple[type[PopxlWarning], SourceLocation], dict[str, None]] = defaultdict(dict)
     for run in program.runs.values():
         for op, t in run.lost:
-            told[LostUpdateWarning, op.source][f"`{t.name}` in {run.graph.title}"] = None
+            told[LostUpdateWarning, op.source][f"`{t.path}` in {run.graph.title}"] = None
     for op in program.repeated():
         told[RepeatedSeedWarning, op.source][op.graph.title] = None
     for v, op in program.drifting():

@@ -69,6 +69,7 @@ def _settings(ir: Ir) -> dict[str, Any]:
     """What makes a difference besides the graphs."""
     return {
         "`ir.num_host_transfers`": ir.num_host_transfers,
+        "what streams have of transfers of their own": dict(ir.stream_transfers),
         "`ir.replication_factor`": ir.replication_factor,
         **{f"remote buffer {buffer.remote_buffer_id}": repr(buffer) for buffer in ir.remote_buffers},
         "what fills remote buffers": [v for v in ir.main_graph.variables if v.location_info.isRemote()],

@@ -209,8 +209,8 @@ def memory_of(ir: Ir) -> Memory:
         source="graph",
         variables=sum(map(size, held_variables(main))),
         buffers=0 if on_host else buffers,
-        arguments=ir.num_host_transfers * sum(size(stream.tensor) for stream in ir.get_all_h2d_streams()),
-        outputs=ir.num_host_transfers * sum(size(stream.tensor) for stream in ir.get_all_d2h_streams()),
+        arguments=sum(s.num_host_transfers * size(s.tensor) for s in ir.get_all_h2d_streams()),
+        outputs=sum(s.num_host_transfers * size(s.tensor) for s in ir.get_all_d2h_streams()),
         constants=sum(map(size, constants_of(main))),
         temporaries=max((moment.held + moment.inside for moment in moments), default=0),
         buffers_on_host=buffers if on_host else 0,
@@ -221,8 +221,10 @@ def memory_of(ir: Ir) -> Memory:
 
 
 def variables_on_host(main: Graph) -> int:
-    """The bytes of the host copies of the variables, of all groups of replicas."""
-    return sum(math.prod(v.shape_on_host) * v.dtype.itemsize for v in main.variables)
+    """The bytes of the host copies of the variables, of all groups of replicas. Variables that are only described have
+    none."""
+    there = (v for v in main.variables if v.initial is None)
+    return sum(math.prod(v.shape_on_host) * v.dtype.itemsize for v in there)
 
 
 def held_variables(main: Graph) -> dict[Tensor, Variable]:
@@ -326,4 +328,4 @@ def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callab
 
 
 def _live(t: Tensor, first: int, bytes: int, last: int) -> LiveTensor:
-    return LiveTensor(name=f"{t.name}: {brief(t)}", bytes=bytes, first=first, last=last)
+    return LiveTensor(name=f"{t.path}: {brief(t)}", bytes=bytes, first=first, last=last)

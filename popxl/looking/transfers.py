@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from popxl.base.source import warn_at
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
 from popxl.errors import UnusedTransferWarning
 from popxl.graph import Graph
 from popxl.streams import DeviceToHostStream, Stream
@@ -32,6 +33,20 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
     return of[main]
 
 
+def unread_streams(main: Graph) -> set[Stream]:
+    """The streams that a graph loads from, and of which nobody looks at what is loaded."""
+    graphs = reachable(main)
+    read = {t for graph in graphs for t in graph.outputs}
+    loads: dict[Stream, list[Tensor]] = {}
+    for op in (part for graph in graphs for part in _parts(graph)):
+        loads_from = op.attributes["stream"] if op.kind.exchange == "stream" and op.outputs else None
+        if loads_from is None:
+            read.update(op.inputs)
+        else:
+            loads.setdefault(loads_from, []).extend(op.outputs)
+    return {stream for stream, loaded in loads.items() if read.isdisjoint(loaded)}
+
+
 def warn_of_unused_transfers(ir: Ir) -> None:
     """Warn of what is never written of the arrays that a run returns, and never read of those that it is fed with.
 
@@ -39,25 +54,32 @@ def warn_of_unused_transfers(ir: Ir) -> None:
 
     Host arrays have room for the transfers of the stream that has most. So a stream that is loaded from less often than
     others is fed with more than it needs, and nothing is wrong; but where nothing is stored, zeros look like results.
+    A stream with a number of transfers of its own was given it for a reason: it is told in both directions.
     """
-    room, main = ir.num_host_transfers, ir.main_graph
+    main = ir.main_graph
     counts = transfers_of(main)
-    needed = max(counts.values(), default=0)
+    needed = max((count for stream, count in counts.items() if not stream.has_own_transfers), default=0)
     users: dict[Stream, Op] = {}
     for op in (part for graph in reachable(main) for part in _parts(graph)):
         if op.kind.exchange == "stream":
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():
-        is_output = isinstance(stream, DeviceToHostStream)
-        if count >= room or not is_output and needed >= room:
+        is_output, is_own = isinstance(stream, DeviceToHostStream), stream.has_own_transfers
+        room = stream.num_host_transfers
+        if count >= room or not (is_output or is_own) and needed >= room:
             continue
         left, what, verb = room - count, *(("slot", "written") if is_output else ("value", "read"))
         remedy = f" Those from number {count} on are no results." if is_output else ""
-        if 0 < needed < room:
+        if is_own and count:
+            remedy = f" Make it with `num_host_transfers={count}`."
+        elif 0 < needed < room:
             remedy = f" Set `ir.num_host_transfers` to {needed}."
+        elif is_output and count:
+            remedy += f" Give the stream a number of its own: `popxl.d2h_stream(..., num_host_transfers={count})`."
+        setting = "its own `num_host_transfers`" if is_own else "`ir.num_host_transfers`"
         message = (
             f"Session: a run {'stores to' if is_output else 'loads from'} {stream} {_times(count)}, and "
-            f"`ir.num_host_transfers` is {room}: {left} {what}{'s' * (left > 1)} of its host array "
+            f"{setting} is {room}: {left} {what}{'s' * (left > 1)} of its host array "
             f"{'are' if left > 1 else 'is'} never {verb}.{remedy}"
         )
         warn_at(users[stream].source, message, UnusedTransferWarning)

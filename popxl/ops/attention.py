@@ -2,7 +2,8 @@
 
 The matrix of scores, of each query and each key, is never held: it is computed block by block. The gradient computes it
 anew, from what is kept of each query: its result and one number. So memory grows with the length of the text, and not
-with its square.
+with its square. A text of one block is looked at as a whole, in the form that compilers know best: the softmax of the
+scores, in the gradient, too, so that both have it in common where they are in one program.
 """
 
 from __future__ import annotations
@@ -113,6 +114,24 @@ class _Blocks:
         a, b = a.astype(self.q.dtype), b.astype(self.q.dtype)
         return jnp.einsum(subscripts, a, b, preferred_element_type=self.wide)
 
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one pair of blocks."""
+        return len(self.pairs) == 1
+
+    def softmax(self) -> tuple[Any, Any]:
+        """Of one pair of blocks: the share that each query gets of each value, and the logarithm of the sum of
+        exponentials."""
+        scores = self.scores(0, 0)
+        top = largest(scores, (4,), keepdims=True)
+        if self.mask is not None:  # there may be queries that see no key
+            top = jnp.where(jnp.isneginf(top), 0, top)
+        weights = jnp.exp(scores - top)
+        total = summed(weights, (4,), keepdims=True)
+        if self.mask is None:
+            return weights / total, top + jnp.log(total)
+        return weights / jnp.where(total == 0, 1, total), jnp.where(total == 0, jnp.inf, top + jnp.log(total))
+
     def over(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
         """What a step makes of a state, for each pair of blocks that are to be looked at."""
         if len(self.pairs) < 2:
@@ -148,6 +167,11 @@ def _put(t: Any, block: Any, axis: int, i: Any) -> Any:
 def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: Any) -> tuple[Any, Any]:
     """What each query gets, and the logarithm of the sum of the exponentials of its scores; see `ops.attention`."""
     blocks = _Blocks(queries, keys, values, mask, seed, **how)
+    if blocks.is_one:
+        weights, logs = blocks.softmax()
+        (some,) = blocks.dropped(0, 0, weights)
+        out = blocks.product("bhgqk,bhkv->bhgqv", some, blocks.v)
+        return out.reshape(*queries.shape[:-1], values.shape[-1]), logs.reshape(queries.shape[:-1])
 
     def step(state: tuple[Any, Any, Any], i: Any, j: Any) -> tuple[Any, Any, Any]:
         mixed, top, total = (blocks.row(t, i) for t in state)
@@ -194,6 +218,15 @@ def attended_backward(
 
 def _slopes(blocks: _Blocks, g: Any, out: Any, logs: Any) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
     """For a pair of blocks: the weights, the gradient of the scores, and the incoming gradient."""
+    if blocks.is_one:
+
+        def of_all(i: Any, j: Any) -> tuple[Any, Any, Any]:
+            (weights, _), g_i = blocks.softmax(), blocks.of_rows(g)
+            slope = blocks.product("bhgqv,bhkv->bhgqk", g_i, blocks.v)
+            some, slope = blocks.dropped(i, j, weights, slope)
+            return some, weights * (slope - summed(weights * slope, (4,), keepdims=True)), g_i
+
+        return of_all
     shift = blocks.of_rows(summed(g.astype(blocks.wide) * out.astype(blocks.wide), (g.ndim - 1,), keepdims=True))
     g, logs = blocks.of_rows(g), blocks.of_rows(logs[..., None], fill=math.inf)
 
@@ -320,6 +353,11 @@ def attention(
 
     Memory grows with the length of the text, not with its square; the gradient computes the scores anew. Sums are made
     in float32. A query that sees no key gets zeros.
+
+    On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through JAX's Pallas kernel, unless
+    there is a mask, dropout, or more than 256 channels. All else is computed in blocks of plain JAX, on GPUs as well:
+    cuDNN's kernel, which `jax.nn.dot_product_attention` calls, asks for a GPU in this process, and programs may be
+    compiled for GPUs that are elsewhere.
 
     Args:
         queries: of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.

@@ -173,8 +173,8 @@ def _gradient_branch(
     branch = graph.ir.create_empty_graph(f"{graph.id}_bwd__branch")
     with branch:
         given = [
-            seed_or_zeros(None, e.fwd_tensor) if value is None else branch.add_input(value.spec, e.fwd_tensor.name)
-            for e, value in zip(expected, passed, strict=True)
+            seed_or_zeros(None, t) if value is None else branch.add_input(value.spec, t.name, path=t.path)
+            for t, value in zip((e.fwd_tensor for e in expected), passed, strict=True)
         ]
         found: dict[Tensor, list[Tensor]] = {}
         if info is not None:

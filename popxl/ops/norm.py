@@ -133,15 +133,17 @@ def _group_norm_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of `t`, `weight` and `bias`.
 
-    The mean may be rounded, to a half say, and so may the inverse standard deviation, which need not even be in
-    range there. So the mean only says where `t` is about, `x = t - mean`; what it is beyond the decimals, and the
-    deviation, come out of sums of `x`.
+    A mean that is rounded, to a half say, only says where `t` is about, `x = t - mean`; what it is beyond the decimals
+    comes out of a sum of `x`. The inverse standard deviation need not even be in range there, and is made again: of a
+    mean that is not rounded as in `_group_norm`, so that XLA makes it once for both.
     """
     g, x = _rows(g, num_groups), _rows(t, num_groups)
+    is_rounded = mean.dtype != x.dtype
     x = x - mean.astype(x.dtype)[:, None]
-    rest = _mean(x)
-    inverse = lax.rsqrt(jnp.maximum(_mean(x * x) - rest * rest, 0) + eps)
-    x = (x - rest) * inverse
+    if is_rounded:
+        x = x - _mean(x)
+    inverse = lax.rsqrt(_mean(x * x) + eps)
+    x = x * inverse
 
     def of_channels(rows: Any) -> Any:
         return summed(rows.reshape(t.shape), range(2, t.ndim))

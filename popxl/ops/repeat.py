@@ -111,15 +111,15 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     initial: list[Tensor] = []
     turn = ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
 
-    def add_input(name: str, value: Tensor) -> Tensor:
+    def add_input(t: Tensor, value: Tensor, what: str = "") -> Tensor:
         initial.append(value)
-        return turn.add_input(value.spec, name)
+        return turn.add_input(value.spec, what + t.name, path=what + t.path)
 
     iteration, go_on = turn.add_input(TensorSpec((), dtypes.int32), "iteration"), turn.add_input(_FLAG, "keep_going")
-    seeds = {k: add_input(f"Gradient___{results[k].name}", seed_or_zeros(gs[k], results[k])) for k in flowing}
-    sums = {t: add_input(f"Gradient___{t.name}", init(t.shape, t.dtype)) for t in same}
+    seeds = {k: add_input(results[k], seed_or_zeros(gs[k], results[k]), "Gradient___") for k in flowing}
+    sums = {t: add_input(t, init(t.shape, t.dtype), "Gradient___") for t in same}
     of_stacks = [
-        (t, add_input(f"Gradient___{t.name}", g))
+        (t, add_input(t, g, "Gradient___"))
         for t, g in zip(wrapper.outputs[EXTRA_OUTPUTS + carried :], gs[carried:], strict=False)  # some are just added
         if g is not None
     ]
@@ -127,9 +127,9 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     stacks: dict[Tensor, Tensor] = {}
     for t in (expected.fwd_tensor for expected in info.expected_inputs if expected.is_activation):
         if t in own_inputs[carried:]:
-            invariant[t] = add_input(t.name, forward.read(op.inputs[own_inputs.index(t)]))
+            invariant[t] = add_input(t, forward.read(op.inputs[own_inputs.index(t)]))
         elif t not in wrapper.inputs[:EXTRA_INPUTS]:
-            stacks[t] = add_input(t.name, forward.read(_stack_of(op, t)))
+            stacks[t] = add_input(t, forward.read(_stack_of(op, t)))
     with turn:
         known = {wrapper.inputs[1]: go_on} | invariant
         arrived = [(results[k], seed) for k, seed in seeds.items()]
@@ -292,7 +292,7 @@ def repeat_with_info(
             with wrapper:
                 wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
                 go_on = wrapper.add_input(_FLAG, "keep_going")
-                own = [wrapper.add_input(t.spec, t.name, t.by_ref) for t in graph.inputs]
+                own = [wrapper.add_input_like(t, t.by_ref) for t in graph.inputs]
                 results = call_op(graph, tuple(own), numbered(graph, ir)).outputs
                 for t in (go_on, *results):
                     wrapper.add_output(t)

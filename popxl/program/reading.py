@@ -23,6 +23,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.graph import Graph
+from popxl.initial import Saved as SavedInitial
 from popxl.ops.exchange import Part
 from popxl.options import OF_THE_RUN
 from popxl.program.checks import (
@@ -53,6 +54,7 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
 from popxl.transforms.from_jax import kind_with_key
 from popxl.transforms.op_gradient import Derivation, vjp_kind
+from popxl.values.axes import Axes
 from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ class _Reader:
         ir, program = self._ir, self._program
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
+        ir._axes = Axes.of(program.axes) if program.axes else None
+        ir.checked_axes("the program")
         for buffer in program.buffers:
             self._add_buffer(buffer)
         once("graph", (saved.id for saved in program.graphs))
@@ -185,6 +189,7 @@ class _Reader:
                     checked.kind.verify(checked)
                     if self._traces:
                         checked.kind.try_out(checked)
+        self._set_transfers()
         self._check_sizes()
         self._set_counters()
 
@@ -208,21 +213,31 @@ class _Reader:
     def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
         check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
         t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self._spec_of(saved.spec))
-        t.by_ref = saved.by_ref
+        t.by_ref, t._path = saved.by_ref, saved.path
         t._used_at = ipu_checked(saved.used_at)
         if isinstance(t, Variable):
             check(not graph.id, f"{t!r} is not in the main graph")
             t.replica_grouping = self.value(saved.grouping)
             check(isinstance(t.replica_grouping, ReplicaGrouping), f"{t!r} has no replica grouping")
             t.retrieval_mode = saved.retrieval_mode or "one_per_group"
-            t.location_info, t.piece = ON_DEVICE, None
+            t.location_info, t.piece, t._group_axis = ON_DEVICE, None, None
             if saved.remote is not None:
                 number, entry, sharded = saved.remote
                 buffer = self._buffer(number)
                 check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
                 t.location_info = LocationInfo(buffer, entry, sharded)
+            if saved.group_axis is not None:
+                check(0 <= saved.group_axis < len(t.shape), f"{t!r} has no axis {saved.group_axis}")
+                t.group_axis = saved.group_axis
             t._in_sync = True
-        if isinstance(t, Variable | Constant):
+        if saved.begins is not None:
+            if not isinstance(t, Variable):
+                raise ValueError(f"{t!r} is no variable, and begins with {saved.begins}")
+            initial = SavedInitial.model_validate({"initial": saved.begins}).initial
+            check(initial.is_complete, f"{t!r} begins with a file of the machine that it was saved on")
+            check(initial.shape == t.shape_on_host, f"{t!r} begins with the shape {initial.shape}")
+            t.begins_with(initial)
+        elif isinstance(t, Variable | Constant):
             wanted, array = t.dtype.as_numpy(), self._arrays[t.id]
             check(array.dtype == (np.uint8 if wanted.names else wanted), f"{t!r} has numbers of {array.dtype}")
             t.data = array.view(wanted)
@@ -295,6 +310,14 @@ class _Reader:
             check(len(ipus) == len(op.outputs), f"{what} has {len(op.outputs)} results, on the IPUs {ipus}")
         return op
 
+    def _set_transfers(self) -> None:
+        """The numbers of transfers that streams have of their own."""
+        streams = self._ir.main_graph._streams
+        for name, count in self._program.stream_transfers.items():
+            check(name in streams, f"{name!r} has {count} transfers, and is no stream")
+            check(count > 0, f"the stream {name!r} has {count} transfers")
+            self._ir.stream_transfers[name] = count
+
     def _check_sizes(self) -> None:
         """Of all that is asked for when a session is made: on each replica, and for each transfer."""
         ir = self._ir
@@ -302,7 +325,7 @@ class _Reader:
         for t in self._tensors.values():
             check_size(repr(t), t.spec, replicas)
         for stream in self._streams.values():
-            check_size(str(stream), stream.spec, replicas * ir.num_host_transfers)
+            check_size(str(stream), stream.spec, replicas * stream.num_host_transfers)
         entries = sum(b.slot_nelms * b.tensor_dtype.itemsize * b.entries for b in ir.remote_buffers) * replicas
         check(entries <= LARGEST, f"the remote buffers would have {entries} bytes; the most is {LARGEST}")
 

@@ -189,7 +189,7 @@ class _Differentiation:
     def _build(self) -> Nested[dict[Tensor, Tensor]]:
         """Fill the gradient graph. Returns the gradients, by the required tensors."""
         for t in self.provided:
-            self._contribute(t, self.graph.add_input(t.spec, f"Gradient___{t.name}"))
+            self._contribute(t, self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}"))
         for op in reversed(self.forward_graph.ops):
             gs = tuple(self.gradient(t) for t in op.outputs)
             wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
@@ -216,7 +216,9 @@ class _Differentiation:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
         name = f"Gradient___{t.name}"
         known = name in (gradient.name, gradient.name.rpartition("__t")[0])
-        return gradient if known else identity(gradient, name)
+        named = gradient if known else identity(gradient, name)
+        self.graph.show_as({named: f"Gradient___{t.path}"})
+        return named
 
     def _connect(self, outputs: list[Tensor]) -> GradGraphInfo:
         """Order the activations, make them outputs of the forward graph where needed, and write all this down."""
@@ -267,6 +269,7 @@ class _Differentiation:
                 total = parts[0] if len(parts) == 1 else add_n(*parts)
             if len(parts) > 1 or self._has_no_name(total):
                 self.graph.rename(total, f"Gradient___{t.name}")
+                self.graph.show_as({total: f"Gradient___{t.path}"})
                 self.renamed.add(total)
             self.gradients[t] = total
         return self.gradients.get(t)
@@ -293,7 +296,7 @@ class _Differentiation:
         if self.recomputes and not self._is_passed(t):
             return self._computed_again(t)
         if t not in self.activations:
-            self.activations[t] = self.graph.add_input(t.spec, t.name)
+            self.activations[t] = self.graph.add_input_like(t)
         return self.activations[t]
 
     def _is_passed(self, t: Tensor) -> bool:

@@ -1,12 +1,14 @@
 """Layers: modules with their variables, and how torch names these."""
 
+from popxl_addons.layers._values import undrawn_weights
 from popxl_addons.layers.conv import Conv2D
 from popxl_addons.layers.embedding import Embedding, TiedEmbedding
 from popxl_addons.layers.group_norm import GroupNorm
+from popxl_addons.layers.language_model import LanguageConfig, LanguageModel
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
-from popxl_addons.layers.transformer import MLP, Attention, TransformerBlock
+from popxl_addons.layers.transformer import MLP, Attention, Stretch, TransformerBlock
 
 __all__ = [
     "MLP",
@@ -14,9 +16,13 @@ __all__ = [
     "Conv2D",
     "Embedding",
     "GroupNorm",
+    "LanguageConfig",
+    "LanguageModel",
     "LayerNorm",
     "Linear",
     "RMSNorm",
+    "Stretch",
     "TiedEmbedding",
     "TransformerBlock",
+    "undrawn_weights",
 ]

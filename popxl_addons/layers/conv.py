@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.ops.conv import PadType
-from popxl_addons.layers._values import torch_weights, truncated_normal
+from popxl.replica_grouping import Groups
+from popxl_addons.layers._values import torch_weights, weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -34,7 +35,7 @@ class Conv2D(Module):
         groups: the channels are divided into so many groups, which do not mix.
         bias: whether there is a bias.
         available_memory_proportions, partials_types, enable_conv_dithering: without effect; see `ops.conv`.
-        replica_grouping: that of the variables.
+        replica_grouping: that of the variables: a grouping, or names of axes.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -56,7 +57,7 @@ class Conv2D(Module):
         available_memory_proportions: list[float] | None = None,
         partials_types: list[str] | None = None,
         enable_conv_dithering: list[int] | None = None,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
     ):
         super().__init__()
         self.out_channels = out_channels
@@ -77,7 +78,7 @@ class Conv2D(Module):
             raise AssertionError(f"Conv2D: `x` has the shape {x.shape}; expected images (N, C, H, W).")
         weight = self.add_variable_input(
             "weight",
-            partial(truncated_normal, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
+            partial(weights, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
             x.dtype,
             replica_grouping=self.replica_grouping,
         )
@@ -97,7 +98,10 @@ class Conv2D(Module):
         if not self.bias:
             return y
         return y + self.add_variable_input(
-            "bias", partial(np.zeros, (1, self.out_channels, 1, 1)), x.dtype, replica_grouping=self.replica_grouping
+            "bias",
+            partial(initial.zeros, (1, self.out_channels, 1, 1)),
+            x.dtype,
+            replica_grouping=self.replica_grouping,
         )
 
     @staticmethod

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
 import popxl
 from popxl import ops
-from popxl_addons.layers._values import truncated_normal
+from popxl.replica_grouping import Groups
+from popxl_addons.layers._values import weights
 from popxl_addons.module import Module
+from popxl_addons.named_replica_grouping import resolved
 
 MULTISLICE_MAGIC_NUMBER = 16
 """Rows of a table come in multiples of this."""
@@ -30,7 +32,7 @@ class Embedding(Module):
         vocab_size: number of rows of the whole table.
         hidden_size: their length.
         axis: the axis of the table that indices pick from.
-        replica_grouping: see above.
+        replica_grouping: see above: a grouping, or names of axes.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -46,7 +48,7 @@ class Embedding(Module):
         vocab_size: int,
         hidden_size: int,
         axis: int = 0,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
     ):
         super().__init__()
         self.dtype = dtype
@@ -54,17 +56,32 @@ class Embedding(Module):
         self.hidden_size = hidden_size
         self.axis = axis
         self.replica_grouping = replica_grouping
-        self.n_shards = 1 if replica_grouping is None else replica_grouping.num_groups
-        self.vocab_shard_size = self.get_vocab_shard_size(vocab_size, self.n_shards)
-        self.offsets = self.get_offsets(vocab_size, self.n_shards)
+
+    @cached_property
+    def n_shards(self) -> int:
+        """The number of blocks. With names of axes, a graph of their Ir has to be current when it is first asked."""
+        if self.replica_grouping is None:
+            return 1
+        return resolved(self.replica_grouping, "Embedding: `replica_grouping`").num_groups
+
+    @property
+    def vocab_shard_size(self) -> int:
+        """The number of rows of a block."""
+        return self.get_vocab_shard_size(self.vocab_size, self.n_shards)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The row of the whole table that each block begins with."""
+        return self.get_offsets(self.vocab_size, self.n_shards)
 
     def build(self, indices: popxl.Tensor) -> popxl.Tensor:
         """Integer `indices` of any shape to (\\*indices.shape, hidden_size)."""
         weight = self.add_variable_input(
             "weight",
-            partial(truncated_normal, self.vocab_shard_size, self.hidden_size),
+            partial(weights, self.vocab_shard_size, self.hidden_size),
             self.dtype,
             replica_grouping=self.replica_grouping,
+            group_axis=0,
         )
         return ops.gather(weight, indices, axis=self.axis, zero_OOR=self.n_shards > 1)
 
@@ -122,7 +139,5 @@ class TiedEmbedding(Module):
 
     def build(self, indices: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
         """Integer `indices` of any shape to (\\*indices.shape, hidden_size); and the table."""
-        table = self.add_variable_input(
-            "weight", partial(truncated_normal, self.vocab_size, self.hidden_size), self.dtype
-        )
+        table = self.add_variable_input("weight", partial(weights, self.vocab_size, self.hidden_size), self.dtype)
         return ops.gather(table, indices), table

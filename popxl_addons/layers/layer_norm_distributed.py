@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 import popxl
+from popxl import initial
+from popxl.replica_grouping import Groups
 from popxl_addons.module import Module
+from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.ops.layer_norm_distributed import layer_norm_distributed
 
 
@@ -15,8 +16,8 @@ class LayerNormDistributed(Module):
     """`layer_norm_distributed` with its weights, divided in the same way: ``weight`` of ones and ``bias`` of zeros.
 
     Args:
-        replica_grouping: the replicas among which the channels are divided. Replicas with the same channels share
-            their part of the weights.
+        replica_grouping: the replicas among which the channels are divided: a grouping, or names of axes. Replicas with
+            the same channels share their part of the weights.
 
     Example:
         The channels are divided between neighbours, and two pairs of replicas do the same.
@@ -30,7 +31,7 @@ class LayerNormDistributed(Module):
         (['weight', 'bias'], (8,), (3, 8))
     """
 
-    def __init__(self, replica_grouping: popxl.ReplicaGrouping | None = None):
+    def __init__(self, replica_grouping: Groups | None = None):
         super().__init__()
         self.replica_grouping = replica_grouping
 
@@ -41,7 +42,12 @@ class LayerNormDistributed(Module):
                 "LayerNormDistributed: `replica_grouping` is None; expected the replicas among which the channels are "
                 "divided, such as `ir.replica_grouping()` for all of them."
             )
-        shared_by = self.replica_grouping.transpose()
-        weight = self.add_variable_input("weight", partial(np.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by)
-        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by)
-        return layer_norm_distributed(x, weight, bias, epsilon=eps, group=self.replica_grouping)
+        divided = resolved(self.replica_grouping, "LayerNormDistributed: `replica_grouping`")
+        shared_by = divided.transpose()
+        weight = self.add_variable_input(
+            "weight", partial(initial.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by, group_axis=0
+        )
+        bias = self.add_variable_input(
+            "bias", partial(initial.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by, group_axis=0
+        )
+        return layer_norm_distributed(x, weight, bias, epsilon=eps, group=divided)

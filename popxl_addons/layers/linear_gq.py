@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
+from popxl import initial
+from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.layers.linear import Linear
 from popxl_addons.named_tensors import NamedTensors
@@ -50,7 +52,7 @@ class LinearGQ(Linear):
         self,
         out_features: int,
         bias: bool = True,
-        replica_grouping: popxl.ReplicaGrouping | None = None,
+        replica_grouping: Groups | None = None,
         group_size: int = 0,
         dim: int = -1,
     ):
@@ -81,7 +83,9 @@ class LinearGQ(Linear):
         return self._with_bias(x @ group_quantize_decompress(packed, scale, bias, self.dim))
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: popxl.dtype) -> popxl.Tensor:
-        return self.add_variable_input(name, partial(np.zeros, shape), dtype, replica_grouping=self.replica_grouping)
+        return self.add_variable_input(
+            name, partial(initial.zeros, shape), dtype, replica_grouping=self.replica_grouping
+        )
 
     @staticmethod
     def torch_mapping(

@@ -6,13 +6,18 @@ A text is a tensor of shape (batch, length, width). Where positions are turned a
 
 from __future__ import annotations
 
+import math
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import popxl
 from popxl import OpKind, ops
+from popxl.core.traits import REFUSED, Overwrites
 from popxl.errors import PopxlError
 from popxl.ops.precision import rounded_once
 from popxl_addons.layers.layer_norm import LayerNorm
@@ -20,26 +25,53 @@ from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
 from popxl_addons.module import Module
 
-__all__ = ["MLP", "Attention", "Cache", "TransformerBlock"]
+__all__ = ["MLP", "Attention", "Cache", "Stretch", "TransformerBlock"]
 
-Cache = tuple[popxl.Tensor, popxl.Tensor, popxl.Tensor]
+Cache = tuple[popxl.Tensor, popxl.Tensor, popxl.Tensor | None]
 """Keys and values of what has been read, each of shape (batch, key heads, room, channels), and how much has been read:
-an int32 scalar. All three are changed in place, so in a graph they are inputs by reference."""
+an int32 scalar, or of shape (batch,), for each text; or `None`, where nothing has been. Keys and values are changed in
+place, so in a graph they are inputs by reference."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """How rotary positions go slower than their base says, for texts longer than those that a model first learnt from.
+
+    Attributes:
+        factor: how many times slower.
+        low, high: waves that fit less than `low` times into `length` go slower by the whole factor, and those that fit
+            more than `high` times not at all. In between there is a ramp.
+        length: of the texts that the model first learnt from; 0 for all waves alike.
+    """
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    length: int = 0
+
+    def of(self, frequencies: np.ndarray) -> np.ndarray:
+        """The frequencies after it."""
+        if not self.length:
+            return frequencies / self.factor
+        fits = self.length * frequencies / (2 * math.pi)
+        share = np.clip((fits - self.low) / (self.high - self.low), 0, 1)
+        return frequencies * (share + (1 - share) / self.factor)
 
 
 # Rotary positions ----------------------------------------------------------------------------------------------------
 
 
-def _turned(t: Any, first: Any, *, base: float) -> Any:
+def _turned(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
     half = t.shape[-1] // 2
-    frequencies = jnp.asarray(float(base) ** (-np.arange(half) / half), jnp.float32)
+    waves = float(base) ** (-np.arange(half) / half)
+    frequencies = jnp.asarray(Stretch(*stretch).of(waves) if stretch else waves, jnp.float32)
     angles = (first.reshape(-1, 1) + jnp.arange(t.shape[-2])).astype(jnp.float32)[..., None] * frequencies
     sin, cos = (f(angles).reshape(-1, *(1,) * (t.ndim - 3), *angles.shape[-2:]) for f in (jnp.sin, jnp.cos))
     a, b = t[..., :half], t[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _pairs(t: Any, first: Any, *, base: float) -> popxl.TensorSpec:
+def _pairs(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> popxl.TensorSpec:
     if len(t.shape) < 3 or t.shape[-1] % 2:
         raise PopxlError("expected `t` of shape (batch, ..., length, channels), with an even number of channels.")
     if not first.dtype.is_int or first.nelms not in (1, t.shape[0]):
@@ -49,7 +81,7 @@ def _pairs(t: Any, first: Any, *, base: float) -> popxl.TensorSpec:
 
 _rotary = OpKind(
     "RotaryPositions",
-    rounded_once(lambda t, first, *, base: _turned(t, first, base=base)),
+    rounded_once(lambda t, first, **how: _turned(t, first, **how)),
     shape=_pairs,
     operands=("t", "first"),
     key="popxl_addons.RotaryPositions",
@@ -62,8 +94,9 @@ _rotary = OpKind(
 class Attention(Module):
     """What each place of a text takes from the places before it, by several heads.
 
-    Variables, of the dtype of `x`: those of the `Linear` layers `query`, `key`, `value` and `output`. The projections
-    have ``heads * channels`` or ``key_heads * channels`` columns.
+    Variables, of the dtype of `x`: those of the `Linear` layers `query`, `key`, `value` and `output`, and maybe of the
+    `RMSNorm` layers `query_norm` and `key_norm`. The projections have ``heads * channels`` or ``key_heads * channels``
+    columns.
 
     Args:
         heads: how many heads the queries have.
@@ -71,6 +104,8 @@ class Attention(Module):
         channels: of each head; by default the width of the text divided by `heads`.
         causal: each place sees itself and those before it; otherwise all.
         rotary: base of the wavelengths of rotary positions, such as 10000; none by default.
+        stretch: how these are made longer.
+        head_norm: `eps` of a norm over the channels of each query and each key; none by default.
         bias: whether the projections have biases: of all four, of none, or of ``"qkv"``, all but `output`.
         dropout: the probability that a place overlooks another in training: then `build` needs a seed.
 
@@ -90,6 +125,8 @@ class Attention(Module):
         *,
         causal: bool = True,
         rotary: float | None = None,
+        stretch: Stretch | None = None,
+        head_norm: float | None = None,
         bias: bool | Literal["qkv"] = True,
         dropout: float = 0.0,
     ):
@@ -98,6 +135,7 @@ class Attention(Module):
         if self.key_heads < 1 or heads % self.key_heads:
             raise ValueError(f"Attention: `key_heads` is {key_heads}; expected a divisor of the {heads} heads.")
         self.channels, self.causal, self.rotary, self.bias, self.dropout = channels, causal, rotary, bias, dropout
+        self.stretch, self.head_norm = stretch, head_norm
 
     def build(
         self,
@@ -130,29 +168,52 @@ class Attention(Module):
 
         q, k, v = by_head(self.query(x), self.heads), by_head(self.key(x), self.key_heads), self.value(x)
         v = by_head(v, self.key_heads)
-        first = popxl.constant(0, popxl.int32) if cache is None else cache[2]
+        if self.head_norm is not None:
+            self.query_norm, self.key_norm = RMSNorm(), RMSNorm()
+            q, k = self.query_norm(q, self.head_norm), self.key_norm(k, self.head_norm)
+        known = None if cache is None else cache[2]
+        first = popxl.constant(0, popxl.int32) if known is None else known
         if self.rotary is not None:
-            q, k = (_rotary(t, first, base=float(self.rotary)) for t in (q, k))
+            stretch = {} if self.stretch is None else {"stretch": astuple(self.stretch)}
+            q, k = (_rotary(t, first, base=float(self.rotary), **stretch) for t in (q, k))
         causal = self.causal
         if cache is not None:
-            k, v = (_appended(known, new, first) for known, new in zip(cache[:2], (k, v), strict=True))
-            seen = _seen(length, k.shape[-2], first) if causal else None
-            mask, causal = seen if mask is None else mask, False
+            kept = tuple(_appended(before, new, first) for before, new in zip(cache[:2], (k, v), strict=True))
+            if known is not None:
+                k, v = kept
+                seen = _seen(length, k.shape[-2], first) if causal else None
+                mask, causal = seen if mask is None else mask, False
         mixed = ops.attention(
             q, k, v, mask, causal, dropout=self.dropout if seed is not None else 0.0, seed_tensor=seed
         )
         return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, self.heads * channels)))
 
 
+_append_ = OpKind(
+    "AppendRows",
+    lambda known, new, first: jax.vmap(lambda t, rows, at: lax.dynamic_update_slice_in_dim(t, rows, at, -2))(
+        known, new, first
+    ),
+    shape=lambda known, new, first: popxl.TensorSpec(known.shape, known.dtype),
+    traits=[Overwrites("known")],
+    gradient=REFUSED,
+    key="popxl_addons.AppendRows",
+)
+
+
 def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor) -> popxl.Tensor:
     """A cache with new rows from `first` on, in place."""
+    if first.rank:
+        return _append_(known, new, first)
     index = ops.cast(first, popxl.uint32) if first.dtype is not popxl.uint32 else first
     return ops.dynamic_update_(known, index.reshape((1,)), new, axes=[2], sizes=[new.shape[2]], no_overlap=True)
 
 
 def _seen(length: int, room: int, first: popxl.Tensor) -> popxl.Tensor:
     """Which places of a cache the rows from `first` on see: those before them, and themselves."""
-    rows = ops.arange(length).reshape((length, 1)) + first.astype(popxl.int32)
+    rows = ops.arange(length).reshape((length, 1)) + first.astype(popxl.int32).reshape(
+        (*first.shape, *[1] * 3 * first.rank)
+    )
     return rows >= ops.arange(room).reshape((1, room))
 
 

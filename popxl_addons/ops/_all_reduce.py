@@ -16,6 +16,7 @@ from popxl.errors import PopxlError
 from popxl.op import BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members, to_collective_op
+from popxl.replica_grouping import Groups
 from popxl_addons.patterns import Replacement, pattern
 
 Identical = Literal["nothing", "inputs", "gradients", "incoming gradients"]
@@ -66,7 +67,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
         return ops.identity if declared else None
 
     def record(
-        name: str, t: popxl.Tensor, op: str, group: popxl.ReplicaGrouping | None, identical: Identical = "nothing"
+        name: str, t: popxl.Tensor, op: str, group: Groups | None, identical: Identical = "nothing"
     ) -> popxl.Tensor:
         reduction = known_reduction(name, op, known)
         result: popxl.Tensor = kind(t, op=reduction, identical=identical, **members(name, group))

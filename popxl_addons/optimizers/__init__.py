@@ -5,6 +5,18 @@
 
 from popxl_addons.optimizers import schedules
 from popxl_addons.optimizers.adam import AdamOptimizerStep
+from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.optimizers.whole import adafactor, adamw, from_optax, global_norm, lion, sgd
 
-__all__ = ["AdamOptimizerStep", "adafactor", "adamw", "from_optax", "global_norm", "lion", "schedules", "sgd"]
+__all__ = [
+    "AdamOptimizerStep",
+    "DynamicLossScaling",
+    "LossScale",
+    "adafactor",
+    "adamw",
+    "from_optax",
+    "global_norm",
+    "lion",
+    "schedules",
+    "sgd",
+]

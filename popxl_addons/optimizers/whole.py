@@ -20,13 +20,17 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.op import Colocated, OpKind, Overwrites
+from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
+from popxl.ops.collectives.collectives import members
+from popxl.ops.collectives.group import Group
 from popxl.ops.var_updates.factors import factor
 from popxl.tensor import Variable
 from popxl.values.sharding import piece_count
 from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
+from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
+from popxl_addons.optimizers.means import Means, MeansOverPieces
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.variable_factory import VariableFactory
 
@@ -34,6 +38,7 @@ __all__ = ["adafactor", "adamw", "from_optax", "global_norm", "lion", "sgd"]
 
 Tensors = NamedTensors | Mapping[str, popxl.Tensor] | Sequence[popxl.Tensor]
 Rate = float | popxl.Tensor | Schedule
+Scale = float | popxl.Tensor | LossScale
 Array = Any
 
 
@@ -50,6 +55,7 @@ class _Trained:
         gradient: of the shape of the tensor.
         grouping: that of the variable.
         pieces: how many there are of each value.
+        group_axis: along which the values of the groups are parts of one, if they are.
     """
 
     name: str
@@ -57,6 +63,7 @@ class _Trained:
     gradient: popxl.Tensor
     grouping: popxl.ReplicaGrouping
     pieces: int
+    group_axis: int | None
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -72,8 +79,15 @@ class _Trained:
         """A variable that belongs to it: in groups and pieces as it is, if of its shape."""
         data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
         pieces = self.pieces if shape is None else 1
-        factory = VariableFactory(lambda: np.array(data), dtype, name, False, self.grouping, pieces)
+        factory = VariableFactory(
+            lambda: np.array(data), dtype, name, False, self.grouping, pieces, self._group_axis_of(data.shape)
+        )
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
+
+    def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
+        """The axis along which groups divide state of this shape: none, if the values' axis is reduced there."""
+        axis = self.group_axis
+        return axis if axis is not None and axis < len(shape) and shape[axis] == self.whole_shape[axis] else None
 
 
 def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Trained]:
@@ -110,10 +124,11 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
 
 
 def _of(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> _Trained:
-    grouping = owner.replica_grouping if isinstance(owner, Variable) else popxl.gir().replica_grouping()
+    variable = owner if isinstance(owner, Variable) else None
+    grouping = popxl.gir().replica_grouping() if variable is None else variable.replica_grouping
     group = grouping.const_rg.group_size
     pieces = piece_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
-    return _Trained(name, t, gradient, grouping, pieces)
+    return _Trained(name, t, gradient, grouping, pieces, None if variable is None else variable.group_axis)
 
 
 def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Tensor]:
@@ -163,6 +178,12 @@ def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | po
     return _norm(_trained("global_norm", variables, gradients), loss_scaling)
 
 
+def _finite(trained: Sequence[_Trained]) -> popxl.Tensor:
+    """Whether all gradients are finite, on all replicas."""
+    replicas = popxl.gir().replication_factor
+    return all_finite((each.gradient for each in trained), any(each.copies < replicas for each in trained))
+
+
 class _Step:
     """One step of an optimiser: what its formulas are given for each variable.
 
@@ -178,22 +199,30 @@ class _Step:
         gradients: Tensors,
         lr: Rate,
         clip_norm: float | None,
-        loss_scaling: float | popxl.Tensor,
+        loss_scaling: Scale,
     ) -> None:
         self.trained = _trained(optimizer, variables, gradients)
-        loss_scaling = factor(loss_scaling, f"{optimizer}: `loss_scaling`")
+        scale = loss_scaling.value if isinstance(loss_scaling, LossScale) else loss_scaling
+        scale = factor(scale, f"{optimizer}: `loss_scaling`")
         if not callable(lr):
             lr = factor(lr, f"{optimizer}: `lr`")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"{optimizer}: `clip_norm` is {clip_norm!r}; expected a positive number, or None.")
         self.number = popxl.variable(0, popxl.float32, "optimizer.step")
         self.state: dict[str, popxl.Tensor] = {"step": self.number}
-        ops.var_updates.accumulate_(self.number, popxl.constant(1, popxl.float32))
+        self.finite: popxl.Tensor | None = None
+        if isinstance(loss_scaling, LossScale):
+            self.finite = _finite(self.trained)
+        one = popxl.constant(1, popxl.float32) if self.finite is None else self.finite.astype(popxl.float32)
+        ops.var_updates.accumulate_(self.number, one)
         self.lr: float | popxl.Tensor = lr(self.number) if callable(lr) else lr
-        self.scale: float | popxl.Tensor = 1 / loss_scaling
+        self.scale: float | popxl.Tensor = 1 / scale
         if clip_norm is not None:
-            norm = _norm(self.trained, loss_scaling)
+            norm = _norm(self.trained, scale)
             self.scale = ops.minimum(clip_norm / (norm + 1e-6), 1.0) * self.scale
+        if isinstance(loss_scaling, LossScale) and self.finite is not None:
+            loss_scaling.update_(self.finite)
+            self.state |= {"loss_scaling.value": scale, "loss_scaling.good_steps": loss_scaling.good_steps}
 
     def kept(self, each: _Trained, **slots: Any) -> list[popxl.Tensor]:
         """The state of one variable: by name its dtype, or its dtype and shape."""
@@ -205,18 +234,27 @@ class _Step:
         return made
 
     @property
+    def factors(self) -> tuple[popxl.Tensor, ...]:
+        """The learning rate, what gradients are multiplied by, and maybe whether the step is made."""
+        known = tuple(
+            each if isinstance(each, popxl.Tensor) else popxl.constant(each, popxl.float32)
+            for each in (self.lr, self.scale)
+        )
+        return known if self.finite is None else (*known, self.finite)
+
+    @property
     def named_state(self) -> NamedTensors:
         """All state by name."""
         return NamedTensors.from_dict(self.state)
 
 
-def _formula(name: str, function: Callable[..., Any], *slots: str) -> OpKind:
+def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Iterable[Trait] = ()) -> OpKind:
     """An op of a formula on float32 arrays, which overwrites the variable and its state."""
 
-    def lowering(variable: Array, gradient: Array, step: Array, *kept: Array, **numbers: Any) -> tuple[Array, ...]:
-        *slots, lr, scale = kept
-        w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *slots))
-        return tuple(function(w, g * scale, t, lr, *wide, **numbers))
+    def lowering(variable: Array, gradient: Array, step: Array, *others: Array, **numbers: Any) -> tuple[Array, ...]:
+        kept, (lr, scale, *made) = others[: len(slots)], others[len(slots) :]
+        w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *kept))
+        return _if_made(made, function(w, g * scale, t, lr, *wide, **numbers), (w, *wide))
 
     changed = frozenset({0, *range(3, 3 + len(slots))})
     return OpKind(
@@ -224,21 +262,22 @@ def _formula(name: str, function: Callable[..., Any], *slots: str) -> OpKind:
         lowering,
         shape=lambda *operands, **numbers: (),
         gradient=None,
-        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated()],
+        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated(), *traits],
         key=f"popxl_addons.{name}",
     )
 
 
-def _as_tensor(value: float | popxl.Tensor) -> popxl.Tensor:
-    return value if isinstance(value, popxl.Tensor) else popxl.constant(value, popxl.float32)
+def _if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
+    """What a step leaves: the new arrays, unless `made` has one element, and that says no."""
+    return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
 
 def _updated(
     step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], numbers: Callable[[str], Any]
 ) -> NamedTensors:
-    lr, scale = _as_tensor(step.lr), _as_tensor(step.scale)
+    factors = step.factors
     for each in step.trained:
-        kind(each.tensor, each.gradient, step.number, *step.kept(each, **slots), lr, scale, **numbers(each.name))
+        kind(each.tensor, each.gradient, step.number, *step.kept(each, **slots), *factors, **numbers(each.name))
     return step.named_state
 
 
@@ -267,7 +306,7 @@ def adamw(
     weight_decay: float = 0.01,
     decays: Callable[[str], bool] = lambda name: True,
     clip_norm: float | None = None,
-    loss_scaling: float | popxl.Tensor = 1.0,
+    loss_scaling: Scale = 1.0,
     moment_dtype: popxl.dtype = popxl.float32,
 ) -> NamedTensors:
     """One step of AdamW on all variables, in place: call it once, in the main graph.
@@ -282,11 +321,13 @@ def adamw(
         weight_decay: what each step takes of a variable, times the learning rate.
         decays: which variables that is done to, by name. Norms and biases are often left out.
         clip_norm: the norm that all gradients together have at most; larger ones are scaled down to it.
-        loss_scaling: what the loss was multiplied by: gradients are divided by it.
+        loss_scaling: what the loss was multiplied by: gradients are divided by it. With what `DynamicLossScaling`'s
+            `init()` returns, a step whose gradients are not all finite changes nothing but the scaling.
         moment_dtype: dtype of the moments. (`AdamOptimizerStep` keeps its first one in float16 by default.)
 
     Returns:
-        The state, by name: `step`, a float32 scalar that counts, and `<variable>.first_moment` and `.second_moment`.
+        The state, by name: `step`, a float32 scalar that counts, and `<variable>.first_moment` and `.second_moment`;
+        and with a `LossScale` its `loss_scaling.value` and `.good_steps`.
 
     Raises:
         ValueError: outside of the main graph, and for gradients that are missing, left over, or of other shapes.
@@ -332,7 +373,7 @@ def sgd(
     weight_decay: float = 0.0,
     decays: Callable[[str], bool] = lambda name: True,
     clip_norm: float | None = None,
-    loss_scaling: float | popxl.Tensor = 1.0,
+    loss_scaling: Scale = 1.0,
     velocity_dtype: popxl.dtype = popxl.float32,
 ) -> NamedTensors:
     """One step of stochastic gradient descent, with momentum or without, on all variables, in place.
@@ -389,7 +430,7 @@ def lion(
     weight_decay: float = 0.01,
     decays: Callable[[str], bool] = lambda name: True,
     clip_norm: float | None = None,
-    loss_scaling: float | popxl.Tensor = 1.0,
+    loss_scaling: Scale = 1.0,
     moment_dtype: popxl.dtype = popxl.float32,
 ) -> NamedTensors:
     """One step of Lion on all variables, in place: only the sign of the momentum counts.
@@ -427,28 +468,40 @@ def lion(
 
 
 def _adafactor_formula(
-    w: Array, g: Array, t: Array, lr: Array, *variances: Array, **numbers: float
+    w: Array, g: Array, t: Array, lr: Array, *variances: Array, means: Means | None = None, **numbers: float
 ) -> tuple[Array, ...]:
+    means = means or Means()
     new = t ** numbers["beta2_decay"]
     smallest, squares = numbers["eps1"], g * g
     if len(variances) == 2:
         rows, columns = variances
-        rows = rows + new * (squares.mean(-1, keepdims=True) - rows)
-        columns = columns + new * (squares.mean(-2, keepdims=True) - columns)
+        rows = rows + new * (means.of_rows(squares) - rows)
+        columns = columns + new * (means.of_columns(squares) - columns)
         variances = (rows, columns)
-        variance = rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest)
+        variance = means.part(rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest))
     else:
         variance = variances[0] + new * (squares - variances[0])
         variances = (variance,)
     update = g * jax.lax.rsqrt(jnp.maximum(variance, smallest * smallest))
-    update = update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(update * update)) / numbers["clip"])
-    size = jnp.maximum(numbers["eps2"], jnp.sqrt(jnp.mean(w * w)))
+    update = update / jnp.maximum(1.0, jnp.sqrt(means.of_all(update * update)) / numbers["clip"])
+    size = jnp.maximum(numbers["eps2"], jnp.sqrt(means.of_all(w * w)))
     rate = size * jnp.minimum(lr, jax.lax.rsqrt(t))
     return w * (1 - lr * numbers["decay"]) - rate * update, *variances
 
 
-_adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, "row_variance", "column_variance")
-_adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, "variance")
+def _adafactor_in_pieces(
+    *arrays: Array, group: Group, whole: tuple[int, ...], pieces: int, **numbers: float
+) -> tuple[Array, ...]:
+    return _adafactor_formula(*arrays, means=MeansOverPieces(group, whole, pieces), **numbers)
+
+
+_MATRIX, _VECTOR = ("row_variance", "column_variance"), ("variance",)
+_adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, *_MATRIX)
+_adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, *_VECTOR)
+_adafactor_of_cut_matrices, _adafactor_of_cut_vectors = (
+    _formula(name, _adafactor_in_pieces, *slots, traits=[BetweenReplicas()])
+    for name, slots in (("AdafactorPieceStep", _MATRIX), ("AdafactorVectorPieceStep", _VECTOR))
+)
 
 
 def adafactor(
@@ -462,7 +515,7 @@ def adafactor(
     weight_decay: float = 0.0,
     decays: Callable[[str], bool] = lambda name: True,
     clip_norm: float | None = None,
-    loss_scaling: float | popxl.Tensor = 1.0,
+    loss_scaling: Scale = 1.0,
 ) -> NamedTensors:
     """One step of Adafactor on all variables, in place: of a matrix, the state is a row and a column.
 
@@ -472,13 +525,14 @@ def adafactor(
         eps: the smallest variance, and the smallest size of a variable.
         update_clip: the largest root mean square of what a variable is changed by.
         weight_decay: what each step takes of a variable, times the learning rate.
-        variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`. The variables have to be whole.
+        variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`.
 
     Returns:
-        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, or `.variance` of vectors.
+        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are whole on all replicas,
+        or `.variance` of vectors.
 
     Raises:
-        ValueError: as `adamw`; and for variables in pieces.
+        ValueError: as `adamw`.
 
     See also: `torch.optim.Adafactor`; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 
@@ -491,9 +545,7 @@ def adafactor(
     """
     with popxl.in_sequence():
         step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        if pieces := [each.name for each in step.trained if each.tensor.meta_shape]:
-            raise ValueError(f"adafactor: {pieces} are in pieces, which have no rows. Use `adamw`, or keep them whole.")
-        lr_, scale = _as_tensor(step.lr), _as_tensor(step.scale)
+        factors = step.factors
         numbers: dict[str, Any] = {
             "beta2_decay": float(beta2_decay),
             "eps1": eps[0],
@@ -501,18 +553,22 @@ def adafactor(
             "clip": float(update_clip),
         }
         for each in step.trained:
-            shape, f32 = each.tensor.shape, popxl.float32
+            shape, f32, how = each.whole_shape, popxl.float32, dict(numbers)
+            how["decay"] = float(weight_decay) if decays(each.name) else 0.0
+            cut = bool(each.tensor.meta_shape)
+            if cut:
+                how |= {"whole": shape, "pieces": each.pieces, **members("adafactor", each.grouping.const_rg)}
             if len(shape) > 1:
-                kind = _adafactor_of_matrices
+                kind = _adafactor_of_cut_matrices if cut else _adafactor_of_matrices
                 kept = step.kept(
                     each,
                     row_variance=(f32, (*shape[:-1], 1)),
                     column_variance=(f32, (*shape[:-2], 1, shape[-1])),
                 )
             else:
-                kind, kept = _adafactor_of_vectors, step.kept(each, variance=f32)
-            decay = float(weight_decay) if decays(each.name) else 0.0
-            kind(each.tensor, each.gradient, step.number, *kept, lr_, scale, **numbers, decay=decay)
+                kind = _adafactor_of_cut_vectors if cut else _adafactor_of_vectors
+                kept = step.kept(each, variance=f32)
+            kind(each.tensor, each.gradient, step.number, *kept, *factors, **how)
         return step.named_state
 
 
@@ -522,10 +578,10 @@ def adafactor(
 def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
     """An optimiser of any transformation of Optax's: a function of variables and gradients, as `adamw` is one.
 
-    JAX computes the first state at once, of the values that the variables have on the host. State that belongs to a
-    variable is in pieces where the variable is. A transformation that looks at a whole variable or at all of them, as
-    clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved and loaded by those
-    who have made the same optimiser before.
+    The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
+    State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
+    or at all of them, as clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved
+    and loaded by those who have made the same optimiser before.
 
     Args:
         transformation: an `optax.GradientTransformation`, with the learning rate in it.
@@ -556,70 +612,74 @@ def _by_optax(
     variables: Tensors,
     gradients: Tensors,
     clip_norm: float | None = None,
-    loss_scaling: float | popxl.Tensor = 1.0,
+    loss_scaling: Scale = 1.0,
 ) -> NamedTensors:
-    import optax
-
     with popxl.in_sequence():
         step = _Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
         trained = {each.name: each for each in step.trained}
-        if unknown := [name for name, each in trained.items() if _owner(each) is None]:
-            raise ValueError(f"from_optax: {unknown} are no variables, and nothing says what they start with.")
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            first = transformation.init({name: jnp.asarray(_start(each)) for name, each in trained.items()})
-        owners = optax.tree_utils.tree_map_params(
-            transformation, lambda leaf, name: name, first, {name: name for name in trained},
-            transform_non_params=lambda leaf: "",
-        )  # fmt: skip
-        leaves, tree = jax.tree.flatten(first)
+        wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
+        leaves, tree, owners = _first_state(transformation, wholes)
         state = []
-        for i, (leaf, name) in enumerate(zip(leaves, jax.tree.leaves(owners), strict=True)):
-            leaf = np.asarray(leaf)
+        for i, (leaf, name) in enumerate(zip(leaves, owners, strict=True)):
+            dtype = popxl.dtype.as_dtype(leaf.dtype)
             if name and leaf.shape == trained[name].whole_shape:
-                v = trained[name].state(f"optax{i}", popxl.dtype.as_dtype(leaf.dtype), start=leaf)
+                v = trained[name].state(f"optax{i}", dtype)
             else:
-                v = popxl.variable(leaf, name=f"optimizer.optax{i}")
+                v = popxl.variable(np.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
             step.state[f"state.{i}"] = v
             state.append(v if v.piece is None else v.piece)
         kind = _optax_kind(transformation, tuple(trained), tree)
         tensors = [each.tensor for each in step.trained]
-        kind(*tensors, *state, *(each.gradient for each in step.trained), _as_tensor(step.scale))
+        of_trained = (each.gradient for each in step.trained)
+        kind(*tensors, *state, *of_trained, step.number, *step.factors[1:])
         return step.named_state
 
 
-def _owner(each: _Trained) -> Variable | None:
-    if isinstance(each.tensor, Variable):
-        return each.tensor
-    return next((v for v in popxl.gmg().variables if v.piece is each.tensor), None)
+def _first_state(
+    transformation: Any, variables: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[list[jax.ShapeDtypeStruct], Any, list[str]]:
+    """The leaves of the state that a transformation begins with, their tree, and the variables that they belong to, ""
+    for none. Traced only: building starts no device."""
+    import optax
 
+    owners: list[str] = []
 
-def _start(each: _Trained) -> np.ndarray:
-    """A value of a variable on the host: the first of several."""
-    owner = _owner(each)
-    assert owner is not None
-    return owner.data if owner.replica_grouping.num_groups == 1 else owner.data[0]
+    def init(params: Any) -> Any:
+        state = transformation.init(params)
+        named = optax.tree_utils.tree_map_params(
+            transformation, lambda leaf, name: name, state, {name: name for name in variables},
+            transform_non_params=lambda leaf: "",
+        )  # fmt: skip
+        owners.extend(jax.tree.leaves(named))
+        return state
+
+    leaves, tree = jax.tree.flatten(jax.eval_shape(init, dict(variables)))
+    return leaves, tree, owners
 
 
 def _optax_kind(transformation: Any, names: tuple[str, ...], tree: Any) -> OpKind:
-    """The op that makes one step with variables, state, gradients, and what these are multiplied by."""
+    """The op that makes one step with variables, state, gradients, the number of the step, and what gradients are
+    multiplied by. The first step begins with the state that the transformation begins with."""
     count = len(names)
 
     def lowering(*arrays: Array) -> tuple[Array, ...]:
-        *others, scale = arrays
-        weights, state, gradients = others[:count], others[count:-count], others[-count:]
+        weights, kept = arrays[:count], arrays[count:changed]
+        gradients, (number, scale, *made) = arrays[changed : changed + count], arrays[changed + count :]
         params = dict(zip(names, weights, strict=True))
+        begun = zip(jax.tree.leaves(transformation.init(params)), kept, strict=True)
+        state = [jnp.where(number == 1, first.astype(old.dtype), old) for first, old in begun]
         scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
         grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
-        updates, state = transformation.update(grads, jax.tree.unflatten(tree, state), params)
+        updates, new_state = transformation.update(grads, jax.tree.unflatten(tree, state), params)
         new = (params[name] + updates[name].astype(params[name].dtype) for name in names)
-        return (*new, *jax.tree.leaves(state))
+        return _if_made(made, (*new, *jax.tree.leaves(new_state)), (*weights, *kept))
 
-    changed = frozenset(range(count + tree.num_leaves))
+    changed = count + tree.num_leaves
     return OpKind(
         "OptaxStep",
         lowering,
         shape=lambda *operands: (),
         gradient=None,
-        traits=[Overwrites(positions=lambda attributes: changed, aliased=False), Colocated()],
+        traits=[Overwrites(positions=lambda attributes: frozenset(range(changed)), aliased=False), Colocated()],
         key=f"popxl_addons.OptaxStep.{tree}",
     )

@@ -17,10 +17,12 @@ from popxl_addons.transforms.batch_serialisation import (
 )
 from popxl_addons.transforms.pipelining import pipelined_execution
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
+from popxl_addons.transforms.schedule import PipelineSchedule
 from popxl_addons.transforms.use_fc_pass import disable_fc_pass, enable_fc_pass
 
 __all__ = [
     "BatchSerialResult",
+    "PipelineSchedule",
     "RemoteHandle",
     "add_recompute_inputs",
     "autodiff",

@@ -7,6 +7,9 @@ A value that stage `s` makes and stage `t` reads waits ``t - s`` cycles: what is
 Each stage is one graph, which every cycle calls in one place, and within a cycle no call needs a result of another:
 whoever runs the stages on several devices can run all calls of a cycle at once. Copies from IPU to IPU belong to the
 stage that makes them. How programs say what belongs to which stage is told in `pipelining`.
+
+With a schedule there are no cycles: the stages are called in its order, and what one makes is handed to those that read
+it. So what waits at a time is what the schedule implies.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from popxl.tensor import Constant
 from popxl_addons.graph import BoundGraph
 from popxl_addons.named_tensors import TensorMap
 from popxl_addons.transforms._stand_in import stand_in
+from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, scheduled
 
 if TYPE_CHECKING:
     from popxl.op import Op
@@ -84,7 +88,7 @@ class PipelineBoundGraph(BoundGraph):
     def add_variable_input(self, tensor: popxl.Tensor) -> popxl.Tensor:
         """The input that stands for `tensor` and is bound to it; made if there is none."""
         if tensor.id not in self._inputs:
-            self._inputs[tensor.id] = self.graph.add_input(tensor.spec, tensor.name)
+            self._inputs[tensor.id] = self.graph.add_input_like(tensor)
             self.args[self._inputs[tensor.id]] = tensor
         return self._inputs[tensor.id]
 
@@ -103,11 +107,20 @@ class PipelineBoundGraph(BoundGraph):
 
 
 class Pipelining:
-    """Puts a pipeline over `steps` micro-batches in the place of ops of a graph."""
+    """Puts a pipeline over `steps` micro-batches in the place of ops of a graph.
 
-    def __init__(self, graph: popxl.Graph, steps: int):
+    Attributes:
+        schedule: the order in which it works; known when it is applied.
+        values: what waits from stage to stage; known then, too.
+    """
+
+    schedule: PipelineSchedule
+    values: tuple[PipelineValue, ...]
+
+    def __init__(self, graph: popxl.Graph, steps: int, schedule: PipelineSchedule | str | None = None):
         self.graph = graph
         self.steps = steps
+        self._wanted = schedule
         self.stages: list[PipelineBoundGraph] = []
         self._ipus: list[int | None] = []  # where each stage is called
         self._makers: dict[str, int] = {}  # the stages that make the values which others read
@@ -119,16 +132,38 @@ class Pipelining:
         """Replace the ops that `include_ops` gives stages, by their ids. `ValueError` if that makes no pipeline."""
         by_stage = self._sorted(include_ops)
         self._check(by_stage, include_ops)
+        self._plan(by_stage)
         with get_current_context().set(scope_prefix=""):  # names have the scopes that they were made in
             self.construct_graphs(by_stage)
             with self.graph:
-                self.build()
+                self.build() if self._wanted is None else self.build_scheduled()
+
+    def _plan(self, by_stage: Sequence[Sequence[Op]]) -> None:
+        """Know where and in which order the stages work, and what waits. `ValueError` if that cannot be."""
+        self._ipus = [Counter(op.ipu for op in members).most_common(1)[0][0] for members in by_stage]
+        makers = _makers(by_stage)
+        readers: dict[popxl.Tensor, list[int]] = {}
+        for s, members in enumerate(by_stage):
+            for t in dict.fromkeys(t for op in members for t in op.inputs if makers.get(t, s) != s):
+                readers.setdefault(t, []).append(s)
+        needs = [{makers[t] for t, stages in readers.items() if s in stages} for s in range(len(by_stage))]
+        self.schedule = scheduled("cycles" if self._wanted is None else self._wanted, self._ipus, needs, self.steps)
+        rows = {ipu: row for ipu, row in zip(self._ipus, self.schedule.device_of, strict=True)}
+        self.values = tuple(
+            PipelineValue(
+                t.name,
+                makers[t],
+                tuple(stages),
+                t.nelms * t.dtype.itemsize,
+                rows.get(t.location[0], self.schedule.device_of[makers[t]]),
+            )
+            for t, stages in readers.items()
+        )
 
     def construct_graphs(self, by_stage: Sequence[Sequence[Op]]) -> None:
         """Move the ops of each stage into a graph of its own; the last stage first, since no other one needs it."""
         makers = _makers(by_stage)
         ids = {t: t.id for t in makers}
-        self._ipus = [Counter(op.ipu for op in members).most_common(1)[0][0] for members in by_stage]
         self.stages = [
             PipelineBoundGraph(self.graph.ir.create_empty_graph(f"pipeline_stage_{s}")) for s in range(len(by_stage))
         ]
@@ -159,6 +194,18 @@ class Pipelining:
         for first_busy in range(1, count):
             self.cycle(range(first_busy, count), self._shared, waiting)
 
+    @popxl.in_sequence()
+    def build_scheduled(self) -> None:
+        """Add a call for each task of the schedule, in the order in which they can begin."""
+        timeline = self.schedule.simulate()
+        made: dict[tuple[str, int], popxl.Tensor] = {}
+        for _, (s, m), *_ in timeline.tasks:
+            stage = self.stages[s]
+            for id in stage.original_input_ids:
+                stage.reconnect_input(id, made[id, m] if id in self._makers else self._shared[id])
+            with get_current_context().set(ipu_id=self._ipus[s]):
+                made.update(zip([(id, m) for id in stage.original_output_ids], stage.call(), strict=True))
+
     def cycle(self, busy: Iterable[int], shared: Mapping[str, popxl.Tensor], waiting: Waiting) -> None:
         """One call of each busy stage. What they read has been `waiting`, and what they make waits from now on."""
         made: dict[str, popxl.Tensor] = {}
@@ -177,10 +224,9 @@ class Pipelining:
         carried = [t for queue in waiting.values() for t in queue]
         with body:
             inside: Waiting = {
-                id: deque([body.add_input(t.spec, t.name) for t in queue], queue.maxlen)
-                for id, queue in waiting.items()
+                id: deque([body.add_input_like(t) for t in queue], queue.maxlen) for id, queue in waiting.items()
             }
-            shared = {id: body.add_input(t.spec, t.name, id in self._changed) for id, t in self._shared.items()}
+            shared = {id: body.add_input_like(t, id in self._changed) for id, t in self._shared.items()}
             self.cycle(range(len(self.stages)), shared, inside)
             for queue in inside.values():
                 for t in queue:
@@ -204,10 +250,10 @@ class Pipelining:
                 f"pipelined_execution: there are no ops in the stages {missing}. Stages are numbered from 0, without "
                 f"gaps, and each has ops; there are some in {sorted(members)}."
             )
-        if self.steps < 2 * count:
+        if self._wanted is None and self.steps < 2 * count:
             raise ValueError(
                 f"pipelined_execution: `steps` is {self.steps}, expected at least {2 * count}, twice the number of "
-                "stages. Use more micro-batches, or fewer stages."
+                "stages. Use more micro-batches, fewer stages, or a `schedule`."
             )
         return [members[s] for s in range(count)]
 

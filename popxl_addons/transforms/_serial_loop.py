@@ -101,4 +101,4 @@ class SerialLoop:
 
 def _inputs_like(tensors: Any, by_ref: bool = False) -> Values:
     """New inputs of the current graph that look like these; by reference, if they are and it is asked for."""
-    return {t: popxl.graph_input(**t.spec, name=t.name, by_ref=by_ref and t.by_ref) for t in tensors}
+    return {t: popxl.gcg().add_input_like(t, by_ref and t.by_ref) for t in tensors}

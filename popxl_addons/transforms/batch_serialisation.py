@@ -34,7 +34,7 @@ IOMode = Literal["compute", "io", "io_overlapped"]
 LoadHandles = dict[Tensor, popxl.HostToDeviceStream | RemoteHandle | RemoteBufferWithOffset]
 StoreStreams = dict[Tensor, popxl.DeviceToHostStream]
 StoreBuffers = dict[Tensor, RemoteHandle | RemoteBufferWithOffset]
-StoreBuffersOrGroups = dict[Tensor, RemoteHandle | RemoteBufferWithOffset | popxl.ReplicaGrouping]
+StoreBuffersOrGroups = dict[Tensor, RemoteHandle | RemoteBufferWithOffset | popxl.ReplicaGrouping | str]
 
 _logger = logging.getLogger(__name__)
 
@@ -187,8 +187,8 @@ def batch_serialise_fwd_and_grad(
         load_handles: as for `batch_serialise`, by tensors of either graph. Each gradient that `gradient_graph` is given
             has to be loaded.
         store_streams: as for `batch_serialise`, by tensors of either graph.
-        store_buffers: likewise. A replica grouping stands for a new buffer, sharded over it; in place, it becomes the
-            `RemoteHandle`.
+        store_buffers: likewise. A replica grouping, or the name of an axis, stands for a new buffer, sharded over it;
+            in place, it becomes the `RemoteHandle`.
         seed_input: as for `batch_serialise`, of the forward graph.
 
     Returns:
@@ -226,7 +226,7 @@ def batch_serialise_fwd_and_grad(
         """Where the forward graph has the values of `t`."""
         if isinstance(source := loads.get(t), RemoteHandle):
             return source
-        if given is None or isinstance(given, popxl.ReplicaGrouping):
+        if given is None or isinstance(given, popxl.ReplicaGrouping | str):
             return RemoteHandle(batch_serial_buffer(t, steps, rows, given), 0, given)
         return RemoteHandle.of("store_buffers", given)
 

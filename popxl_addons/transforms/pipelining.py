@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
-import numpy as np
-
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.context import get_current_context
 from popxl.ops.call import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
 from popxl_addons.module import Module
 from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage
+from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue
 
 if TYPE_CHECKING:
     from popxl.op import Op
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PipelineBoundGraph",
+    "PipelineSchedule",
     "Pipelining",
     "Restore",
     "StageContext",
@@ -41,7 +41,7 @@ __all__ = [
 
 
 @contextmanager
-def pipelined_execution(steps: int) -> Iterator[StageContext]:
+def pipelined_execution(steps: int, schedule: PipelineSchedule | str | None = None) -> Iterator[StageContext]:
     """Make the ops of the block, in the graph that is current at its start, a pipeline over `steps` micro-batches.
 
     At the end of the block its ops move into one graph for each stage. Each cycle calls each stage once, for the
@@ -54,8 +54,15 @@ def pipelined_execution(steps: int) -> Iterator[StageContext]:
     of loops around the pipeline). Variables, constants, streams and subgraphs may be made anywhere in the block. After
     it, variables hold what all steps left in them; other tensors of the block cannot be used any more.
 
+    With a `schedule` the stages are called in its order instead, each call written out, and there may be any number of
+    micro-batches. Nothing is kept in rings then: what one stage makes waits until the last one that reads it. Sums over
+    micro-batches are the same bit for bit with each schedule.
+
     Args:
-        steps: number of micro-batches, at least twice the number of stages.
+        steps: number of micro-batches, at least twice the number of stages if there is no `schedule`.
+        schedule: in which order the stages work: a `PipelineSchedule`, or the name of one, for the IPUs on which the
+            program has its stages: ``"gpipe"``, ``"1f1b"`` (interleaved, if an IPU has several forward stages),
+            ``"zero_bubble"`` or ``"cycles"``, which is the order that there is without a schedule.
 
     Returns:
         A context manager that gives a `StageContext`, which says what belongs to which stage.
@@ -63,7 +70,8 @@ def pipelined_execution(steps: int) -> Iterator[StageContext]:
     Raises:
         TypeError: if `steps` is no integer.
         RuntimeError: for an op that is created in the block outside of any stage.
-        ValueError: at the end of the block, if there are too few steps; if stages are missing; if an op needs a value
+        ValueError: at the end of the block, if there are too few steps; if the schedule is of another number of stages
+            or steps, or not for stages on these IPUs, or cannot go on; if stages are missing; if an op needs a value
             of a later stage; if two stages use the same stream; if a tensor from outside is changed by way of an alias
             that another stage makes; or if the graph returns what the pipeline computes. After an error, here or in the
             block, all ops are where they were created.
@@ -88,13 +96,20 @@ def pipelined_execution(steps: int) -> Iterator[StageContext]:
         raise TypeError(
             f"pipelined_execution: `steps` is {steps!r} ({type(steps).__name__}), expected the number of micro-batches."
         )
-    context = StageContext()
+    if not isinstance(schedule, PipelineSchedule | str | None):
+        raise TypeError(
+            f"pipelined_execution: `schedule` is {schedule!r} ({type(schedule).__name__}), expected a "
+            "PipelineSchedule, the name of one, or nothing."
+        )
+    context = StageContext(in_rings=schedule is None)
     handle = graph.register_op_created_hook(context.hook)
     try:
         yield context
     finally:
         graph.remove_op_created_hook(handle)
-    Pipelining(graph, operator.index(steps)).apply(context.stages)
+    pipeline = Pipelining(graph, operator.index(steps), schedule)
+    pipeline.apply(context.stages)
+    context.schedule, context.values = pipeline.schedule, pipeline.values
 
 
 class StageContext:
@@ -102,10 +117,17 @@ class StageContext:
 
     Attributes:
         stages: the stage of each op of the pipeline, by the id of the op.
+        schedule: the order in which the pipeline works. Known after the block.
+        values: what waits from stage to stage: ``p.schedule.simulate(durations, p.values)`` says how much at a time.
+            Known after the block; without a schedule, rings that the program has asked for are not among them.
     """
 
-    def __init__(self) -> None:
+    schedule: PipelineSchedule
+    values: tuple[PipelineValue, ...]
+
+    def __init__(self, in_rings: bool = True) -> None:
         self.stages: dict[OpId, int] = {}
+        self._in_rings = in_rings
         self._current: int | None = None
         self._stash = Stash(cache=True)
         self._restore = Restore(cache=True)
@@ -132,7 +154,8 @@ class StageContext:
     def stash_and_restore_tensor(self, t: popxl.Tensor, from_stage: int | None = None) -> popxl.Tensor:
         """The value that `t` had in an earlier stage for the micro-batch that the current stage works on.
 
-        It waits in a ring of as many slots as there are stages from the one to the other, both included.
+        It waits in a ring of as many slots as there are stages from the one to the other, both included; with a
+        schedule, until the last stage has read it.
 
         Args:
             t: a tensor of the pipeline, or one that is the same in all stages, a variable say.
@@ -204,6 +227,10 @@ class StageContext:
                 f"A value can only be stashed for a later stage: {t!r} was to go from stage {from_stage} to stage "
                 f"{to_stage}. In the stage that makes it, use the tensor itself."
             )
+        if not self._in_rings:
+            with self._as(from_stage):
+                kept = ops.identity(t)  # `t` may be changed in place later
+            return kept if t.shape else kept.reshape((1,))
         ipu = t.location[0]
         with get_current_context().set(ipu_id=get_current_context().ipu_id if ipu is None else ipu):
             facts, write = self._stash.create_graph(t, slots)
@@ -251,7 +278,7 @@ class Stash(Module):
     @popxl.in_sequence()
     def build(self, t: popxl.Tensor, stash_size: int) -> None:
         counter = _counter(self)
-        empty = partial(np.zeros, (stash_size, *t.shape))
+        empty = partial(initial.zeros, (stash_size, *t.shape))
         stash = self.add_variable_input("stash", empty, t.dtype, by_ref=True)
         ops.dynamic_update_(stash, counter, t.reshape((1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
         ops.increment_mod_(counter, 1, stash_size)
@@ -280,4 +307,4 @@ class Restore(Module):
 
 def _counter(module: Module) -> popxl.Tensor:
     """The number of the slot that comes next."""
-    return module.add_variable_input("counter", partial(np.zeros, ()), popxl.uint32, by_ref=True)
+    return module.add_variable_input("counter", partial(initial.zeros, ()), popxl.uint32, by_ref=True)

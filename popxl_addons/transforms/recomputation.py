@@ -51,7 +51,7 @@ def recompute_graph(grad_graph: GraphWithNamedArgs) -> GraphWithNamedArgs:
             if not expected.is_activation
         }
         further = sorted(grad.inputs[len(info.expected_inputs) :], key=lambda t: t.name)
-        bound |= {t: popxl.graph_input(**t.spec, name=t.name, by_ref=t.by_ref) for t in further}
+        bound |= {t: popxl.gcg().add_input_like(t, t.by_ref) for t in further}
         site = ops.call_with_info(forward, inputs_dict={t: of[t, ExpectedConnectionType.Fwd] for t in forward.inputs})
         bound |= info.inputs_dict(site)
         for result in ops.call(grad, inputs_dict=bound):
@@ -88,7 +88,7 @@ def add_recompute_inputs(grad_info: GradGraphInfo) -> _Inputs:
     ]
     missing: Iterable[popxl.Tensor] = {*forward.inputs} - {of for _, of, kind in kept if kind is Fwd}
     kept += [(t, t, Fwd) for t in sorted(missing, key=lambda t: t.name)]
-    return {popxl.graph_input(**like.spec, name=like.name): (of, kind) for like, of, kind in kept}
+    return {popxl.gcg().add_input_like(like): (of, kind) for like, of, kind in kept}
 
 
 def _refuse_streams(forward: popxl.Graph) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import popxl
 from popxl import ops
+from popxl.replica_grouping import Groups, grouping_of
 from popxl_addons import _io_tiles
 from popxl_addons.remote import create_remote_buffer
 from popxl_addons.rts import gather_replica_sharded_tensor
@@ -48,18 +49,18 @@ class RemoteHandle:
 
     buffer: popxl.RemoteBuffer
     row_offset: RowOffset = 0
-    shard_group: popxl.ReplicaGrouping | None = None
+    shard_group: Groups | None = None
 
     def __post_init__(self) -> None:
         offset, group = self.row_offset, self.shard_group
         if not (
             isinstance(self.buffer, popxl.RemoteBuffer)
             and (offset is None or callable(offset) or isinstance(offset, Integral))
-            and (group is None or isinstance(group, popxl.ReplicaGrouping))
+            and (group is None or isinstance(group, popxl.ReplicaGrouping | str))
         ):
             raise TypeError(
                 "RemoteHandle: expected a remote buffer, a row offset (an integer, None or a function of the row), and "
-                f"a replica grouping or None; got {self.buffer!r}, {offset!r} and {group!r}."
+                f"a replica grouping, the name of an axis or None; got {self.buffer!r}, {offset!r} and {group!r}."
             )
 
     @classmethod
@@ -117,15 +118,17 @@ class RemoteHandle:
 
     def _cut_for(self, t: popxl.Tensor) -> popxl.ReplicaGrouping | None:
         """The replicas that values of `t` are cut for; None if they are stored as they are."""
-        group = None if self.shard_group is None or t.meta_shape else self.shard_group.const_rg
-        return None if group is None or group.group_size == 1 else group
+        if self.shard_group is None or t.meta_shape:
+            return None
+        group = grouping_of(t.ir, self.shard_group, "RemoteHandle: `shard_group`").const_rg
+        return None if group.group_size == 1 else group
 
 
 def batch_serial_buffer(
     t: popxl.Tensor | popxl.TensorSpec,
     steps: int = 1,
     rows: int = 1,
-    shard_group: popxl.ReplicaGrouping | None = None,
+    shard_group: Groups | None = None,
 ) -> popxl.RemoteBuffer:
     """A buffer for `rows` rows of `steps` values of `t`.
 

@@ -50,12 +50,12 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     carried = dict.fromkeys(t for t in outputs if t in computed)
     turn = ir.create_empty_graph("repeat_graph")
     for t in carried:  # a loop returns what it carries, so it carries what it returns
-        turn.add_input(t.spec, t.name)
+        turn.add_input_like(t)
     outer: dict[Tensor, Tensor] = {}
 
     def input_for(t: Tensor) -> Tensor:
         if t not in outer:
-            outer[t] = turn.add_input(t.spec, t.name, by_ref=True)
+            outer[t] = turn.add_input_like(t, by_ref=True)
         return outer[t]
 
     read = dict.fromkeys(t for op in moving for t in op.inputs if t not in computed)

@@ -49,6 +49,7 @@ class Collective(NamedTuple):
         source: the user's line; "" where it is not known.
         graph: the graph that it is in.
         runs: how often a run carries it out.
+        is_again: whether it is carried out a second time, as there was no memory to keep what the first one gave.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Collective(NamedTuple):
     source: str
     graph: str
     runs: int
+    is_again: bool = False
 
 
 class Product(NamedTuple):
@@ -140,8 +142,8 @@ def account_of(module: Module) -> Account:
             work.memory_bytes += count * (memory == 0)
             work.host_bytes += count * (memory == HOST)
         account.graphs[graph].add(work, times)
-        if instruction.kind in COLLECTIVES:
-            account.collectives.append(_collective(computation, instruction, graph, times))
+        for inside, collective in _exchanges(module, computation, instruction):
+            account.collectives.append(_collective(inside, collective, graph, times))
     return account
 
 
@@ -169,13 +171,22 @@ def _compute(module: Module, computation: Computation, instruction: Instruction,
     elif kind in _EACH:
         work.others += result.elements
     elif kind == "reduce":
-        work.others += sum(each.elements for each in operands[: len(instruction.results)])
+        work.others += operands[0].elements * _of_each(module, instruction)
     elif kind == "reduce-window":
-        work.others += result.elements * math.prod(_window(instruction, "size") or [1])
+        work.others += result.elements * math.prod(_window(instruction, "size") or [1]) * _of_each(module, instruction)
+    elif kind == "scatter":
+        work.others += operands[-1].elements * _of_each(module, instruction)
+
+
+def _of_each(module: Module, instruction: Instruction) -> int:
+    """The operations of what an instruction does to each element: one, if it takes the sum."""
+    inside = (module.computations[name].instructions.values() for name in instruction.called)
+    return sum(each.kind in _EACH for instructions in inside for each in instructions)
 
 
 def _product(factor: Shape, instruction: Instruction) -> Product:
-    precisions = set(re.findall(r"\w+", instruction.attribute("operand_precision")))
+    found = re.search(r'\boperand_precision"?[=:][{\[]([^}\]]*)', instruction.text)  # in the settings of a library, too
+    precisions = set(re.findall(r"\w+", found[1].lower())) if found else set()
     precision = next((each for each in ("highest", "high") if each in precisions), "default")
     return Product(factor.dtype, precision)
 
@@ -209,7 +220,7 @@ def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, resul
 
 
 def _compute_by_library(instruction: Instruction, operands: list[Shape], result: Shape, work: Work) -> None:
-    """Add the operations of a call of cuBLAS or cuDNN."""
+    """Add the operations of a call of a library."""
     target = instruction.attribute("custom_call_target")
     if "cublas" in target and operands:
         found = re.search(r'"lhs_contracting_dimensions":\["?([\d",]*)', instruction.text)
@@ -225,6 +236,11 @@ def _compute_by_library(instruction: Instruction, operands: list[Shape], result:
         features = kernel.dimensions[labels[1].index("o")]
         count = 2 * larger.elements * kernel.elements // features
         work.products[_product(operands[0], instruction)] += count
+
+
+def _is_library(instruction: Instruction) -> bool:
+    """Whether a call is one of cuBLAS or cuDNN."""
+    return re.search("cublas|cudnn", instruction.attribute("custom_call_target")) is not None
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
@@ -258,8 +274,9 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         yield results[0].memory, results[0].bytes
     elif instruction.opcode.endswith("-start"):
         yield 0, _exchanged(computation, instruction)
-    else:
-        yield from ((shape.memory, shape.bytes) for shape in results)
+    else:  # of libraries the first result: the others are rooms to work in, as large as may be
+        is_of_library = instruction.kind == "custom-call" and _is_library(instruction)
+        yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
 
 
 def _read(module: Module, inside: Computation, parameter: Instruction) -> int:
@@ -303,6 +320,24 @@ def _written(module: Module, inside: Computation, root: Instruction) -> list[int
 # Between chips -------------------------------------------------------------------------------------------------------
 
 
+def _exchanges(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """The collectives that an instruction is, or has in it.
+
+    A TPU may carry one out bit by bit, beside products: it is in each fusion that has a bit, and counts in the first.
+    """
+    if instruction.kind in COLLECTIVES:
+        targets = {each.attribute("custom_call_target").strip('"') for each in computation.users(instruction.name)}
+        if "chain_id=" not in instruction.text or "AsyncCollectiveStart" in targets:
+            yield computation, instruction
+    elif instruction.opcode == "fusion":
+        for name in instruction.called:
+            inside = module.computations[name]
+            for each in inside.instructions.values():
+                yield from _exchanges(module, inside, each)
+
+
 def _exchanged(computation: Computation, instruction: Instruction) -> int:
     """What goes into a collective, or what comes out of it, whichever is more."""
     given = sum(shape.bytes for shapes in computation.operands(instruction) for shape in shapes)
@@ -325,6 +360,7 @@ def _collective(computation: Computation, instruction: Instruction, graph: str, 
         source_of(instruction.scope),
         graph,
         times,
+        re.search(r"\.remat\d*$", instruction.name) is not None,
     )
 
 

@@ -24,7 +24,6 @@ from popxl.graph import Graph
 from popxl.ops.host import print_tensor_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.targets.replicas import AXIS
 
 Array = Any
 Position = int | Array
@@ -211,7 +210,9 @@ def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) ->
 
     if op.attributes["print_self"]:
         running = True if channels.running is None else channels.running
-        replica = lax.axis_index(AXIS) if lowering.is_shared else 0  # or what is the same for all is printed once
+        replica = (
+            lax.axis_index(lowering.replicas.axis) if lowering.is_shared else 0
+        )  # or what is the same for all is printed once
         if lowering.replicas.is_here or lowering.replicas.device.platform == "tpu":
             jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
         else:

@@ -31,8 +31,9 @@ from popxl.looking.transfers import transfers_of
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
-from runtime.lowering.effects import FAILURE, Channel, Channels, arrived, channels_of, sent
+from runtime.lowering.effects import FAILURE, Channel, Channels, Failure, arrived, channels_of, sent
 from runtime.lowering.lower import Lowering, as_declared
+from runtime.targets.replicas import Replicas
 
 Array = Any
 
@@ -42,7 +43,8 @@ __all__ = ["GraphFunction", "to_jax"]
 def to_jax(graph: Graph) -> GraphFunction:
     """A graph as a function of JAX: pure, and good for `jax.jit`, `jax.grad`, `jax.vmap` and all that is made of them.
 
-    The arguments are arrays for the inputs of the graph, in their order or by their names. They have the shape and
+    The arguments are arrays for the inputs of the graph, in their order or by their names (`Tensor.path`: those that
+    stand for a module's variables have dotted paths, such as `layers.0.query.weight`). They have the shape and
     dtype of the input; Python numbers are taken in its dtype, and nothing else is converted. Float8 arrays are JAX's
     (`float8_143` is `float8_e4m3fnuz`); those of NumPy, in structured dtypes, are accepted too.
 
@@ -85,17 +87,10 @@ def to_jax(graph: Graph) -> GraphFunction:
     """
     if not isinstance(graph, Graph):
         raise TypeError(f"to_jax: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
-    if graph.ir.replication_factor > 1:
-        raise PopxlError(
-            f"to_jax: {graph.ir!r} has {graph.ir.replication_factor} replicas, which only a Session runs. Build the Ir "
-            "with replication=1, and apply `jax.shard_map` or `jax.vmap` to the function."
-        )
-    channels = [channel for channel in channels_of(graph) if channel is not FAILURE]
     if graph is graph.main_graph:
-        others = [channel for channel in channels if not isinstance(channel, Stream)]
-        if others:
-            raise PopxlError(f"to_jax: {graph.title} uses {', '.join(map(str, others))}, which only a Session has.")
-        return _MainFunction(graph)
+        return main_function(graph, "to_jax")
+    _check_replicas(graph, "to_jax")
+    channels = [channel for channel in channels_of(graph) if channel is not FAILURE]
     if channels:
         raise PopxlError(
             f"to_jax: {graph.title} uses {', '.join(map(str, channels))}, and a function only has its arguments and "
@@ -103,6 +98,30 @@ def to_jax(graph: Graph) -> GraphFunction:
             "(`popxl.to_jax(ir.main_graph)`), whose arguments are the streams."
         )
     return GraphFunction(graph)
+
+
+def main_function(main: Graph, asker: str, replicas: Replicas | None = None, checks: bool = True) -> MainFunction:
+    """A main graph as a function of its variables and streams, by name.
+
+    Args:
+        main: the main graph.
+        asker: who wants it: errors begin with that.
+        replicas: says what it is lowered for; by default, what JAX runs on.
+        checks: whether `checkify` is told what ops require of their operands.
+    """
+    _check_replicas(main, asker)
+    others = [channel for channel in channels_of(main) if not isinstance(channel, Stream | Failure)]
+    if others:
+        raise PopxlError(f"{asker}: {main.title} uses {', '.join(map(str, others))}, which only a Session has.")
+    return MainFunction(main, asker, Replicas() if replicas is None else replicas, checks)
+
+
+def _check_replicas(graph: Graph, asker: str) -> None:
+    if graph.ir.replication_factor > 1:
+        raise PopxlError(
+            f"{asker}: {graph.ir!r} has {graph.ir.replication_factor} replicas, which only a Session runs. Build the "
+            "Ir with replication=1, and apply `jax.shard_map` or `jax.vmap` to the function."
+        )
 
 
 @dataclass(frozen=True)
@@ -123,6 +142,8 @@ class GraphFunction:
         written: names of the arguments that the graph changes; the second result has their new contents.
     """
 
+    _replicas = Replicas()
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.__name__ = self.__qualname__ = identifier(graph.id) or "main_graph"
@@ -137,15 +158,19 @@ class GraphFunction:
             self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in self.inputs])
 
     def _lower(self) -> None:
-        self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options)
+        self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
         self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
 
     def _describe(self) -> dict[str, _Parameter]:
         """The parameters by name. Sets `written`."""
         changed = written_inputs(self.graph)
-        self._written = {i: t.name for i, t in enumerate(self.graph.inputs) if t.by_ref and i in changed}
+        names = [t.path for t in self.graph.inputs]
+        if len({*names}) < len(names):
+            names = [t.name for t in self.graph.inputs]
+        inputs = dict(zip(names, self.graph.inputs, strict=True))
+        self._written = {i: name for i, (name, t) in enumerate(inputs.items()) if t.by_ref and i in changed}
         self.written = tuple(self._written.values())
-        return {t.name: _Parameter(t.name, t.spec) for t in self.graph.inputs}
+        return {name: _Parameter(name, t.spec) for name, t in inputs.items()}
 
     def __repr__(self) -> str:
         parameters = ", ".join(f"{p.name}: {p.spec}" for p in self._parameters.values())
@@ -251,8 +276,16 @@ class GraphFunction:
                 checkify.debug_check((id != op.id) | (number != k), as_format)
 
 
-class _MainFunction(GraphFunction):
-    """The main graph as a function of its variables and streams, by name."""
+class MainFunction(GraphFunction):
+    """The main graph as a function of its variables and streams, by name. `main_function` makes it."""
+
+    def __init__(self, main: Graph, asker: str, replicas: Replicas, checks: bool) -> None:
+        self._asker, self._replicas, self._checks = asker, replicas, checks
+        super().__init__(main)
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of the arguments, by name."""
+        return {p.name: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype.as_jax()) for p in self._parameters.values()}
 
     def _describe(self) -> dict[str, _Parameter]:
         main = self.graph
@@ -263,12 +296,13 @@ class _MainFunction(GraphFunction):
         streams: tuple[Channel, ...] = channels_of(main)
         self._loads = tuple(s for s in streams if isinstance(s, HostToDeviceStream))
         self._stores = tuple(s for s in streams if isinstance(s, DeviceToHostStream))
-        self._transfers = main.ir.num_host_transfers
+        self._room = {s: s.num_host_transfers for s in (*self._loads, *self._stores)}
         for stream, count in transfers_of(main).items():
-            if count > self._transfers:
+            if count > self._room[stream]:
+                setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
                 raise PopxlError(
-                    f"to_jax: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
-                    f"is {self._transfers}. Set it to at least {count}."
+                    f"{self._asker}: the program makes {count} transfers of {stream} in one run, and {setting} is "
+                    f"{self._room[stream]}. Set it to at least {count}."
                 )
         found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
         self._feeds: dict[HostToDeviceStream, str] = {}
@@ -281,7 +315,7 @@ class _MainFunction(GraphFunction):
         return found
 
     def _host_shape(self, stream: Stream) -> tuple[int, ...]:
-        return (self._transfers, *stream.shape) if self._transfers > 1 else stream.shape
+        return (self._room[stream], *stream.shape) if self._room[stream] > 1 else stream.shape
 
     def __call__(self, /, *arrays: Any, **named: Any) -> Any:
         if arrays:
@@ -291,15 +325,16 @@ class _MainFunction(GraphFunction):
             {
                 FAILURE: (jnp.asarray(FAILURE.start), 0),
                 **{
-                    s: (sent(values[name], s.dtype).reshape(self._transfers, *s.shape), 0)
+                    s: (sent(values[name], s.dtype).reshape(self._room[s], *s.shape), 0)
                     for s, name in self._feeds.items()
                 },
-                **{s: (jnp.zeros((self._transfers, *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
+                **{s: (jnp.zeros((self._room[s], *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
             }
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
         environment = self._lowering.run(self.graph.ops, state, channels)
-        self._check(channels)
+        if self._checks:
+            self._check(channels)
         stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
         fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
         return fetched, {v.name: environment.read(v) for v in self._variables if v.name in self.written}
@@ -307,7 +342,7 @@ class _MainFunction(GraphFunction):
 
 def _host_value(v: Variable) -> Array:
     """The numbers of a variable on the host, in an array of their own."""
-    return jnp.asarray(to_device(np.array(v.data), v.dtype))
+    return jnp.asarray(to_device(v.numbers(), v.dtype))
 
 
 def _holds(wanted: Any, dtype: Any) -> bool:

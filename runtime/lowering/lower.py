@@ -235,7 +235,7 @@ class Lowering:
 
     @cached_property
     def _machine(self) -> MachineParts:
-        return parts_for(self.replicas.is_cpu)
+        return parts_for(self.replicas.platform)
 
     @property
     def is_shared(self) -> bool:
@@ -272,7 +272,7 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, channels)
-            with in_forms(self._machine.forms), jax.default_matmul_precision(self._options.precision):
+            with of_op(op), in_forms(self._machine.forms), jax.default_matmul_precision(self._options.precision):
                 results = self.apply(op, operands)
         except PopxlError:  # says what it has to say
             raise
@@ -293,8 +293,7 @@ class Lowering:
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            with of_op(op):
-                return op.apply(operands, attributes | {"group": group})
+            return op.apply(operands, attributes | {"group": group})
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 

@@ -1,6 +1,6 @@
 """What the lowering takes from the machine that it lowers for: other forms of kernels, and an order of updates.
 
-Nothing, but on CPUs: `runtime.cpu` is imported for these only.
+`runtime.cpu` and `runtime.tpu` are imported for CPUs and TPUs only. Elsewhere there is nothing to add.
 """
 
 from __future__ import annotations
@@ -64,10 +64,15 @@ class MachineParts:
 
 
 @cache
-def parts_for(is_cpu: bool) -> MachineParts:
-    """What is added on CPUs, or elsewhere."""
-    if not is_cpu:
-        return MachineParts()
-    from runtime.cpu import forms, order  # of no use elsewhere
+def parts_for(platform: str) -> MachineParts:
+    """What is added on a platform of JAX's. It is imported here, as it is of no use elsewhere."""
+    if platform == "cpu":
+        from runtime.cpu import forms as of_cpus
+        from runtime.cpu import order
 
-    return MachineParts(forms.FORMS, order.Order)
+        return MachineParts(of_cpus.FORMS, order.Order)
+    if platform == "tpu":
+        from runtime.tpu import forms as of_tpus
+
+        return MachineParts(of_tpus.FORMS)
+    return MachineParts()

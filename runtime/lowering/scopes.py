@@ -37,7 +37,7 @@ _DEEPEST = 16
 
 
 def of_op(op: Op) -> AbstractContextManager[None]:
-    """While an op is traced, whatever is traced has its line."""
+    """While an op is traced, whatever is traced has its line: in `session.hlo()`, and in what profilers show."""
     return jax.named_scope(f"{op.op_type} [{op.source}]")
 
 

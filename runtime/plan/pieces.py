@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from popxl.base.names import identifier
 from popxl.base.nesting import Nested
 from popxl.core.printing import summary
 from popxl.core.recording import Op
@@ -26,7 +27,7 @@ from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import Terms
-from runtime.targets.target import HOST
+from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
 Array = Any
@@ -197,13 +198,14 @@ class Piece(Step):
             overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
             return overwritten, channels.positions(self.channels), new
 
+        piece.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
         spread = terms.replicas.spread(piece)
-        lowered = lower(lambda: terms.target.lower(donating(spread, 0, 3), *self._arguments(terms)))
+        lowered = lower(lambda: terms.destination.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
 
         def compile() -> Compiled:
             start = perf_counter()
-            executable = terms.target.compile(lowered)
+            executable = terms.destination.compile(lowered)
             if buffers and terms.has_slots_on_host:
                 remote.check_places(
                     executable.as_text(), self._results(lowered.out_info), self.ops[0].graph.ir.main_graph
@@ -235,7 +237,7 @@ class Piece(Step):
         def transfers(c: Stream | Failure) -> Any:
             if isinstance(c, Failure):
                 return spec(c.shape, c.start.dtype)
-            return spec((terms.transfers, *c.shape), in_transit(c.dtype))
+            return spec((c.num_host_transfers, *c.shape), in_transit(c.dtype))
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):

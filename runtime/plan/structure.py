@@ -181,7 +181,9 @@ class Encoding:
             return (value.dtype, value.shape, value.tobytes())
         if isinstance(value, RemoteBuffer):  # what is compiled depends on the number of slots, which may be set
             return (_Same(value), value.spec, value.entries)
-        if isinstance(value, np.ndarray | Stream) or type(value).__hash__ is None:
+        if isinstance(value, Stream):  # likewise on the number of transfers
+            return (_Same(value), value.num_host_transfers)
+        if isinstance(value, np.ndarray) or type(value).__hash__ is None:
             return _Same(value)
         return (type(value), value)
 

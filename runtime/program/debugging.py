@@ -256,7 +256,7 @@ def _row(t: Tensor, what: str, array: Array) -> list[str]:
     numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else numbers.dtype).ravel()
     finite = numbers[np.isfinite(numbers)]
     ranges = [f"{value:g}" for value in (finite.min(), finite.max(), finite.mean())] if finite.size else [""] * 3
-    return [f"{t.name}: {brief(t)}{what}", *ranges, str(nans), str(infinities)]
+    return [f"{t.path}: {brief(t)}{what}", *ranges, str(nans), str(infinities)]
 
 
 # All replicas --------------------------------------------------------------------------------------------------------

@@ -55,13 +55,15 @@ class HostArrays:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._inputs = frozenset(layout.inputs)
-        self._is_refused = any(count > layout.transfers for count in layout.counts.values())
+        self._is_refused = any(count > layout.room[s] for s, count in layout.counts.items())
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
+        self._unread = frozenset(layout.inputs).difference(layout.fed)
 
     # In -------------------------------------------------------------------------------------------------------------
 
     def feeds(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
-        """The arrays to run with, in the order of the program. All are checked before any is used.
+        """The arrays to run with, in the order of the program. All are checked before any is used; those that nobody
+        would look at are left out then.
 
         Raises:
             ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
@@ -81,6 +83,8 @@ class HostArrays:
                 arrays.append(array.copy())
             else:
                 arrays.append(self._converted(stream, array, shape, dtype, downcast))
+        if self._unread:
+            return tuple(array for (s, *_), array in zip(self._expected, arrays, strict=True) if s not in self._unread)
         return tuple(arrays)
 
     def _converted(
@@ -108,17 +112,22 @@ class HostArrays:
         """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped."""
         if array.shape == shape:
             return array
-        transfers = self._layout.transfers
+        transfers = self._layout.room[stream]
+        own = stream.has_own_transfers
         if transfers > 1:
             if not array.shape or array.shape[0] < transfers:
                 raise (ValueError if array.shape else IndexError)(
                     f"Session.run: the array for {stream} has the shape {array.shape}; its first dimension has to hold "
-                    f"the {transfers} transfers of one run (`ir.num_host_transfers`), as in {shape}."
+                    f"the {transfers} transfers of one run (`{'stream' if own else 'ir'}.num_host_transfers`), as in "
+                    f"{shape}."
                 )
             array = array[:transfers]
-        one_number_each = len(array.squeeze().shape) <= len(self._layout.leading_dimensions)
+        one_number_each = len(array.squeeze().shape) <= len(shape) - len(stream.shape)
         if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
-            raise ValueError(f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.")
+            reason = f" The stream has a number of transfers of its own: {transfers} a run." if own else ""
+            raise ValueError(
+                f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.{reason}"
+            )
         return array.reshape(shape)
 
     # Out ------------------------------------------------------------------------------------------------------------
@@ -153,7 +162,7 @@ class HostArrays:
     ) -> None:
         """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
         for s in self._layout.outputs:
-            room = (self._layout.transfers, self._layout.replicas.local_count, *s.shape)
+            room = (self._layout.room[s], self._layout.replicas.local_count, *s.shape)
             used = self._layout.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])

@@ -21,7 +21,7 @@ from popxl.dtypes import dtype
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
-from popxl.looking.transfers import transfers_of
+from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote
@@ -30,8 +30,8 @@ from runtime.plan.decision import decide
 from runtime.plan.planning import Steps
 from runtime.plan.terms import Terms
 from runtime.program.blocks import Block, blocks_of
+from runtime.targets.destination import HOST, Destination
 from runtime.targets.replicas import DividedReplicas, Replicas
-from runtime.targets.target import HOST, Target
 
 Array = Any
 
@@ -45,18 +45,19 @@ class Layout:
 
     Args:
         ir: the program.
-        target: what it is compiled for.
+        destination: what it is compiled for.
         calls: how called graphs are compiled, if that has been decided before.
 
     Attributes:
-        target: as given.
+        destination: as given.
         replicas: those that run the program.
         divided: the same, if several processes drive them.
         main: the graph that is run.
         options: those of the Ir.
-        transfers: how many transfers of each stream there is room for.
+        room: how many transfers of each stream there is room for.
         buffers: the remote buffers that it uses, in the order of their numbers.
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
+        fed: the inputs of which somebody looks at what is loaded: the arrays of these are sent, and no others.
         channels: all of these streams and, if anything is checked, what failed.
         checks: whether anything is.
         held: what holds variables on the device, and the variables: a variable itself, or the piece that the program
@@ -77,18 +78,21 @@ class Layout:
             none is.
     """
 
-    def __init__(self, ir: Ir, target: Target, calls: str | None = None) -> None:
+    def __init__(self, ir: Ir, destination: Destination, calls: str | None = None) -> None:
         main = self.main = ir.main_graph
-        self.target = target
-        self.replicas = target.replicas
+        self.destination = destination
+        self.replicas = destination.replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         self.options = ir.options
-        self.transfers = ir.num_host_transfers
         channels = channels_of(main)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
         self.channels = tuple(c for c in channels if not isinstance(c, RemoteBuffer))
         self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self.channels if isinstance(s, DeviceToHostStream))
+        unread = unread_streams(main)
+        self.fed = tuple(s for s in self.inputs if s not in unread)
+        self._usual_room = ir.num_host_transfers
+        self.room = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
         used = {s for made_of in storages(main.ops).values() for s in made_of}
         written = written_tensors(main)
@@ -107,13 +111,13 @@ class Layout:
                 )
         self.prints = prints(main)
         self.counts = transfers_of(main)
-        self._excess = {stream: count for stream, count in self.counts.items() if count > self.transfers}
+        self._excess = {stream: count for stream, count in self.counts.items() if count > self.room[stream]}
         tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
         self.wide = any(t.dtype in _WIDE for t in tensors)
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
-        decided = decide(main, ir.options, target, self.held, self.changed, calls)
+        decided = decide(main, ir.options, destination, self.held, self.changed, calls)
         self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
         self._choice = decided.choice if self.calls == "dispatched" else None
         together = () if self.rolling is None else self.rolling.together
@@ -121,14 +125,14 @@ class Layout:
         changing = {t for block in self.changing for t in block.tensors}
         self.constant = blocks_of((t for t in self.read if t not in changing), together)
         ipus = (0,) if places is None else places.ipus
-        targets = [target] if places is None else [target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
+        destinations = [destination] if places is None else [destination.of_ipu(i, len(ipus)) for i in range(len(ipus))]
         self.terms: Mapping[int, Terms] = {
-            ipu: Terms(each, self.options, self.transfers, self.wide) for ipu, each in zip(ipus, targets, strict=True)
+            ipu: Terms(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
         }
-        is_asked_for = self.options.remoteBuffers != "device" and target.platform != "cpu"
+        is_asked_for = self.options.remoteBuffers != "device" and destination.platform != "cpu"
         if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
             remote.check_room(self.buffers, main, self.replicas)
-        if is_asked_for and target.platform == "tpu":
+        if is_asked_for and destination.platform == "tpu":
             remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
@@ -164,7 +168,7 @@ class Layout:
     def devices(self) -> tuple[jax.Device, ...]:
         """The JAX devices that it runs on."""
         used = {device for terms in self.terms.values() for device in terms.replicas.sharding().device_set}
-        return tuple(device for device in self.target.devices if device in used)
+        return tuple(device for device in self.destination.devices if device in used)
 
     @property
     def ipus(self) -> tuple[int, ...]:
@@ -201,39 +205,48 @@ class Layout:
         copies = self.replicas.per_device
         return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self.buffers}
 
+    def bytes_of_streams(self) -> dict[Stream, int]:
+        """The bytes that one device gets of each stream in a run, or gives."""
+        sent = {*self.fed, *self.outputs}
+        sizes = {
+            s: room * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize for s, room in self.room.items()
+        }
+        return {s: size if s in sent else 0 for s, size in sizes.items()}
+
     # Arrays of the host ---------------------------------------------------------------------------------------------
 
     @property
     def leading_dimensions(self) -> tuple[int, ...]:
-        """The dimensions that host arrays have before those of the stream."""
-        return tuple(count for count in (self.transfers, self.replicas.local_count) if count > 1)
+        """The dimensions that host arrays have before those of the stream, if it has no number of transfers of its
+        own."""
+        return _several(self._usual_room, self.replicas.local_count)
 
     def host_shape(self, stream: Stream) -> tuple[int, ...]:
         """Shape of the host array of a stream: all transfers of all replicas of this process; dimensions for what
         there are several."""
-        return self.leading_dimensions + stream.shape
+        return _several(self.room.get(stream, stream.num_host_transfers), self.replicas.local_count) + stream.shape
 
     def shape_of_all(self, stream: Stream) -> tuple[int, ...]:
         """The same, for the replicas of all processes."""
-        return tuple(count for count in (self.transfers, self.replicas.count) if count > 1) + stream.shape
+        return _several(self.room[stream], self.replicas.count) + stream.shape
 
-    @property
-    def axis(self) -> int:
-        """The dimension of host arrays that counts the replicas."""
-        return 1 if self.transfers > 1 else 0
+    def axis(self, stream: Stream) -> int:
+        """The dimension of its host array that counts the replicas."""
+        return 1 if self.room[stream] > 1 else 0
 
     def feed_sharding(self, stream: Stream) -> Any:
         """Where JAX arrays for a stream have to be: with the replicas of this process."""
         replicas = self.terms_for(stream).replicas
-        return replicas.sharding(self.axis) if self.divided is None else SingleDeviceSharding(replicas.device)
+        return replicas.sharding(self.axis(stream)) if self.divided is None else SingleDeviceSharding(replicas.device)
 
     def check_transfers(self) -> None:
         """`PopxlRuntimeError` if one run makes more transfers of a stream than there is room for."""
         if self._excess:
             stream, count = max(self._excess.items(), key=lambda item: item[1])
+            setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
             raise PopxlRuntimeError(
-                f"Session.run: the program makes {count} transfers of {stream} in one run, and `ir.num_host_transfers` "
-                f"was {self.transfers} when the session was made. Set it to at least {count} before that."
+                f"Session.run: the program makes {count} transfers of {stream} in one run, and {setting} was "
+                f"{self.room[stream]} when the session was made. Set it to at least {count} before that."
             )
 
     # Arrays of the program ------------------------------------------------------------------------------------------
@@ -259,36 +272,37 @@ class Layout:
 
     def feed_specs(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
         """For lowering: the feeds, where these replicas are, of the streams among some channels."""
-        sharding = replicas.sharding(self.axis)
-        return tuple(
-            jax.ShapeDtypeStruct(self.shape_of_all(s), in_transit(s.dtype), sharding=sharding)
-            for s in self.inputs
-            if s in channels
-        )
+
+        def spec(s: Stream) -> Any:
+            sharding = replicas.sharding(self.axis(s))
+            return jax.ShapeDtypeStruct(self.shape_of_all(s), in_transit(s.dtype), sharding=sharding)
+
+        return tuple(spec(s) for s in self.fed if s in channels)
 
     def begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
         """The first state of channels: the array of the transfers of each, and the number of the next one."""
-        given = dict(zip((c for c in channels if c in self.inputs), feeds, strict=True))
+        given = dict(zip((c for c in channels if c in self.fed), feeds, strict=True))
 
         def transfers(channel: Stream | Failure) -> Array:
             if isinstance(channel, Failure):
                 return jnp.asarray(channel.start)
-            shape = (self.transfers, *channel.shape)
+            shape = (self.room[channel], *channel.shape)
             return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, in_transit(channel.dtype))
 
         return tuple((transfers(channel), 0) for channel in channels)
 
     def end(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
-        known = dict(zip((c for c in channels if c not in self.inputs), results, strict=True))
+        known = dict(zip((c for c in channels if not isinstance(c, HostToDeviceStream)), results, strict=True))
         fetches = tuple(known[s] for s in self.outputs if s in known)
         return (*fetches, known[FAILURE]) if FAILURE in known else fetches
 
-    def replicas_first(self, feeds: Sequence[Array]) -> tuple[Array, ...]:
+    def replicas_first(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """Host arrays, whose first dimension is that of the transfers, for the replicas."""
-        if self.replicas.count == 1 or self.transfers == 1:
+        if self.replicas.count == 1:
             return tuple(feeds)
-        return tuple(jnp.moveaxis(feed, 1, 0) for feed in feeds)
+        streams = (s for s in self.fed if s in channels)
+        return tuple(jnp.moveaxis(feed, self.axis(s), 0) for s, feed in zip(streams, feeds, strict=True))
 
     def transfers_first(self, fetches: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """What the replicas fetched, as host arrays."""
@@ -297,6 +311,11 @@ class Layout:
         if self.replicas.count > 1:
             stored = [jnp.moveaxis(fetch, 0, 1) for fetch in stored]
         return (*(fetch.reshape(self.shape_of_all(s)) for s, fetch in zip(outputs, stored, strict=True)), *checks)
+
+
+def _several(*counts: int) -> tuple[int, ...]:
+    """Dimensions for what there are several of."""
+    return tuple(count for count in counts if count > 1)
 
 
 _WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy as np
 from popxl.core.tensor import Variable
 from popxl.ir import Ir
 from runtime.files.cache import compiling
+from runtime.interrupts import uninterrupted
 from runtime.program.compiled import Compiled, Ready, can_be_kept, compiled
 from runtime.program.layout import Layout
 from runtime.program.run import Runner
 from runtime.program.state import State
+from runtime.targets.destination import Destination
 from runtime.targets.devices import Device
+from runtime.targets.mesh import dimensions_of
 from runtime.targets.replicas import Replicas
-from runtime.targets.target import Target
 from runtime.timeline import Timeline
 
 __all__ = ["CompiledProgram", "Described", "Program", "Ready"]
@@ -40,9 +42,9 @@ class Described:
 
     def __init__(self, ir: Ir, device: Device, calls: str | None = None) -> None:
         self.device = device
-        self.layout = Layout(
-            ir, Target(device.jax_devices, ir.instance_replication_factor, device.target is None), calls
-        )
+        dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
+        destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
+        self.layout = Layout(ir, destination, calls)
         self.inputs, self.outputs = self.layout.inputs, self.layout.outputs
         self.variables = self.layout.variables
         self.calls, self.reason = self.layout.calls, self.layout.reason
@@ -186,6 +188,24 @@ class Program(CompiledProgram):
     def release(self) -> None:
         """Free the device memory of the variables."""
         self.state.release()
+
+    def use_variables_of(self, other: Program, variables: Mapping[Variable, Variable]) -> None:
+        """Have variables, from now on, where another program has some: its own by ours; see `State.borrow`."""
+        self.state.borrow(other.state, variables)
+        self.run = self._run_on_loan
+
+    def _run_on_loan(self, feeds: tuple[Any, ...]) -> tuple[Any, ...]:
+        fetched: list[tuple[Any, ...]] = []
+
+        def run() -> None:
+            self.state.take()
+            try:
+                fetched.append(self.runner.run(feeds))
+            finally:
+                self.state.give_back()
+
+        uninterrupted(run)  # or what was taken might never be given back
+        return fetched[0]
 
     # The run --------------------------------------------------------------------------------------------------------
 

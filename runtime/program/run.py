@@ -116,8 +116,8 @@ class Runner:
         """The feeds of all replicas, of which this process has those of its own."""
         layout = self._layout
         return tuple(
-            layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis)
-            for s, feed in zip(layout.inputs, feeds, strict=True)
+            layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis(s))
+            for s, feed in zip(layout.fed, feeds, strict=True)
         )
 
     def _own(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -195,8 +195,8 @@ class Runner:
             whole = np.stack(parts) if count > 1 else np.array(parts[0])
             return replicas.place(whole, like.sharding)
 
-        own = layout.replicas_first([np.array(feed) for feed in feeds])
-        things: list[Block | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.inputs]
+        own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
+        things: list[Block | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.fed]
         tell_given_nans(zip(things, [*changing, *held, *own], strict=True))
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
         constant = [shares(array, layout.is_shared(b)) for b, array in zip(layout.constant, held, strict=True)]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from popxl.core.tensor import Tensor, Variable
-from popxl.errors import PopxlRuntimeError
+from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
+from popxl.utils import to_numpy
 from popxl.values.sharding import parts_of
 from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
@@ -20,6 +24,22 @@ from runtime.program.layout import Layout
 Array = Any
 
 _Taken = tuple[Variable, np.ndarray, np.ndarray | None]
+
+_Place = tuple[bool, int]
+"""Where a state has an array: whether among those that change, and at which position."""
+
+
+@dataclass(frozen=True)
+class Loan:
+    """An array that belongs to another state, for the time of a run."""
+
+    lender: State
+    place: _Place
+
+
+def _holder(v: Variable) -> Tensor:
+    """What holds a variable on the device: itself, or its piece."""
+    return v if v.piece is None else v.piece
 
 
 class State:
@@ -36,6 +56,7 @@ class State:
         values_of_all: the values on all replicas of the variables that are read from all, as they were when they were
             last copied to the host.
         begun: of a program over several processes: how many runs this one has begun.
+        loans: the arrays that are other states', by their place here. Between runs there is `None` in these places.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -45,6 +66,7 @@ class State:
         self.is_loaded = False
         self.values_of_all: dict[Variable, np.ndarray] = {}
         self.begun = 0
+        self.loans: dict[_Place, Loan] = {}
 
     def present(self) -> tuple[Array, ...]:
         """What changes. `PopxlRuntimeError` if it is lost."""
@@ -60,6 +82,97 @@ class State:
         self.changing, self.constant = None, ()
         self.is_loaded = False
 
+    # What is another state's ----------------------------------------------------------------------------------------
+
+    def borrow(self, lender: State, variables: Mapping[Variable, Variable]) -> None:
+        """Have variables, from now on, where another state has some: its own by ours. Either all of them, or none.
+
+        Variables that the program does not use are left out.
+
+        `ValueError` if they do not lie in arrays of the same form, on the same devices.
+        """
+        wanted = {_holder(mine): _holder(theirs) for mine, theirs in variables.items()}
+        found: dict[_Place, Loan] = {}
+        for place, block in self._blocks().items():
+            if not (mine := [t for t in block.tensors if t in wanted]):
+                continue
+            theirs = [wanted.get(t) for t in block.tensors]
+            there = next(
+                (p for p, other in lender._blocks().items() if not set(theirs).isdisjoint(other.tensors)), None
+            )
+            if problem := self._problem(place, theirs, lender, there):
+                first = mine[0]
+                raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
+            assert there is not None
+            found[place] = Loan(lender, there)
+        self.loans.update(found)
+        if self.is_loaded:
+            self._put_back()
+
+    def _problem(self, place: _Place, theirs: Sequence[Tensor | None], lender: State, there: _Place | None) -> str:
+        """Why an array cannot be another state's, where `theirs` are to be its variables; nothing, if it can."""
+        if there is None:
+            return "the other session does not use it"
+        if list(lender._blocks()[there].tensors) != theirs:
+            return (
+                "calls are rolled into loops, so it lies in one array with others, and these are not in the same order "
+                "in one array of the other session. Set `ir.options.calledGraphs = 'kept'` for both programs"
+            )
+        if there in lender.loans:
+            return "the other session has it from a third one; take it from there"
+        if place[0] and not there[0]:
+            return "the other session only reads it, and this one changes it: let that session take it from this one"
+        ours, other = self._form(place), lender._form(there)
+        return "" if ours == other else f"the other session has it as {other}, and this one as {ours}"
+
+    def _blocks(self) -> dict[_Place, Block]:
+        """The arrays of variables, by their places."""
+        both = ((True, self._layout.changing), (False, self._layout.constant))
+        return {(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}
+
+    def _form(self, place: _Place) -> tuple[Any, ...]:
+        """What an array is, as far as that matters to another program: shape, dtype, and where it lies."""
+        layout, block = self._layout, self._blocks()[place]
+        replicas = layout.terms_for(block.tensors[0]).replicas
+        shared = layout.is_shared(block)
+        shape = block.shape if shared else replicas.shape(block.shape)
+        # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
+        return shape, str(np.dtype(block.dtype)), replicas.devices
+
+    def take(self) -> None:
+        """Have the arrays that are other states', for a run. `PopxlError` if one of these has none."""
+        for loan in self.loans.values():
+            if not loan.lender.is_loaded:
+                raise PopxlError(
+                    "Session.run: some variables are those of another session (`use_variables_of`), which is not "
+                    "attached. Enter its `with` block first, and leave it last."
+                )
+        self._replace({place: loan.lender._arrays(loan.place[0])[loan.place[1]] for place, loan in self.loans.items()})
+
+    def give_back(self) -> None:
+        """Let other states have their arrays, as a run has left them."""
+        for (changes, i), loan in self.loans.items():
+            if changes and self.changing is not None:
+                loan.lender._replace({loan.place: self.changing[i]})
+            elif changes:
+                loan.lender.changing = None  # given up in a run that failed
+        self._put_back()
+
+    def _put_back(self) -> None:
+        self._replace(dict.fromkeys(self.loans))
+
+    def _arrays(self, changes: bool) -> tuple[Array, ...]:
+        return self.present() if changes else self.constant
+
+    def _replace(self, arrays: Mapping[_Place, Array]) -> None:
+        changing, constant = None if self.changing is None else list(self.changing), list(self.constant)
+        for (changes, i), array in arrays.items():
+            if not changes:
+                constant[i] = array
+            elif changing is not None:
+                changing[i] = array
+        self.changing, self.constant = None if changing is None else tuple(changing), tuple(constant)
+
     # To the device --------------------------------------------------------------------------------------------------
 
     def upload(self) -> None:
@@ -70,10 +183,12 @@ class State:
         layout.replicas.meet("Session.weights_from_host", self.begun)
         with layout.precision():
             changing = (
-                *map(self._put, layout.changing),
+                *(None if (True, i) in self.loans else self._put(block) for i, block in enumerate(layout.changing)),
                 *(self._filled(buffer, vs, before) for (buffer, vs), before in buffers),
             )
-            constant = tuple(map(self._put, layout.constant))
+            constant = tuple(
+                None if (False, i) in self.loans else self._put(block) for i, block in enumerate(layout.constant)
+            )
         self.changing, self.constant, self.is_loaded = changing, constant, True  # no signal comes between
 
     def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
@@ -83,6 +198,13 @@ class State:
     def _put(self, block: Block) -> Array:
         layout = self._layout
         replicas = layout.terms_for(block.tensors[0]).replicas
+        alike = layout.is_shared(block) or all(map(self._is_alike, block.tensors))
+        if not alike and replicas.mesh is not None and any(layout.held[t].initial for t in block.tensors):
+            rows = [self._rows(t) for t in block.tensors]  # nobody makes what other processes have
+            return replicas.made(
+                replicas.shape(block.shape),
+                lambda replica: np.stack([row(replica) for row in rows]).reshape(block.shape),
+            )
         whole = [self._whole(t) for t in block.tensors]
         if layout.is_shared(block):
             return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
@@ -96,7 +218,18 @@ class State:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
         v = self._layout.held[t]
-        return to_device(np.array(v.data), v.dtype)
+        return to_device(v.numbers(), v.dtype)
+
+    def _rows(self, t: Tensor) -> Callable[[int], np.ndarray]:
+        """What gives the numbers that a replica has of a variable at first."""
+        v, initial = self._layout.held[t], self._layout.held[t].initial
+
+        def elements(start: int, stop: int) -> np.ndarray:
+            if initial is None:
+                return to_device(v.data.reshape(-1)[start:stop], v.dtype)
+            return to_device(to_numpy(initial.elements(start, stop), v.dtype), v.dtype)
+
+        return partial(parts_of(v).row, elements)
 
     def _is_alike(self, t: Tensor) -> bool:
         """Whether all replicas have the same of a variable at first."""
@@ -118,7 +251,9 @@ class State:
             layout.replicas.meet("Session.weights_to_host", self.begun)
         taken: list[_Taken] = []
         with layout.precision():
-            for block, value in zip(layout.changing, self.present()[:count], strict=True):
+            for i, (block, value) in enumerate(zip(layout.changing, self.present()[:count], strict=True)):
+                if (True, i) in self.loans:
+                    continue
                 replicas = layout.terms_for(block.tensors[0]).replicas
                 changed = [t for t in block.tensors if t in layout.changed]
                 one_will_do = all(map(self._is_one, changed)) and layout.divided is None
@@ -176,6 +311,8 @@ class State:
     def _take(self, taken: Iterable[_Taken]) -> None:
         """Make what the replicas hold of variables their host copies."""
         for v, values, of_all in taken:
+            if v.initial is not None and values.size == math.prod(v.shape_on_host):
+                v.data = np.array(values).reshape(v.shape_on_host)  # nobody needs what it began with
             v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
             if of_all is not None:
                 whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]

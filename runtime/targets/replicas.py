@@ -1,4 +1,4 @@
-"""The replicas of a program: one axis, over devices if there are enough of them, else over the arrays of one device.
+"""The replicas of a program: over devices if there are enough of them, else over the arrays of one device.
 
 A program is written for one replica. `Replicas.spread` makes a function of all of them out of a function of one: every
 array gains a leading dimension, one element for each replica. With a device for each replica that is `jax.shard_map`
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +28,21 @@ from runtime.calls import kept
 Array = Any
 
 AXIS = "replicas"
-"""Name of the axis, for `jax.lax` collectives inside of a spread function."""
+"""Name of the axis, for `jax.lax` collectives inside of a spread function, unless a mesh has several dimensions."""
+
+
+class Dimension(NamedTuple):
+    """One dimension of a mesh of replicas.
+
+    Attributes:
+        name: its name, for `jax.lax` collectives.
+        size: how many replicas there are along it.
+        bytes: how many a replica sends along it in a run, where that matters to where replicas are.
+    """
+
+    name: str
+    size: int
+    bytes: int = 0
 
 
 class Replicas:
@@ -37,20 +51,28 @@ class Replicas:
     Args:
         count: how many. One replica has no axis: nothing is spread.
         devices: where they run: one device for each, or one for all.
+        dimensions: how they stand on a mesh, the outermost dimension first; by default in a row.
 
     Attributes:
         is_here: whether their devices can run a program, and are not only compiled for.
-        mesh: the devices along the axis; `None` if they all run on one device. Only on a mesh do JAX's collectives take
-            groups of the axis (`axis_index_groups`).
+        mesh: the devices, as the replicas stand; `None` if they all run on one device. Only on a mesh of one dimension
+            do JAX's collectives take groups of it (`axis_index_groups`).
+        axis: the names of all dimensions, which together count the replicas.
         local_count: how many of them this process drives.
         device: the first device of this process.
     """
 
     is_here = True
 
-    def __init__(self, count: int = 1, devices: Sequence[Any] = (None,)) -> None:
+    def __init__(self, count: int = 1, devices: Sequence[Any] = (None,), dimensions: Sequence[Dimension] = ()) -> None:
         self.count = count
-        self.mesh = Mesh(np.asarray(devices[:count]), (AXIS,)) if 1 < count <= len(devices) else None
+        self.mesh: Mesh | None = None
+        self.axis: tuple[str, ...] = (AXIS,)
+        if 1 < count <= len(devices):
+            stand = dimensions or (Dimension(AXIS, count),)
+            self.axis = tuple(dimension.name for dimension in stand)
+            shape = [dimension.size for dimension in stand]
+            self.mesh = Mesh(np.asarray(devices[:count]).reshape(shape), self.axis)
         self.local_count = count
         self.device = devices[0]
 
@@ -65,14 +87,31 @@ class Replicas:
         return self.count if self.mesh is None else 1
 
     @property
+    def platform(self) -> str:
+        """JAX's name of what they run on: of its default devices, if none are said."""
+        return jax.default_backend() if self.device is None else str(self.device.platform)
+
+    @property
     def is_cpu(self) -> bool:
-        """Whether they run on CPUs: on JAX's default devices, if none are said."""
-        return (jax.default_backend() if self.device is None else self.device.platform) == "cpu"
+        """Whether they run on CPUs."""
+        return self.platform == "cpu"
 
     @property
     def devices(self) -> tuple[Any, ...]:
         """The devices that they run on: one for each, or one for all."""
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
+
+    def along(self, stride: int, size: int) -> tuple[str, ...] | None:
+        """The dimensions along which replicas are together in groups of `size` that are `stride` apart; `None` if they
+        are not the whole of some."""
+        assert self.mesh is not None
+        apart, found, together = 1, list[str](), 1
+        for name, length in reversed(self.mesh.shape.items()):
+            if stride <= apart < stride * size:
+                found.insert(0, name)
+                together *= length
+            apart *= length
+        return tuple(found) if together == size else None
 
     def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """A function of arrays, as one of the arrays of all replicas.
@@ -102,10 +141,9 @@ class Replicas:
             return jax.tree.map(lambda result: result if is_on_host(result) else result[None], results)
 
         def of_all(*trees: Any) -> Any:
-            specs = (*[PartitionSpec(AXIS)] * (len(trees) - shared), *[PartitionSpec()] * shared)
-            mapped = jax.shard_map(
-                of_one, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False
-            )
+            each = PartitionSpec(self.axis)
+            specs = (*[each] * (len(trees) - shared), *[PartitionSpec()] * shared)
+            mapped = jax.shard_map(of_one, mesh=self.mesh, in_specs=specs, out_specs=each, check_vma=False)
             return mapped(*trees)
 
         return of_all
@@ -114,7 +152,7 @@ class Replicas:
         """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""
         if self.mesh is None:
             return SingleDeviceSharding(self.device)
-        return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS))
+        return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the array of all replicas."""
@@ -133,6 +171,11 @@ class Replicas:
     def place(self, array: np.ndarray, sharding: Any) -> Array:
         """An array of all replicas, from the host."""
         return jax.device_put(array, sharding)
+
+    def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> Array:
+        """An array of all replicas on a mesh, of what a function gives for each replica of this process."""
+        first: Callable[[Any], np.ndarray] = lambda index: part(index[0].start or 0)[None]  # noqa: E731
+        return jax.make_array_from_callback(shape, self.sharding(), first)
 
     def fetched(self, array: Array) -> np.ndarray:
         """An array of all replicas, whose first dimension counts them, on the host."""
@@ -165,10 +208,11 @@ class DividedReplicas(Replicas):
     Args:
         count: how many there are.
         devices: the devices of all processes, in the order of the replicas.
+        dimensions: as for `Replicas`.
     """
 
-    def __init__(self, count: int, devices: Sequence[Any]) -> None:
-        super().__init__(count, devices)
+    def __init__(self, count: int, devices: Sequence[Any], dimensions: Sequence[Dimension] = ()) -> None:
+        super().__init__(count, devices, dimensions)
         own = [device for device in devices if device.process_index == jax.process_index()]
         self.local_count = len(own)
         self.device = own[0]
@@ -206,7 +250,7 @@ class DividedReplicas(Replicas):
         if self.local_count == 1:
             return shards[0].data.reshape(shape)
         own = Mesh(np.asarray([shard.device for shard in shards]), (AXIS,))
-        sharding = NamedSharding(own, array.sharding.spec)
+        sharding = NamedSharding(own, PartitionSpec(*(None if part is None else AXIS for part in array.sharding.spec)))
         return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in shards])
 
 

@@ -106,28 +106,30 @@ def checkpointed(weights: Mapping[str, Any], tokens: Any, labels: Any, config: C
 
 
 def jax_step(config: Config, loss: Callable[..., Any] = jax_loss) -> Callable[..., Any]:
-    """A step of AdamW. It is a new function each time, or JAX would remember what it traced."""
+    """A step of AdamW, which counts the steps of each weight. It is a new function each time, or JAX would remember
+    what it traced."""
 
     def step(state: Any, tokens: Any, labels: Any) -> Any:
-        weights, first, second, count = state
+        weights, first, second, counts, seed = state
         value, gradients = jax.value_and_grad(loss)(weights, tokens, labels, config)
-        count = count + 1
+        counts = jax.tree.map(lambda count: count + 1, counts)
         first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
         second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
 
-        def updated(w: Any, m: Any, v: Any) -> Any:
+        def updated(w: Any, m: Any, v: Any, count: Any) -> Any:
             size = jnp.sqrt(v / (1 - BETA2**count)) + EPSILON
             return w - config.learning_rate * (m / (1 - BETA1**count) / size + config.weight_decay * w)
 
-        return [jax.tree.map(updated, weights, first, second), first, second, count], value
+        return [jax.tree.map(updated, weights, first, second, counts), first, second, counts, seed + 1], value
 
     return step
 
 
 def jax_state(config: Config) -> list[Any]:
-    """The weights, both moments of their gradients, and how many steps there were."""
+    """The weights, both moments of their gradients, how many steps there were, and the seed of the next one."""
     weights = {name: jnp.asarray(array) for name, array in first_weights(config).items()}
-    return [weights, *({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2)), jnp.float32(0)]
+    moments = ({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+    return [weights, *moments, {name: jnp.float32(0) for name in weights}, jnp.asarray(popxl.create_seeds(config.seed))]
 
 
 def plain_jax(config: Config, loss: Callable[..., Any] = jax_loss) -> Compiled:

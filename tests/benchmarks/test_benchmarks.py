@@ -3,6 +3,7 @@
 Slow rows are left out: they are others with larger sizes.
 """
 
+import importlib.util
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.benchmarks import curves, network, page, run, variants
+from tests.benchmarks import curves, language_model, network, page, run, variants
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
@@ -42,6 +43,23 @@ def test_variants():
     found, losses = zip(*(line.split(" | ")[:2] for line in lines), strict=True)
     assert tuple(name.strip() for name in found) == names
     np.testing.assert_allclose([float(loss) for loss in losses], float(losses[0]), rtol=1e-5)
+
+
+def test_the_language_model_is_about_as_short_as_in_flax():
+    lines = {name: language_model.lines_of(path) for name, path in language_model.FILES.items()}
+    assert 70 < lines[OURS] <= 1.25 * lines["Flax"] < 110
+
+
+@pytest.mark.thorough
+def test_the_language_model_beside_flax():
+    """The same first loss, with the same weights; what is compiled makes steps."""
+    config = language_model.config_of(layers=1, width=16, length=8, batch=2, steps=10)
+    ours, weights = language_model.ours(config)
+    parties = [ours] if importlib.util.find_spec("flax") is None else [ours, language_model.in_flax(config, weights)]
+    for party in parties:
+        step = party.compile()
+        np.testing.assert_allclose([party.loss, step()], ours.loss, atol=1e-3)
+        assert np.isfinite(step()) and party.needed[0] > party.needed[1] > 0
 
 
 def test_curves(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
+from torch.utils import _pytree as pytree
+
 import poptorch
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -70,10 +73,93 @@ class Result(OrderedDict):
 
 
 class Box:
-    """An object with a tensor, of which nothing is known."""
+    """An object with a tensor, of a plain class."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
+
+
+class Closed(Box):
+    """One that says itself how it is copied, and so has secrets."""
+
+    def __getstate__(self) -> Any:
+        return self.x
+
+
+class Pair:
+    """A type that PyTorch has been told of."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor, sign: int) -> None:
+        self.parts, self.sign = [left, right], sign
+
+    def __copy__(self) -> Pair:
+        raise AssertionError("it is put together as PyTorch has been told")
+
+
+pytree.register_pytree_node(
+    Pair, lambda pair: (pair.parts, pair.sign), lambda parts, sign: Pair(*parts, sign=sign), serialized_type_name="Pair"
+)
+
+
+class Counter:
+    """As the caches of decoders: of no shape until it is used, and changed by whoever uses it."""
+
+    def __init__(self) -> None:
+        self.seen: torch.Tensor | None = None
+        self.parts: list[Box] = []
+        self.count = 0
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x if self.seen is None else torch.cat([self.seen, x])
+        self.parts.append(Box(x * 2))
+        self.count += 1
+        return self.seen.sum(0)
+
+
+def test_objects_come_back() -> None:
+    model = poptorch.inferenceModel(lambda x, pair: (Box([x + 1, Box(None)]), Pair(x * pair.sign, pair.parts[0], 5)))
+    for x in (X, -X):
+        box, pair = model(x, Pair(x + 2, x, 3))
+        assert type(box) is Box and box.x[0].tolist() == (x + 1).tolist() and box.x[1].x is None
+        assert type(pair) is Pair and pair.sign == 5
+        assert [each.tolist() for each in pair.parts] == [(x * 3).tolist(), (x + 2).tolist()]
+    with pytest.raises(poptorch.Error, match=r"Value mismatch for pair \(its context\): expected 3 but got 4"):
+        model(X, Pair(X, X, 4))
+
+
+def test_objects_that_a_model_changes() -> None:
+    def forward(x: torch.Tensor, counter: Counter, other: Box) -> Any:
+        other.x.add_(1)
+        return counter.update(x), counter
+
+    wrapped, counter, other = poptorch.inferenceModel(forward), Counter(), Box(X.clone())
+    total, back = wrapped(X, counter, other)
+    assert back is counter and counter.count == 1 and counter.seen.tolist() == X.tolist()
+    assert [type(each) for each in counter.parts] == [Box] and counter.parts[0].x.tolist() == (2 * X).tolist()
+    assert total.tolist() == X.sum(0).tolist() and other.x.tolist() == (X + 1).tolist()
+    again = Counter()  # another one like the first
+    assert wrapped(-X, again, other)[1] is again and again.seen.tolist() == (-X).tolist()
+    with pytest.raises(poptorch.Error, match=r"Type mismatch for counter.seen"):
+        wrapped(X, counter, other)
+
+
+def test_an_object_that_holds_itself() -> None:
+    box = Box(X)
+    box.me = box
+    with pytest.raises(poptorch.Error, match="argument given is a Box that holds tensors"):
+        poptorch.inferenceModel(lambda given: given.x + 1)(box)
+
+
+def test_a_function_around_forward_says_what_was_not_given() -> None:
+    def forward(x: torch.Tensor, scale: float = 2.0, shift: torch.Tensor = X) -> torch.Tensor:
+        return x * scale + shift
+
+    @functools.wraps(forward)
+    def around(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **{"scale": 3.0, **kwargs})
+
+    assert poptorch.inferenceModel(around)(X).tolist() == (4 * X).tolist()
+    assert poptorch.inferenceModel(around)(X, scale=5.0).tolist() == (6 * X).tolist()
 
 
 def test_dataclasses_come_back() -> None:
@@ -137,7 +223,7 @@ def attributed(x: torch.Tensor) -> Attributed:
     ("forward", "kind"),
     [
         (lambda x: {x + 1}, "set"),
-        (lambda x: (x + 1, [Box(x + 1)]), "Box"),
+        (lambda x: (x + 1, [Closed(x + 1)]), "Closed"),
         (lambda x: {"x": x + 1}.values(), "dict_values"),
         (lambda x: (lambda y: lambda: y)(x + 1), "function"),
         (attributed, "Attributed"),
@@ -149,7 +235,7 @@ def test_results_with_hidden_tensors(forward: Any, kind: str) -> None:
 
 
 def test_arguments_with_hidden_tensors() -> None:
-    for given in (Box(X), {X}, [Box([X])]):
+    for given in (Closed(X), {X}, [Box({X})]):
         with pytest.raises(poptorch.Error, match="holds tensors.*registerCustomArgParser"):
             poptorch.inferenceModel(lambda x, given: x + 1)(X, given)
     layer = torch.nn.Linear(3, 3)  # functions and modules have their own

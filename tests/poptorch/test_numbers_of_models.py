@@ -334,9 +334,21 @@ def test_complex_numbers_are_refused_by_the_name_of_the_op_with_advice(name: str
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_is_refused_with_advice() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
+def test_flex_attention_with_scores_and_masks_of_ones_own() -> None:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    model = poptorch.inferenceModel(lambda x: flex_attention(x, x, x))
-    with pytest.raises(poptorch.Error, match=r"flex_attention is not supported.*scaled_dot_product_attention"):
-        model(torch.randn(1, 2, 4, 16))
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.randn(4, 6, 6))
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> Any:
+            near = lambda score, b, h, i, j: torch.where((i - j).abs() < 3, score + self.bias[h, i, j], score / 2)  # noqa: E731
+            later = create_block_mask(lambda b, h, i, j: i > j, None, None, 6, 6, device="cpu")  # one row is empty
+            out, aux = flex_attention(q, k, k, near, later, enable_gqa=True, return_aux=AuxRequest(lse=True))
+            return out, aux.lse
+
+    torch.manual_seed(0)
+    model, q, k = Model(), torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    for ours, expected in zip(poptorch.inferenceModel(model)(q, k), model(q, k), strict=True):
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-5, atol=1e-5)

@@ -67,6 +67,7 @@ SETTERS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("modelName", ("encoder",), {"model_name": "encoder"}),
     ("enableExecutableCaching", ("cache",), {"executable_cache": "cache"}),
     ("enableExecutableCaching", (None,), {"executable_cache": None}),
+    ("keptPrograms", (3,), {"kept_programs": 3}),
     ("enableProfiling", (), {"profile_dir": "."}),
     ("enableProfiling", ("reports",), {"profile_dir": "reports"}),
     ("logDir", ("logs",), {"log_dir": "logs"}),

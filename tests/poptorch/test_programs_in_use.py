@@ -437,6 +437,62 @@ OTHER = torch.zeros(4)
 OTHERS = [torch.zeros(4), torch.ones(4)]
 
 
+def test_tensors_of_the_host_that_change_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of plain attributes and of objects that are no modules: once, and with what to do."""
+
+    class Config:
+        def __init__(self) -> None:
+            self.bias = torch.full((4,), 2.0)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.steps, self.config = torch.ones(4), [torch.ones(4)], Config()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale + self.config.bias) * self.steps[0] + torch.tensor(1.0)
+
+    def told() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return messages
+
+    module = Scaled()
+    model = poptorch.inferenceModel(module)
+    torch.testing.assert_close(model(X), X + 3)
+    (message,) = told()
+    assert message.startswith("`model.config.bias` is a tensor of the host in an object that is no module.")
+    module.scale.mul_(1)
+    module.other = torch.ones(4)
+    model(X)
+    assert not told()
+    module.scale.mul_(3)
+    module.steps[0] = torch.zeros(4)
+    module.config.bias = torch.zeros(4)
+    torch.testing.assert_close(model(X), X + 3)
+    assert sorted(message.partition(" than")[0] for message in told()) == [
+        "`model.config.bias` is another object",
+        "`model.scale` holds other numbers",
+        "`model.steps[0]` is another object",
+    ]
+    model(X)
+    assert not told()
+
+
+def test_the_generator_of_the_host_is_not_seeded_in_vain() -> None:
+    def seeds(x: torch.Tensor) -> torch.Tensor:
+        torch.default_generator.manual_seed(11)
+        return x + torch.rand(4)
+
+    for seed in (5, 11):
+        torch.manual_seed(seed)
+        torch.rand(1)
+        before = torch.get_rng_state()
+        with pytest.raises(poptorch.Error, match=r"seeds `torch\.default_generator`.*`torch\.manual_seed\(0\)`"):
+            poptorch.inferenceModel(seeds)(X)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def kept() -> torch.Tensor:
     global TABLE
     if TABLE is None:

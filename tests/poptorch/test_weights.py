@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
+import poptorch
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, ReplicaGroups
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
@@ -478,6 +479,33 @@ def test_forward_may_change_values_in_place(module):
         module.norm.num_batches_tracked = module.norm.num_batches_tracked + 1
         module.register_buffer("made", torch.ones(1))
     assert module.steps.tolist() == [2, 2] and not hasattr(module, "made")
+
+
+class Moved(torch.nn.Module):
+    """One whose layers are moved to another dtype where they run."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x, y=None):
+        self.first = self.first.to(torch.bfloat16)
+        self.last.half()
+        self.count = getattr(self, "count", 0) + 1
+        out = self.last(self.first(x.bfloat16()).half()).float()
+        return out if y is None else (out, torch.nn.functional.mse_loss(out, y))
+
+
+def test_forward_may_move_modules():
+    torch.manual_seed(0)
+    module, x, y = Moved(), torch.randn(5, 3), torch.randn(5, 2)
+    expected = copy.deepcopy(module)(x)
+    ours = poptorch.inferenceModel(module)(x)
+    torch.testing.assert_close(ours, expected.detach(), rtol=1e-2, atol=1e-2)
+    assert module.first.weight.dtype is torch.float32 and not hasattr(module, "count")
+    wrapped = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = [float(wrapped(x, y)[1]) for _ in range(3)]
+    assert losses[2] < losses[0] and module.last.weight.dtype is torch.float32
 
 
 def reassign_buffer(m):

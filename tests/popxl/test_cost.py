@@ -12,6 +12,7 @@ import pytest
 
 import popxl
 from popxl import ops
+from runtime.costs.cost import precisions_of
 from runtime.costs.hlo import Shape, read, shapes
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
@@ -40,6 +41,40 @@ def test_operations_and_bytes_are_those_that_xla_counts() -> None:
     assert total.products[Product("f32", "default")] > products
     assert total.flops == pytest.approx(said["flops"] + said["transcendentals"], rel=0.01)
     assert total.bytes == pytest.approx(said["bytes accessed"], rel=0.01)
+
+
+def test_what_is_reduced_counts_by_what_is_done_to_each_element() -> None:
+    """The index of the largest takes more than a sum; sums that are scattered take as many as there are updates."""
+
+    def function(x: Any, places: Any) -> Any:
+        windows = jax.lax.reduce_window(x, 0.0, lambda a, b: a * 2 + b, (1, 4), (1, 4), "VALID")
+        return windows, x.at[places].add(x[:3])
+
+    x = jnp.arange(5 * 12, dtype=jnp.float32).reshape(5, 12)
+    account, said = analysed(function, x, jnp.asarray([4, 0, 1]))
+    windows, scattered = 5 * 3 * 4 * 2, 3 * 12
+    assert windows + scattered <= account.total.others <= 1.3 * (windows + scattered)
+    assert account.total.others == pytest.approx(said["flops"], rel=0.3)
+
+
+def test_calls_of_libraries_are_read() -> None:
+    """Their precision stands in their settings, and what they work in is not read and written as a whole."""
+    settings = (
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+        '"precision_config":{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}'
+    )
+    text = f"""HloModule step
+
+ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
+  %a = f32[4,32,192]{{2,1,0}} parameter(0)
+  %b = f32[4,32,64]{{2,1,0}} parameter(1)
+  %c = (f32[4,192,64]{{2,1,0}}, s8[4096]{{0}}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", {settings}
+  ROOT %out = f32[4,192,64]{{2,1,0}} get-tuple-element(%c), index=0
+}}
+"""
+    total = account_of(read(text)).total
+    assert total.products == {Product("f32", "highest"): 2 * 4 * 192 * 64 * 32}
+    assert total.bytes == 4 * 4 * (32 * 192 + 32 * 64 + 192 * 64)
 
 
 def test_loops_count_as_often_as_they_turn() -> None:
@@ -106,6 +141,30 @@ def test_rates_are_of_the_precision_that_is_asked_for() -> None:
     assert of_device("TPU v5 lite") is tpu and of_device("abacus") is None
 
 
+def test_what_precision_costs() -> None:
+    """The passes of products. A run that the memory bounds is no quicker for fewer of them."""
+
+    def function(x: Any, w: Any, v: Any) -> Any:
+        return jnp.dot(x, w, precision="highest").sum(), jnp.dot(x, v, precision="default").sum()
+
+    size, flops = (512, 512), 2 * 512**3
+    account, _ = analysed(function, *(jnp.ones(size),) * 3)
+    assert account.total.products == {Product("f32", level): flops for level in ("highest", "default")}
+    tpu = shipped(Tpu, "v5e")
+    found = precisions_of(account, {}, tpu, 1)
+    once = flops / tpu.rate("bfloat16")
+    assert {level: each.products / once for level, each in found.items()} == pytest.approx(
+        {"highest": 7, "high": 4, "default": 2}
+    )
+    assert found["high"].cycles == round(4 * once * tpu.clock)
+    memory = account.total.memory_bytes / tpu.memory_bandwidth
+    assert [each.seconds for each in found.values()] == pytest.approx([max(n * once, memory) for n in (7, 4, 2)])
+    assert found["default"].seconds == memory > 2 * once
+    on_gpu = precisions_of(account, {}, shipped(Gpu, "h100"), 1)
+    assert on_gpu["highest"].cycles is None and on_gpu["high"] == on_gpu["default"]
+    assert precisions_of(account_of(read("HloModule empty\n\nENTRY %main () -> f32[] {\n}\n")), {}, tpu, 1) == {}
+
+
 @pytest.mark.targets
 @pytest.mark.parametrize(("description", "name"), [("tpu v5e:1x2", "TPU v5e"), ("gpu h100:2", "NVIDIA H100 80GB HBM3")])
 def test_a_target_has_a_time_and_what_bounds_it(description: str, name: str) -> None:
@@ -126,7 +185,14 @@ def test_a_target_has_a_time_and_what_bounds_it(description: str, name: str) -> 
     )
     assert (target.used, target.chips, target.fits) == (2, 2, True)
     assert target.with_buffers == target.without_buffers == session.memory().device
-    for told in ("Nothing has run: the machine is not here.", "It is an estimate; nothing was measured.", "Figures: "):
+    assert [*cost.precisions] == ["highest", "high", "default"]
+    assert cost.precisions["highest"].seconds == pytest.approx(cost.seconds)
+    for told in (
+        "Nothing has run: the machine is not here.",
+        "It is an estimate; nothing was measured.",
+        "Precision of float32, estimated",
+        "Figures: ",
+    ):
         assert told in str(report)
 
 

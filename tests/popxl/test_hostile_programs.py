@@ -51,6 +51,11 @@ def tensor(program: Program, id: str) -> Program:
     return next(t for t in both if t["id"] == id)
 
 
+def of_a_stream(program: Program, transfers: int) -> dict[str, int]:
+    """A number of transfers for one of the streams that are used."""
+    return {op(program, "HostStore")["attributes"]["stream"]["stream"][1]: transfers}
+
+
 def part(program: Program) -> Program:
     return op(program, "MultiExchange")["attributes"]["parts"]["tuple"][0]["part"]
 
@@ -118,6 +123,15 @@ OF_ALL = {
     "a name that is not the id's": (lambda p: p["graphs"][0]["tensors"][0].update(name="other"), "has the id"),
     "no transfers": (lambda p: p.update(num_host_transfers=0), "num_host_transfers is 0"),
     "terabytes of transfers": (lambda p: p.update(num_host_transfers=10**14), r"Stream .* would have \d+ bytes"),
+    "no transfers of a stream": (lambda p: p.update(stream_transfers=of_a_stream(p, 0)), "has 0 transfers"),
+    "transfers of nothing": (
+        lambda p: p.update(stream_transfers={"n/a": 1}),
+        "'n/a' has 1 transfers, and is no stream",
+    ),
+    "terabytes of a stream": (
+        lambda p: p.update(stream_transfers=of_a_stream(p, 10**14)),
+        r"Stream .* would have \d+ bytes",
+    ),
     "no replicas": (lambda p: p["options"].update(replicatedGraphCount=0), "replicatedGraphCount"),
     "a thousand million replicas": (lambda p: p["options"].update(replicatedGraphCount=10**9), "replicatedGraphCount"),
     "counters that go backwards": (lambda p: p["counters"].update(op_ids=1), "the next of op_ids is 1, which is taken"),

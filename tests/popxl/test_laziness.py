@@ -1,5 +1,6 @@
 """Building never computes: programs are imported, written, differentiated and printed before any device is started."""
 
+import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -47,12 +48,22 @@ EVERY_OP = """
                     autodiff(graph, grads_required=[graph.inputs[i] for i in row.differentiable if i < len(tensors)])
 """
 
+OPTAX = """
+    import optax
+    from popxl_addons import optimizers
+
+    with popxl.Ir().main_graph:
+        v, g = popxl.variable(np.ones(3), popxl.float32, "v"), popxl.constant(np.ones(3), popxl.float32)
+        optimizers.from_optax(optax.adamw(1e-3))({"v": v}, {"v": g})
+"""
+
 STEPS = {
     "import": "import popxl",
     "import of the addons": "import popxl_addons",
     "build": BUILD,
     "print": "str(ir), ir.main_graph.print_schedule(), repr(info)",
     "every op": EVERY_OP,
+    **({"optax": OPTAX} if importlib.util.find_spec("optax") else {}),
 }
 
 CHECK = """

@@ -12,7 +12,7 @@ import popart
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
-from runtime.plan.decision import decide
+from runtime.plan.decision import ROLLED, Decision, decide
 from runtime.targets.replicas import Replicas
 
 TURNS = 4
@@ -385,13 +385,59 @@ def test_values_that_lie_apart() -> None:
     assert "lies apart" in reason
 
 
-@pytest.mark.parametrize(("count", "way"), [(TURNS, "rolled"), (2, "inlined")])
-def test_where_no_calls_are_kept(count: int, way: str) -> None:
-    """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them."""
+def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]]) -> Decision:
+    """How a program would be compiled that overwrites some variables."""
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
+        changed = build()
+    target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), devices=(None,))
+    return decide(ir.main_graph, ir.options, target, ir.main_graph.variables, changed, None)
+
+
+@pytest.mark.parametrize(("count", "way"), [(80, "rolled"), (TURNS, "inlined"), (2, "inlined")])
+def test_where_no_calls_are_kept(count: int, way: str) -> None:
+    """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them. Loops pay from some ops on."""
+
+    def build() -> list[popxl.Tensor]:
         ws = weights(count=count)
         training(popxl.variable(X), ws, descend)
-    target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), devices=(None,))
-    found = decide(ir.main_graph, ir.options, target, ir.main_graph.variables, ws, None)
+        return ws
+
+    found = on_a_tpu(build)
     assert found.calls == way
+    assert (f"they pay from {ROLLED} on" in found.reason) == (count == TURNS)
+
+
+def test_updates_alone_are_no_loop_on_accelerators() -> None:
+    """Written out, each is one kernel."""
+
+    def build() -> list[popxl.Tensor]:
+        def step(w: popxl.TensorByRef) -> None:
+            ops.scaled_add_(w, ops.tanh(w) * ops.exp(w), b=-0.1)
+
+        ws = weights(count=200)
+        graph = graph_of(step, ws[0])
+        for w in ws:
+            ops.call(graph, w)
+        return ws
+
+    found = on_a_tpu(build)
+    assert found.calls == "inlined"
+
+
+def test_a_number_that_is_read_late_keeps_no_update_from_its_turn() -> None:
+    """A learning rate that the program looks up after all gradients."""
+    rates: list[popxl.Tensor] = []
+
+    def descend_by(w: popxl.Tensor, dw: popxl.Tensor) -> None:
+        if not rates:
+            table = popxl.variable([0.3, 0.1], popxl.float32, "rates")
+            rates.append(ops.dynamic_slice(table, popxl.variable([1], popxl.uint32, "epoch"), [0], [1], False))
+        ops.scaled_add_(w, dw, b=ops.negate(rates[0]))
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        rates.clear()
+        return training(x, weights(), descend_by)
+
+    forward, backward = rolled(build, [TURNS, TURNS]).session.report.loops
+    assert (forward.ops, backward.ops) == (1, 2)

@@ -626,7 +626,8 @@ def test_slots_that_are_never_written_are_told_once(ir):
     assert [(each.filename, each.lineno) for each in told] == [(__file__, line)]
     assert str(told[0].message).endswith(
         "Tensor[total popxl.dtypes.float32 ()] once, and `ir.num_host_transfers` is 4: 3 slots of its host array are "
-        "never written. Those from number 1 on are no results."
+        "never written. Those from number 1 on are no results. Give the stream a number of its own: "
+        "`popxl.d2h_stream(..., num_host_transfers=1)`."
     )
     with sessions[0] as session:
         assert session.run({number: np.float32([1, 2, 3, 4]), factor: np.float32([0.5] * 4)})[total].tolist()[0] == 5

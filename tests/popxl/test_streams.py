@@ -5,7 +5,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, UnusedTransferWarning
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 
 F32 = popxl.float32
@@ -166,3 +166,139 @@ def test_more_transfers_than_there_is_room_for(ir, loop):
                 ops.host_store(sink, popxl.constant(1.0))
     with popxl.Session(ir) as session, pytest.raises(PopxlError, match="3 transfers of DeviceToHostStream"):
         session.run()
+
+
+# Numbers of their own -------------------------------------------------------------------------------------------------
+
+
+def steps(replicas=1):
+    """A program that loads three tokens a run, a rate once and two offsets. It stores each product, and one sum."""
+    ir = popxl.Ir(replication=replicas)
+    ir.num_host_transfers = 3
+    with ir.main_graph, popxl.in_sequence():
+        token, product = popxl.h2d_stream((2,), F32, "token"), popxl.d2h_stream((2,), F32, "product")
+        rate = popxl.h2d_stream((), F32, "rate", num_host_transfers=1)
+        offset = popxl.h2d_stream((2,), F32, "offset", num_host_transfers=2)
+        total = popxl.d2h_stream((2,), F32, "total", num_host_transfers=1)
+        factor = ops.host_load(rate)
+
+        def turn(x, factor):
+            y = ops.host_load(token) * factor
+            ops.host_store(product, y)
+            return x + y
+
+        start = ops.host_load(offset) - ops.host_load(offset)
+        (x,) = ops.repeat(ir.create_graph(turn, start, factor), 3, start, factor)
+        ops.host_store(total, x)
+    return ir, {s.tensor.name: s for s in (token, rate, offset, product, total)}
+
+
+def test_numbers_of_transfers(ir):
+    with ir.main_graph:
+        ours, own = popxl.h2d_stream((), F32, "x"), popxl.d2h_stream((), F32, "y", num_host_transfers=np.int64(2))
+    ir.num_host_transfers = 5
+    assert (ours.num_host_transfers, own.num_host_transfers) == (5, 2)
+    assert (ours.has_own_transfers, own.has_own_transfers) == (False, True)
+    own.num_host_transfers, ours.num_host_transfers = None, 1
+    assert (ours.num_host_transfers, own.num_host_transfers) == (1, 5)
+    for wrong, error in ((0, ValueError), (1.5, TypeError)):
+        with ir.main_graph, pytest.raises(error, match="stream 'z': `num_host_transfers`"):
+            popxl.d2h_stream((), F32, "z", num_host_transfers=wrong)
+        with pytest.raises(error, match="stream 'x': `num_host_transfers`"):
+            ours.num_host_transfers = wrong
+    assert (len(ir.main_graph.tensors), ours.num_host_transfers) == (2, 1)
+
+
+@pytest.mark.parametrize(("way", "replicas"), [("kept", 1), ("dispatched", 1), ("kept", 2)])
+def test_each_stream_has_its_own_room(tmp_path, way, replicas):
+    ir, streams = steps(replicas)
+    ir.options.calledGraphs = way
+    if replicas == 1 and way == "kept":
+        ir.save(tmp_path / "program.json")
+        ir = popxl.Ir.load(tmp_path / "program.json")
+        streams = {s.tensor.name: s for s in ir.get_all_h2d_streams() | ir.get_all_d2h_streams()}
+    session = popxl.Session(ir, "ipu_hw")
+    rows = (replicas,) if replicas > 1 else ()
+    shapes = {"token": (3, *rows, 2), "rate": rows, "offset": (2, *rows, 2), "product": (3, *rows, 2)}
+    assert {name: session.host_shape(s) for name, s in streams.items()} == shapes | {"total": (*rows, 2)}
+    made = session.create_host_outputs()
+    assert [made[streams[name]].shape for name in ("product", "total")] == [(3, *rows, 2), (*rows, 2)]
+    rng = np.random.default_rng(1)
+    feeds = {name: rng.integers(-9, 9, shapes[name]).astype(np.float32) for name in ("token", "rate", "offset")}
+    products = feeds["token"] * feeds["rate"][..., None]
+    expected = {"product": products, "total": feeds["offset"][0] - feeds["offset"][1] + products.sum(0)}
+    inputs = {streams[name]: array for name, array in feeds.items()}
+    with session:
+        outputs = session.run(inputs)
+        assert {name: outputs[streams[name]].tolist() for name in expected} == {
+            name: array.tolist() for name, array in expected.items()
+        }
+        session.run_with_outputs(inputs, made)
+        assert made[streams["total"]].tolist() == expected["total"].tolist()
+        with pytest.raises(ValueError, match=r"rate .* has the shape .*number of transfers of its own: 1 a run"):
+            session.run(inputs | {streams["rate"]: np.ones((3, *rows), np.float32)})
+        with pytest.raises(ValueError, match=r"2 transfers of one run \(`stream.num_host_transfers`\)"):
+            session.run(inputs | {streams["offset"]: np.ones((1, *rows, 2), np.float32)})
+    if replicas == 1:
+        for memory in (session.memory(), ir.memory()):
+            assert (memory.arguments, memory.outputs) == (4 * (6 + 1 + 4), 4 * (6 + 2))
+        with session, session.debugging():
+            assert session.run(inputs)[streams["total"]].tolist() == expected["total"].tolist()
+
+
+def test_own_numbers_are_told(ir):
+    """In prints, in what does not fit, in what nobody uses, and when they change."""
+    ir, streams = steps()
+    assert "stream=rate ×1" in str(ir.main_graph) and "stream=token" in str(ir)
+    with ir.main_graph, popxl.in_sequence():
+        ops.host_store(streams["total"], ops.host_load(streams["rate"]) + ops.host_load(streams["offset"]))
+    with pytest.raises(PopxlError, match="2 transfers of .*rate.* and its own `num_host_transfers` is 1"):
+        popxl.to_jax(ir.main_graph)
+    with popxl.Session(ir) as session, pytest.raises(PopxlError, match="and its own `num_host_transfers` was 2 when"):
+        session.run({s: np.zeros(session.host_shape(s), np.float32) for s in session.expected_inputs()})
+    for name, count in (("rate", 3), ("offset", 3), ("total", 2)):
+        streams[name].num_host_transfers = count
+    with session, pytest.raises(PopxlError, match="transfers of their own is .*'rate': 3.*, and was .*'rate': 1"):
+        session.run({})
+    with pytest.warns(
+        UnusedTransferWarning, match="rate.* twice, and its own `num_host_transfers` is 3: 1 value .*=2`"
+    ):
+        popxl.Session(ir)
+
+
+def test_own_numbers_in_jax():
+    ir, _ = steps()
+    f = popxl.to_jax(ir.main_graph)
+    outputs, _ = f(token=np.arange(6, dtype=np.float32).reshape(3, 2), rate=2.0, offset=np.zeros((2, 2), np.float32))
+    assert outputs["total"].tolist() == [12, 18] and outputs["product"].shape == (3, 2)
+
+
+@pytest.mark.parametrize(("way", "replicas"), [("kept", 1), ("dispatched", 1), ("kept", 2)])
+def test_what_nobody_looks_at_is_not_sent(way, replicas):
+    """It has to be given, as PopXL wants it, and has to fit."""
+    ir = popxl.Ir(replication=replicas)
+    ir.options.calledGraphs = way
+    ir.num_host_transfers = 2
+    with ir.main_graph, popxl.in_sequence():
+        used, unused, out = popxl.h2d_stream((3,), F32), popxl.h2d_stream((5,), F32), popxl.d2h_stream((3,), F32)
+
+        def turn():
+            ops.host_load(unused)
+            ops.host_store(out, ops.host_load(used) * 2)
+
+        ops.repeat(ir.create_graph(turn), 2)
+    session = popxl.Session(ir, "ipu_hw")
+    assert session.expected_inputs() == {used, unused}
+    data = np.arange(6 * replicas, dtype=np.float32).reshape(session.host_shape(used))
+    with session:
+        feeds = {used: data, unused: np.ones(session.host_shape(unused), np.float32)}
+        assert session.run(feeds)[out].tolist() == (data * 2).tolist()
+        with pytest.raises(ValueError, match="missing: .*h2d_stream__t"):
+            session.run({used: data})
+        with pytest.raises(ValueError, match="has the shape"):
+            session.run({used: data, unused: np.ones(5, np.float32)})
+        if replicas == 1:
+            with session.debugging():
+                assert session.run(feeds)[out].tolist() == (data * 2).tolist()
+    (sent,) = [s.bytes for s in session.report.streams if s.direction == "in" and s.spec == "f32[3]"]
+    assert session.memory().arguments == sent > 0

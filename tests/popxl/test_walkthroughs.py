@@ -20,6 +20,8 @@ from popxl.errors import PopxlError
 from popxl.transforms import autodiff, decompose_sum, merge_exchange
 from tests.popxl import replicated_programs
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 F32 = popxl.float32
 SCALAR = TensorSpec((), F32)
 accumulate_ = ops.var_updates.accumulate_

@@ -16,6 +16,7 @@ import popxl
 from popxl.errors import UnreadableFileError
 from popxl_addons import checkpoint
 from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
+from tests.popxl_addons import killed_training
 
 ARRAYS = {
     "fc.w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -373,3 +374,16 @@ def test_forgetting(tmp_path, caplog):
     assert os.listdir(tmp_path) == []
     checkpoint.forget(tmp_path / "c")
     assert "could not be deleted" in caplog.text
+
+
+@pytest.mark.thorough
+def test_processes_that_die(tmp_path: Path) -> None:
+    """One of four processes is killed twice. The losses are those of a training that nobody killed, bit for bit."""
+    found = []
+    for kills in (0, 2):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        killed_training.write(folder)
+        assert killed_training.train(folder, steps=600, kills=kills, limit=300) == kills
+        found.append(killed_training.losses(folder))
+    assert found[0] == found[1] and len(found[0]) == 600

@@ -98,7 +98,14 @@ def test_transformations_of_optax() -> None:
     """Scaled gradients, clipped here, and state with leaves of all kinds."""
     optax = pytest.importorskip("optax")
     schedule = optax.linear_schedule(0.1, 0.0, 8)
-    transformation = optax.chain(optax.add_decayed_weights(0.1), optax.adam(schedule), optax.ema(0.5))
+    to_the_start = optax.GradientTransformation(  # whose state begins with the parameters
+        lambda params: params,
+        lambda updates, start, params: (
+            {name: u + 0.1 * (start[name] - params[name]) for name, u in updates.items()},
+            start,
+        ),
+    )
+    transformation = optax.chain(optax.add_decayed_weights(0.1), optax.adam(schedule), optax.ema(0.5), to_the_start)
     found = trained(optimizers.from_optax(transformation), clip_norm=2.0, loss_scaling=0.5)
     params, state = STARTS, transformation.init(STARTS)
     for gradients in GRADIENTS:
@@ -152,6 +159,37 @@ def test_norms_and_state_of_what_is_in_pieces() -> None:
     for name, v in variables.items():
         np.testing.assert_allclose(found[v], values[name] * (1 - 1 / norm), rtol=1e-4)
         np.testing.assert_allclose(found[state[name].velocity], values[name] / norm, rtol=1e-4)
+
+
+def test_adafactor_over_pieces() -> None:
+    """Pieces that begin within a row, hold parts of two matrices, have padding, or are held twice: as if whole."""
+    shapes = {"matrix": (5, 3), "two": (2, 3, 2), "vector": (6,), "twice": (4, 3)}
+    values = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    gradients = [{name: RANDOM.normal(size=s).astype(np.float32) for name, s in shapes.items()} for _ in range(2)]
+
+    def updated(replicas: int) -> dict[str, Array]:
+        ir = popxl.Ir(replication=replicas)
+        variables, streams, given = {}, {}, {}
+        with ir.main_graph, popxl.in_sequence():
+            for name, shape in shapes.items():
+                streams[name] = popxl.h2d_stream(shape, popxl.float32, name)
+                given[name] = ops.host_load(streams[name])
+                if replicas == 1:
+                    variables[name] = popxl.variable(values[name], name=name)
+                    continue
+                over = 2 if name == "twice" else replicas
+                variables[name], _ = popxl.replica_sharded_variable(values[name], name=name, shard_over=over)
+                holders = ir.replica_grouping(group_size=over)
+                given[name] = ops.collectives.replica_sharded_slice(given[name], holders)
+            state = optimizers.adafactor(variables, given, lr=0.3, weight_decay=0.1, clip_norm=1.5)
+        assert state.matrix.row_variance.shape == (5, 1) and state.two.column_variance.shape == (2, 1, 2)
+        with popxl.Session(ir, "ipu_hw") as session:
+            for each in gradients:
+                session.run({s: np.broadcast_to(each[n], session.host_shape(s.shape)) for n, s in streams.items()})
+            found = session.get_tensors_data([*variables.values(), state.two.column_variance])
+        return {name: found[v] for name, v in variables.items()} | {"state": found[state.two.column_variance]}
+
+    assert_close(updated(4), updated(1))
 
 
 def test_what_is_refused() -> None:

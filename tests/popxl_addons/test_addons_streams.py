@@ -31,6 +31,15 @@ def test_how_streams_are_made(ins):
     assert all((stream.shape, stream.dtype) == ((3,), popxl.float16) for stream in made)
 
 
+def test_numbers_of_transfers(ir):
+    ir.num_host_transfers = 4
+    with ir.main_graph:
+        ins = addons.InputStreams(x=((3,), popxl.float32), rate=((), popxl.float32, 1))
+        _, stream, x = addons.host_load(np.ones(3), popxl.float32, "y", num_host_transfers=2)
+        out = addons.host_store(x, num_host_transfers=2)
+    assert [s.num_host_transfers for s in (*ins, stream, out)] == [4, 1, 2, 2]
+
+
 def test_missing_streams(ins):
     with pytest.raises(AttributeError, match=r"no stream 'y'; it has \['x', 'label'\]"):
         _ = ins.y

@@ -41,14 +41,14 @@ def trained(replicas: int = 1, accumulate: int = 1, dtype: Any = popxl.float32, 
     losses = []
     with popxl.Session(ir, "ipu_hw") as session:
         for rows, labels in zip(X.astype(dtype.as_numpy()), Y, strict=True):
-            shape = session.host_shape((size,))
-            loss = session.run({x: rows.reshape(*shape, 5), y: labels.reshape(shape)})[out]
+            feeds = {x: rows.reshape(session.host_shape(x)), y: labels.reshape(session.host_shape(y))}
+            loss = session.run(feeds)[out]
+            assert loss.shape == ((replicas,) if replicas > 1 else ())
             losses.append(float(loss.ravel()[0]))
         weight = session.get_tensor_data(training.variables.linear.weight).astype(np.float64)
     return losses, weight, training
 
 
-@pytest.mark.filterwarnings("ignore::popxl.errors.UnusedTransferWarning")  # the loss is stored once a step
 def test_however_a_batch_is_divided() -> None:
     losses, weight, training = trained()
     assert losses[0] == pytest.approx(np.log(4), abs=0.1)
@@ -65,7 +65,55 @@ def test_however_a_batch_is_divided() -> None:
     np.testing.assert_allclose(found, weight, atol=2e-2)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_variables_in_pieces(optimizer: str) -> None:
+    """As if they were whole: weights of 20 elements and biases of 4, on 3 replicas, with padding; norms are clipped."""
+    rows, labels = X[:, :6], Y[:, :6]
+
+    def after(replicas: int, **how: Any) -> tuple[list[float], dict[str, np.ndarray], Any]:
+        np.random.seed(3)
+        ir = popxl.Ir(replication=replicas)
+        with ir.main_graph:
+            size = 6 // replicas
+            x, y = popxl.h2d_stream((size, 5), popxl.float32, "x"), popxl.h2d_stream((size,), popxl.int32, "y")
+            step = partial(getattr(optimizers, optimizer), lr=0.1, clip_norm=0.1)
+            training = addons.train_step(Classifier(), x, y, optimizer=step, **how)
+            out = addons.host_store(training.loss)
+        losses = []
+        with popxl.Session(ir, "ipu_hw") as session:
+            for batch, label in zip(rows, labels, strict=True):
+                fed = {x: batch.reshape(session.host_shape((size, 5))), y: label.reshape(session.host_shape((size,)))}
+                losses.append(float(session.run(fed)[out].ravel()[0]))
+            found = session.get_tensors_data(training.variables.tensors)
+        return losses, {name: np.array(found[v]) for name, v in training.variables.to_dict().items()}, training
+
+    losses, weights, _ = after(1)
+    others, found, training = after(3, sharded=True)
+    assert training.variables.linear.weight.piece.shape == (7,) and training.variables.linear.bias.piece.shape == (2,)
+    if optimizer == "adamw":
+        assert training.state.linear.weight.first_moment.piece.shape == (7,)
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(found[name], weight, rtol=1e-4, atol=1e-6)
+    narrow = addons.MixedPrecision(popxl.float16)  # pieces are cast, and then put together
+    others, _, training = after(3, sharded=True, precision=narrow)
+    assert training.state.loss_scaling.value.shape == ()
+    np.testing.assert_allclose(others, losses, rtol=5e-3)
+
+
+class InPieces(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_replica_sharded_variable_input("w", lambda: np.ones(5), x.dtype)
+        return ops.mean(x @ addons.rts.gather_replica_sharded_tensor(w))
+
+
 def test_what_is_refused() -> None:
+    with popxl.Ir(replication=2).main_graph:
+        x = popxl.h2d_stream((2, 5), popxl.float32)
+        with pytest.raises(ValueError, match=r"\['w'\] are pieces within the graph.* use `sharded=True`"):
+            addons.train_step(InPieces(), x, optimizer=optimizers.sgd)
+        with pytest.raises(ValueError, match="`sharded` says how variables are made, and there are `variables`"):
+            addons.train_step(InPieces(), x, optimizer=optimizers.sgd, sharded=True, variables=addons.NamedTensors())
     with popxl.Ir().main_graph:
         x, y = popxl.variable(X[0]), popxl.variable(Y[0])
         for accumulate in (0, 2):

@@ -12,7 +12,7 @@ from jax import lax
 
 from popxl.context import get_current_context
 from popxl.ops.precision import widened
-from popxl.replica_grouping import ReplicaGrouping, plain_grouping
+from popxl.replica_grouping import Groups, ReplicaGrouping, grouping_of, plain_grouping
 
 __all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "members", "to_collective_op"]
 
@@ -79,18 +79,18 @@ def to_collective_op(op: str) -> Callable[[Sequence[Array]], Array]:
 # Groups -------------------------------------------------------------------------------------------------------------
 
 
-def members(name: str, group: ReplicaGrouping | None) -> dict[str, Any]:
+def members(name: str, group: Groups | None) -> dict[str, Any]:
     """A group argument as attributes of an op: how far apart the members of a group are, and how many there are.
 
     Args:
         name: the function that was called, for errors.
-        group: which replicas talk to each other; `None` for all of them.
+        group: which replicas talk to each other: a grouping, or the names of axes; `None` for all of them.
 
     Returns:
         The attributes `stride` and `group_size`, of which an op that is declared with `between_replicas` makes a group.
 
     Raises:
-        TypeError: if `group` is no grouping.
+        TypeError: if `group` is no grouping, and names no axes.
         ValueError: if the replicas of the Ir cannot be grouped like this.
         NotImplementedError: for a grouping whose members are not always the same distance apart.
 
@@ -100,13 +100,15 @@ def members(name: str, group: ReplicaGrouping | None) -> dict[str, Any]:
         ...     members("sum", ir.replica_grouping(stride=2, group_size=2))
         {'stride': 2, 'group_size': 2}
     """
-    count = get_current_context().ir.replication_factor
+    ir = get_current_context().ir
+    count = ir.replication_factor
     if group is None:
         return {"stride": 1, "group_size": count}
-    if not isinstance(group, ReplicaGrouping):
-        raise TypeError(
-            f"{name}: `group` must be a ReplicaGrouping, or None for all replicas; got {group!r} "
-            f"({type(group).__name__}). Make one with `ir.replica_grouping(stride, group_size)`."
+    named, group = group, grouping_of(ir, group, f"{name}: `group`")
+    if not group.is_const and named is not group:
+        raise NotImplementedError(
+            f"{name}: `group` is {named!r}, axes with others in between: replicas of such groups cannot talk to each "
+            f"other. Put them next to each other in `popxl.Ir(axes={ir.axes})`."
         )
     if not group.is_const:
         raise NotImplementedError(

@@ -22,7 +22,7 @@ from popxl.errors import PopxlError
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.shape import flatten, reshape, transpose
-from popxl.replica_grouping import ReplicaGrouping
+from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec, brief
 
@@ -62,7 +62,7 @@ reduce_scatter_kind = OpKind(
 )
 
 
-def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: ReplicaGrouping | None = None) -> Tensor:
+def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: Groups | None = None) -> Tensor:
     """Combine the values that `t` has on the replicas of a group, elementwise; every member gets the result.
 
     No gradient is defined: autodiff raises when one reaches this op.
@@ -72,7 +72,7 @@ def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: ReplicaGr
         op: what is computed: `"add"`, `"mean"`, `"mul"`, `"min"`, `"max"`, `"square_add"` (the sum of squares), or
             `"and"`, `"or"` of what is not zero. Float16 is computed in float32 and rounded once; the mean of integers
             is rounded towards zero.
-        group: which replicas talk to each other; all of them by default.
+        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -90,7 +90,7 @@ def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: ReplicaGr
     return all_reduce_kind(t, op=op, **members("replicated_all_reduce", group))
 
 
-def replicated_all_reduce_(t: Tensor, op: CollectiveOps = "add", group: ReplicaGrouping | None = None) -> Tensor:
+def replicated_all_reduce_(t: Tensor, op: CollectiveOps = "add", group: Groups | None = None) -> Tensor:
     """`replicated_all_reduce`, written over `t` on every replica.
 
     Returns:
@@ -106,7 +106,7 @@ def replicated_all_reduce_(t: Tensor, op: CollectiveOps = "add", group: ReplicaG
 def replicated_reduce_scatter(
     t: Tensor,
     op: CollectiveOps = "add",
-    group: ReplicaGrouping | None = None,
+    group: Groups | None = None,
     configure_output_for_replicated_tensor_sharding: bool = False,
 ) -> Tensor:
     """Combine the values that `t` has on the replicas of a group, elementwise; every member gets its chunk of them.
@@ -117,7 +117,7 @@ def replicated_reduce_scatter(
     Args:
         t: tensor of any shape.
         op: what is computed, as for `replicated_all_reduce`.
-        group: which replicas talk to each other; all of them by default.
+        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
         configure_output_for_replicated_tensor_sharding: make the result a sharded tensor: its `meta_shape` is the
             shape of `t`, and `replicated_all_gather` puts it together again.
 
@@ -221,7 +221,7 @@ slice_kind = _chunk(
 
 
 def replicated_all_gather(
-    t: Tensor, axis: int = 0, group: ReplicaGrouping | None = None, output_shape: OutputShape = "auto"
+    t: Tensor, axis: int = 0, group: Groups | None = None, output_shape: OutputShape = "auto"
 ) -> Tensor:
     """Give every replica the values that `t` has on all members of its group, in the order of the replicas.
 
@@ -232,7 +232,7 @@ def replicated_all_gather(
     Args:
         t: tensor of any shape and dtype.
         axis: along which tensors are concatenated; negative ones count from the back. The other forms ignore it.
-        group: which replicas talk to each other; all of them by default.
+        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
         output_shape: how the G tensors are put together.
             - `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
             - `"new_axis"`: stacked along a new first dimension of size G.
@@ -281,7 +281,7 @@ def replicated_all_gather(
     return transpose(result, back) if axis else result
 
 
-def replica_sharded_slice(t: Tensor, group: ReplicaGrouping | None = None) -> Tensor:
+def replica_sharded_slice(t: Tensor, group: Groups | None = None) -> Tensor:
     """Cut `t` into shards, and give each replica its own. Nothing is communicated: `t` is the same on all members.
 
     `replicated_all_gather` puts the shards together again. The gradient does: it is gathered from all members, in the
@@ -289,7 +289,7 @@ def replica_sharded_slice(t: Tensor, group: ReplicaGrouping | None = None) -> Te
 
     Args:
         t: tensor of any shape and dtype.
-        group: the replicas that share out `t`; all of them by default.
+        group: the replicas that share out `t`: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new sharded tensor of rank 1: `t` flattened and cut into as many equal chunks as there are members, with zeros
@@ -309,7 +309,7 @@ def replica_sharded_slice(t: Tensor, group: ReplicaGrouping | None = None) -> Te
     return sharded_slice_kind(t, chunk=chunk_size(t.nelms, groups["group_size"]), **groups)
 
 
-def replicated_slice(t: Tensor, axis: int = 0, group: ReplicaGrouping | None = None) -> Tensor:
+def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> Tensor:
     """Cut `t` into equal slices along an axis, one for each member of a group; each replica keeps its own.
 
     Nothing is communicated: `t` is the same on all members. The gradient is gathered from all members along `axis`.
@@ -317,7 +317,7 @@ def replicated_slice(t: Tensor, axis: int = 0, group: ReplicaGrouping | None = N
     Args:
         t: tensor of any shape and dtype, rank 1 or more.
         axis: along which `t` is cut; negative ones count from the back. Its size is a multiple of that of the groups.
-        group: the replicas that share out `t`; all of them by default.
+        group: the replicas that share out `t`: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new tensor of the same dtype. Where slices have length 1 the axis is dropped.

@@ -45,7 +45,11 @@ def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **
 
 _accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
 _square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True)
-_mean = _accumulator("accumulate_mean", lambda t, X, step: (step * t + X) / (step + 1), operands=("t", "X", "step"))
+_mean = _accumulator(
+    "accumulate_mean",
+    lambda t, X, step: (jnp.where(step == 0, 0, step * t) + X) / (step + 1),  # whatever is left in `t`, even NaN
+    operands=("t", "X", "step"),
+)
 _average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)
 _average_square = _accumulator(
     "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True
@@ -114,8 +118,9 @@ def accumulate_mean_(t: Tensor, X: Tensor, step: float | Tensor) -> Tensor:
     Args:
         t: the accumulator.
         X: the next value: of the shape of `t`; its dtype may differ.
-        step: how many values `t` is the mean of: 0 at first, whereupon `t` becomes `X`. A tensor of one element and
-            any dtype, which the caller counts up; or a number, which becomes a float32 constant of the graph.
+        step: how many values `t` is the mean of: 0 at first, whereupon `t` becomes `X`, whatever it held. A tensor of
+            one element and any dtype, which the caller counts up; or a number, which becomes a float32 constant of the
+            graph.
 
     Returns:
         An alias of `t`. No gradient flows; autodiff refuses graphs with this op.

@@ -14,6 +14,7 @@ from popxl.op import BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members
 from popxl.ops.precision import widened
+from popxl.replica_grouping import Groups
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]
 _REDUCTIONS: dict[str, Callable[[popxl.Tensor], popxl.Tensor]] = {"mean": ops.mean, "sum": ops.sum, "none": lambda t: t}
@@ -96,7 +97,7 @@ def cross_entropy_sharded_loss(
     logits: popxl.Tensor,
     indices: popxl.Tensor,
     ignore_index: popxl.Tensor | None = None,
-    replica_grouping: popxl.ReplicaGrouping | None = None,
+    replica_grouping: Groups | None = None,
     reduction: REDUCTION_TYPE = "mean",
     available_memory_proportion: float = 0.4,
 ) -> popxl.Tensor:

@@ -14,6 +14,7 @@ from popxl.op import REFUSED, BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members
 from popxl.ops.precision import widened
+from popxl.replica_grouping import Groups
 
 __all__ = ["layer_norm_distributed"]
 
@@ -84,7 +85,7 @@ def layer_norm_distributed(
     w: popxl.Tensor,
     b: popxl.Tensor,
     epsilon: float = 1e-5,
-    group: popxl.ReplicaGrouping | None = None,
+    group: Groups | None = None,
 ) -> popxl.Tensor:
     """Layer norm of rows that are divided among the replicas of a group: ``w * (t - mean) / sqrt(var + epsilon) + b``.
 

@@ -7,6 +7,7 @@ A column-parallel layer begins with `replicated_all_reduce_identical_inputs`, a 
 from __future__ import annotations
 
 import popxl
+from popxl.replica_grouping import Groups
 from popxl_addons.ops._all_reduce import all_reduces
 
 __all__ = [
@@ -18,7 +19,7 @@ __all__ = [
 _all_reduce = all_reduces("ReplicatedAllReduceTP", {"add": "add"})
 
 
-def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: popxl.ReplicaGrouping | None = None) -> popxl.Tensor:
+def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: Groups | None = None) -> popxl.Tensor:
     """The sum of the values that `t` has on the replicas of a group; every member gets it. So it is for the gradient.
 
     Args:
@@ -43,7 +44,7 @@ def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: popxl.Replica
 
 
 def replicated_all_reduce_identical_inputs(
-    t: popxl.Tensor, op: str = "add", group: popxl.ReplicaGrouping | None = None
+    t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
     """`t` itself, which is the same on all members of a group, as the caller promises; its gradients are summed.
 
@@ -70,7 +71,7 @@ def replicated_all_reduce_identical_inputs(
 
 
 def replicated_all_reduce_identical_grad_inputs(
-    t: popxl.Tensor, op: str = "add", group: popxl.ReplicaGrouping | None = None
+    t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
     """`replicated_all_reduce`, where the gradient of the result is the same on all members, as the caller promises.
 

@@ -9,6 +9,7 @@ from popxl import OpKind
 from popxl.op import BetweenReplicas
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.replicated import all_gather_kind
+from popxl.replica_grouping import Groups
 
 __all__ = ["replicated_all_gather_strided"]
 
@@ -22,7 +23,7 @@ _all_gather = OpKind(
 )
 
 
-def replicated_all_gather_strided(t: popxl.Tensor, group: popxl.ReplicaGrouping | None = None) -> popxl.Tensor:
+def replicated_all_gather_strided(t: popxl.Tensor, group: Groups | None = None) -> popxl.Tensor:
     """The values that `t` has on the replicas of a group, one after the other in the order of the replicas.
 
     The gradient of each replica is its own part of its own incoming gradient: what follows a gather is taken to be the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import popxl
+from popxl.replica_grouping import Groups
 from popxl_addons import _io_tiles
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors
@@ -22,9 +23,7 @@ SUMS_AND_MEANS = {"add": "add", "mean": "mean", "mul": "mean"}
 _all_reduce = all_reduces("ReplicatedAllReduceStrided", SUMS_AND_MEANS)
 
 
-def replicated_all_reduce_strided(
-    t: popxl.Tensor, op: str = "add", group: popxl.ReplicaGrouping | None = None
-) -> popxl.Tensor:
+def replicated_all_reduce_strided(t: popxl.Tensor, op: str = "add", group: Groups | None = None) -> popxl.Tensor:
     """The sum, or the mean, of the values that `t` has on the replicas of a group; every member gets it.
 
     The gradient is reduced in the same way.
@@ -57,7 +56,7 @@ def replicated_all_reduce_strided(
 
 
 def replicated_all_reduce_strided_identical_inputs(
-    t: popxl.Tensor, op: str = "add", group: popxl.ReplicaGrouping | None = None
+    t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
     """`t` itself, which is the same on all members of a group, as the caller promises; its gradients are reduced.
 
@@ -68,7 +67,7 @@ def replicated_all_reduce_strided_identical_inputs(
 
 
 def replicated_all_reduce_strided_identical_grad_inputs(
-    t: popxl.Tensor, op: str = "add", group: popxl.ReplicaGrouping | None = None
+    t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
     """`replicated_all_reduce_strided`, where the gradient of the result is the same on all members; it is passed on.
 
@@ -82,7 +81,7 @@ def replicated_all_reduce_strided_identical_grad_inputs(
 def replicated_all_reduce_strided_graph(
     tensors: NamedTensors,
     op: str = "add",
-    group: popxl.ReplicaGrouping | None = None,
+    group: Groups | None = None,
     use_io_tiles: bool = False,
 ) -> tuple[GraphWithNamedArgs, list[str]]:
     """A graph that reduces each of some named tensors, as `replicated_all_reduce_strided` does.

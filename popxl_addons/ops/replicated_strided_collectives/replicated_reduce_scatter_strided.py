@@ -7,6 +7,7 @@ from popxl import OpKind
 from popxl.op import REFUSED, BetweenReplicas
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.replicated import reduce_scatter_kind
+from popxl.replica_grouping import Groups
 from popxl_addons.ops._all_reduce import known_reduction
 from popxl_addons.ops.replicated_strided_collectives.replicated_all_reduce_strided import SUMS_AND_MEANS
 
@@ -25,7 +26,7 @@ _reduce_scatter = OpKind(
 def replicated_reduce_scatter_strided(
     t: popxl.Tensor,
     op: str = "add",
-    group: popxl.ReplicaGrouping | None = None,
+    group: Groups | None = None,
     configure_output_for_replicated_tensor_sharding: bool = False,
 ) -> popxl.Tensor:
     """Reduce the values that `t` has on the replicas of a group, and give each member its chunk of the result.

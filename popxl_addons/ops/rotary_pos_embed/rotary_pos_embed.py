@@ -81,12 +81,10 @@ def _embedded(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> TensorSpec:
 
 def _turned(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> Any:
     t, sin, cos = map(widened, (t, sin, cos))
-    sin, cos = sin[..., None, :], cos[..., None, :]  # the same for all heads
-    first, second = t[..., 0:rotary_dim:2], t[..., 1:rotary_dim:2]
-    pairs = jnp.stack(
-        [_product(first, cos) - _product(second, sin), _product(second, cos) + _product(first, sin)], axis=-1
-    )
-    return jnp.concatenate([pairs.reshape(*t.shape[:-1], rotary_dim), t[..., rotary_dim:]], axis=-1)
+    sin, cos = sin[..., None, :, None], cos[..., None, :, None]  # the same for all heads
+    pairs = t[..., :rotary_dim].reshape(*t.shape[:-1], rotary_dim // 2, 2)
+    turned = _product(pairs, cos) + _product(pairs[..., ::-1], jnp.concatenate([-sin, sin], axis=-1))
+    return jnp.concatenate([turned.reshape(*t.shape[:-1], rotary_dim), t[..., rotary_dim:]], axis=-1)
 
 
 def _product(x: Any, y: Any) -> Any:

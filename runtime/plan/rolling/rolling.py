@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import callees_first, changed_inputs
+from popxl.core.aliasing import callees_first, changed_inputs, reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
+from popxl.looking.flops import own_flops
 from popxl.ops.repeat import returned_by_ref
 from runtime.lowering.rolled import AsWritten, Rolled, Taken
 from runtime.plan.rolling.flat import Flat
@@ -31,13 +32,16 @@ class Rolling(AsWritten):
     Args:
         main: the graph that the program runs.
         held: what holds its variables.
+        from_saved: a loop without products is made if it saves XLA so many ops. What turns compute element by element
+            is one kernel where they are written out, and several in a loop, which cuts it out of arrays and puts it
+            back.
 
     Attributes:
         together: variables that lie in one array each, as the turns of some loop take one after the other.
         same: tensors of graphs that are part of those that call them, by what stands for them there; and the opposite.
     """
 
-    def __init__(self, main: Graph, held: Collection[Tensor]) -> None:
+    def __init__(self, main: Graph, held: Collection[Tensor], from_saved: int = 0) -> None:
         structures = Structures(main)
         self._size = structures.size
         flat = Flat(main)
@@ -48,6 +52,9 @@ class Rolling(AsWritten):
             graph: loops_of(ops, graph.outputs, forms, structures.size, self._reasons)
             for graph, ops in flat.graphs.items()
         }
+        for loop in self.loops:
+            if self._saved_by(loop) < from_saved and not _has_products(loop):
+                self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
             walk = _Walk(self._schedules, forms, main)
             done(walk.through(main, {t: t for t in held}))
@@ -76,10 +83,10 @@ class Rolling(AsWritten):
     @property
     def saved(self) -> int:
         """How many ops XLA need not compile again."""
-        callees = (
-            (len(loop.turns) - 1, callee) for loop in self.loops for op in loop.ops for callee in op.called_graphs
-        )
-        return sum(times * self._size(callee) for times, callee in callees)
+        return sum(map(self._saved_by, self.loops))
+
+    def _saved_by(self, loop: Rolled) -> int:
+        return (len(loop.turns) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
 
     def told(self) -> str:
         """What is rolled, in a sentence."""
@@ -91,6 +98,13 @@ class Rolling(AsWritten):
         for graph, items in self._schedules.items():
             self._schedules[graph] = tuple(op for item in items for op in (loop.all if item is loop else (item,)))
         self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
+
+
+def _has_products(loop: Rolled) -> bool:
+    """Whether its turns have matrix products or convolutions: these are kernels of their own wherever they are."""
+    graphs = {graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee)}
+    ops = (op for every in (loop.ops, *(graph.ops for graph in graphs)) for op in every)
+    return any(own_flops(op).products for op in ops)
 
 
 class _Walk:

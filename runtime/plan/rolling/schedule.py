@@ -5,8 +5,8 @@ gradient is there, and everything before it that reads the weight. So of the ops
 the first of those with the fewest calls to come after them: an update rather than the gradient of the next layer.
 
 What begins with nothing that was computed, such as a load, stays behind all that the program says before it: what is
-loaded early takes room. An op like which there are no others would only come between turns. Where no turn needs what it
-makes, it comes after all that could be next.
+loaded early takes room, but for single numbers, such as a learning rate. An op like which there are no others would
+only come between turns. Where no turn needs what it makes, it comes after all that could be next.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
             followers[needed].append(op)
     missing = {op: len(needed) for op, needed in needs.items()}
     made = {t for op in ops if op.inputs for t in op.outputs}
-    waits = {op: is_put_off[op] or made.isdisjoint(root for t in op.inputs for root in forms.roots(t)) for op in ops}
+
+    def takes_room(op: Op) -> bool:
+        begins = made.isdisjoint(root for t in op.inputs for root in forms.roots(t))
+        return begins and any(t.nelms > 1 for t in op.outputs)
+
+    waits = {op: is_put_off[op] or takes_room(op) for op in ops}
     ready: list[tuple[bool, int, bool, int]] = []
     ordered: list[Op] = []
     taken: set[Op] = set()

@@ -62,6 +62,10 @@ def _triangular(b: torch.Tensor, a: torch.Tensor) -> list[Any]:
         return [torch.triangular_solve(b, a, **way) for way in ways]
 
 
+def _of_groups(*ends: int) -> Any:
+    return lambda a, b: F.grouped_mm(a, b, offs=torch.tensor(ends, dtype=torch.int32))
+
+
 ROWS = [
     Row(
         "matmul of all ranks",
@@ -113,6 +117,11 @@ ROWS = [
     Row("matrix_power", lambda x: torch.linalg.matrix_power(x, 3), (normal(3, 3),), half_tolerance=2e-2),
     Row("vecdot", torch.linalg.vecdot, (normal(2, 3), normal(2, 3, seed=1))),
     Row("trace", torch.trace, (normal(3, 3),), half=False),
+    # Products of groups
+    Row("grouped_mm of rows", _of_groups(2, 5, 7), (normal(7, 8), normal(3, 8, 16))),
+    Row("grouped_mm of columns", _of_groups(4, 8, 16), (normal(3, 5, 8), normal(8, 16))),
+    Row("grouped_mm of what is summed", _of_groups(2, 5, 8), (normal(3, 8), normal(8, 16))),
+    Row("grouped_mm of batches", F.grouped_mm, (normal(3, 5, 8), normal(3, 8, 16))),
     # Linear layers
     Row("linear", F.linear, (normal(2, 3), normal(4, 3), normal(4))),
     Row("linear without bias", F.linear, (normal(2, 5, 3), normal(4, 3))),

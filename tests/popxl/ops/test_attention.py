@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -119,3 +120,50 @@ def test_memory_grows_with_the_length_not_with_its_square() -> None:
 
     short, long = temporaries(4096), temporaries(32_768)
     assert long < 8.5 * short and long < 64 * 2**20
+
+
+# The kernel of TPUs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_the_kernel_of_tpus_computes_the_same(causal: bool) -> None:
+    """Interpreted here: three blocks of queries, two of keys, which two heads share."""
+    from jax.experimental.pallas import tpu as pallas
+
+    from popxl.ops.attention import attended as plain
+    from popxl.ops.attention import attended_backward
+    from runtime.tpu import attention as of_tpus
+
+    q, k, v = normal(1, 2, 384, 16), normal(1, 1, 256, 16, seed=1), normal(1, 1, 256, 16, seed=2)
+    g, how = normal(*q.shape, seed=3), {"causal": causal, "scale": 0.25, "dropout": 0.0}
+    with pallas.force_tpu_interpret_mode():
+        out, logs = of_tpus.attended(q, k, v, None, None, **how)
+        gradients = of_tpus.attended_backward(g, q, k, v, out, logs, None, None, **how)
+    np.testing.assert_allclose(out, attended(q, k, v, causal=causal), rtol=1e-5, atol=1e-5)
+    kept = plain(q, k, v, None, None, **how)
+    np.testing.assert_allclose(logs, kept[1], rtol=1e-5, atol=1e-5)
+    for found, wish in zip(gradients, attended_backward(g, q, k, v, *kept, None, None, **how), strict=True):
+        np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
+def test_memory_is_linear_in_the_length_of_a_text(target: str) -> None:
+    """With its gradient, up to 32 768 tokens, of which the scores alone would take 8 GiB."""
+
+    def temporaries(length: int) -> int:
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence():
+            x = popxl.variable(np.zeros((2, length, 64), ml_dtypes.bfloat16), name="x")
+            graph = ir.create_graph(lambda t: ops.attention(t, t, t, causal=True), x)
+            info = autodiff(graph)
+            site = ops.call_with_info(graph, x)
+            (dx,) = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+            ops.var_updates.accumulate_(x, dx)
+        session = popxl.Session(ir, target)
+        if "tpu" in target:
+            assert "tpu_custom_call" in str(session.hlo())
+        return session.memory().temporaries
+
+    sizes = {length: temporaries(length) for length in (8192, 32768)}
+    assert all(size <= 8192 * length for length, size in sizes.items()), sizes

@@ -13,6 +13,8 @@ from popxl.errors import ApplicationRuntimeError, PopxlError
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8, host_pow2scale_cast_to_fp8
 from tests.popxl.evaluate import evaluate
 
+pytestmark = pytest.mark.compiled_whole
+
 F8 = pytest.mark.parametrize("f8", [popxl.float8_143, popxl.float8_152], ids=lambda dtype: dtype.name)
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16)
 

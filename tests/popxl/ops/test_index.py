@@ -44,6 +44,7 @@ def with_gradients(function: Callable[..., Any], arrays: list[Array], wanted: li
 # Bytes --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.compiled_whole
 @F8
 def test_float8_is_moved_byte_by_byte(f8) -> None:
     """NaN included. Every bit pattern goes through each op that reads by index."""

@@ -17,6 +17,7 @@ from popxl.errors import PopxlError
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate, store
 from tests.popxl.ops.rows import ROWS
+from tests.popxl.ops.rows.float8 import FLOAT8
 from tests.popxl.ops.rows.schema import Fed, Row, Rule, Sample, function_of, telling, values
 
 Array = np.ndarray
@@ -32,7 +33,17 @@ TOGETHER = 8
 def batches(rows: list[Row]) -> Any:
     """The parameter `batch`: some rows at a time. Each is a part of the name of the test."""
     parts = [rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER)]
-    return pytest.mark.parametrize("batch", parts, ids=[" ".join(map(repr, part)) for part in parts])
+    return pytest.mark.parametrize(
+        "batch",
+        [
+            pytest.param(
+                part,
+                id=" ".join(map(repr, part)),
+                marks=[pytest.mark.compiled_whole] * any(row in FLOAT8 for row in part),
+            )
+            for part in parts
+        ],
+    )
 
 
 def check_together(check: Callable[[list[tuple[Row, list[Sample]]]], None], batch: list[Row], of: Any) -> None:
@@ -561,6 +572,7 @@ def test_operands_are_in_one_place(row, form) -> None:
 F8 = pytest.mark.parametrize("f8", [popxl.float8_143, popxl.float8_152], ids=lambda dtype: dtype.name)
 
 
+@pytest.mark.compiled_whole
 @F8
 def test_float8_is_moved_byte_by_byte(f8) -> None:
     """NaN included. Every bit pattern goes through each op that moves elements."""
@@ -584,6 +596,7 @@ def test_float8_is_moved_byte_by_byte(f8) -> None:
         np.testing.assert_array_equal(result.view(np.uint8), meaning(every))
 
 
+@pytest.mark.compiled_whole
 @F8
 def test_float8_through_inplace_ops(f8) -> None:
     """Writing through a view of float8, and overwriting it."""

@@ -1,4 +1,4 @@
-"""`Target`: what a program is compiled for; `MadeFor`: the same in words, for what is kept in files."""
+"""`Destination`: what a program is compiled for; `MadeFor`: the same in words, for what is kept in files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.version import VERSION
 from popxl.errors import PopxlError
-from runtime.targets.replicas import AXIS, DescribedReplicas, DividedReplicas, Replicas
+from runtime.targets.mesh import laid
+from runtime.targets.replicas import AXIS, DescribedReplicas, Dimension, DividedReplicas, Replicas
 
 HOST = "pinned_host"
 """What JAX calls the host's memory, where a device can reach it."""
@@ -39,7 +40,7 @@ class MadeFor(BaseModel):
         kinds: the kind of each device.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     popxl: str
     jax: str
@@ -63,7 +64,7 @@ def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
 
     It is a value: nothing is on its devices because of it, and two that are equal are as good as each other.
@@ -72,23 +73,25 @@ class Target:
         devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
             a process has the first of its devices; if there are too few for that, all are on the first.
         count: how many replicas each process drives.
+        dimensions: how the replicas stand on a mesh; by default in a row. See `runtime.targets.mesh`.
         is_here: whether the devices are there, in this process or others. If not, they are compiled for and nothing
             more, all of them by this process, whichever hosts they would be on.
 
     Example:
-        >>> target = Target(tuple(jax.devices()), 2)
-        >>> replicas = target.replicas
+        >>> destination = Destination(tuple(jax.devices()), 2)
+        >>> replicas = destination.replicas
         >>> lowered = jax.jit(replicas.spread(jnp.sin)).lower(replicas.spec((3,), "f4"))
-        >>> target.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
+        >>> destination.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
         (2, 3)
     """
 
     devices: tuple[jax.Device, ...]
     count: int = 1
     is_here: bool = True
+    dimensions: tuple[Dimension, ...] = ()
 
-    def of_ipu(self, number: int, ipus: int) -> Target:
-        """The target of one IPU, where each replica has so many, one after the other, and each is a device."""
+    def of_ipu(self, number: int, ipus: int) -> Destination:
+        """The destination of one IPU, where each replica has so many, one after the other, and each is a device."""
         chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
         return replace(self, devices=tuple(chosen))
 
@@ -104,18 +107,19 @@ class Target:
 
     @property
     def made_for(self) -> MadeFor:
-        """What is compiled here for this target is made with and for."""
+        """What is compiled here for this destination is made with and for."""
         return made_for(self.devices, self.is_here)
 
     @cached_property
     def replicas(self) -> Replicas:
         """The replicas, of all processes, with their mesh."""
         chosen = [found[: self.count] for found in self._by_process()]
-        if not self.is_here:
-            return DescribedReplicas(self.count, chosen[0])
-        if len(chosen) == 1:
-            return Replicas(self.count, chosen[0])
-        return DividedReplicas(self.count * len(chosen), [device for found in chosen for device in found])
+        devices = [device for found in chosen for device in found]
+        count = self.count * len(chosen)
+        if 1 < count <= len(devices):
+            devices = laid(devices, self.dimensions)
+        kind = DescribedReplicas if not self.is_here else Replicas if len(chosen) == 1 else DividedReplicas
+        return kind(count, devices, self.dimensions)
 
     @cached_property
     def on_host(self) -> Any:
@@ -124,7 +128,7 @@ class Target:
         Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
         cut out, which XLA does in the device's memory only.
         """
-        mesh, spec = self.replicas.mesh, PartitionSpec(AXIS)
+        mesh, spec = self.replicas.mesh, PartitionSpec(self.replicas.axis)
         if mesh is None and self.replicas.count > 1:
             return self.replicas.sharding()
         if mesh is None:  # without one, JAX forgets the memory while it traces

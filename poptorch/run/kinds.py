@@ -1,0 +1,101 @@
+"""`ByArguments`: one program for each kind of arguments, where a model is called with several.
+
+`generate` of `transformers` is such a caller: a prompt goes through the model at once, and then one token after the
+other. Its loop runs on the host; `calls_of` has each call that it makes of the module go to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from poptorch.base.logging_ import logger
+
+__all__ = ["ByArguments", "calls_of", "with_lasting_cache"]
+
+
+class _Wrapped(Protocol):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
+
+    def copyWeightsToDevice(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+class ByArguments:
+    """A wrapped model for each kind of arguments; those used last are kept.
+
+    Args:
+        make: wraps the model once more.
+        kept: how many are kept.
+    """
+
+    def __init__(self, make: Callable[[], _Wrapped], kept: int) -> None:
+        self._make, self._kept = make, kept
+        self._wrapped: list[_Wrapped] = []  # that used last is the last
+        self._has_told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        wrapped = next((each for each in reversed(self._wrapped) if each._takes(args, kwargs)), None)
+        if wrapped is None:
+            wrapped = self._make()
+        else:
+            self._wrapped.remove(wrapped)
+        self._wrapped.append(wrapped)
+        if len(self._wrapped) > self._kept:
+            self._wrapped.pop(0).destroy()
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "
+                    "changes from call to call costs a compilation each time. Have a cache that keeps its shape, and "
+                    "pad what is given to a few lengths; or keep more programs: `options.keptPrograms(%d)`.",
+                    self._kept,
+                    2 * self._kept,
+                )
+        return wrapped(*args, **kwargs)
+
+    def copy_weights(self) -> None:
+        """Bring the weights of the host to the device."""
+        for each in self._wrapped:
+            each.copyWeightsToDevice()
+
+    def destroy(self) -> None:
+        """Give devices free. A call afterwards compiles anew."""
+        while self._wrapped:
+            self._wrapped.pop().destroy()
+
+
+@contextmanager
+def calls_of(module: torch.nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    """Have calls of a module be calls of a function, during a block."""
+    namespace = vars(module)
+    before = {key: namespace[key] for key in (_DOOR,) if key in namespace}
+    namespace[_DOOR] = run
+    try:
+        yield
+    finally:
+        namespace.pop(_DOOR, None)
+        namespace.update(before)
+
+
+_DOOR = "_compiled_call_impl"  # which `Module.compile` sets
+
+
+def with_lasting_cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` that ask for a cache that keeps its shape, if `transformers` has made it and none do.
+
+    A cache that grows is of another shape for each token.
+    """
+    config: Any = getattr(module, "generation_config", None)
+    if config is None or any(kwargs.get(name) is not None for name in ("past_key_values", "generation_config")):
+        return kwargs
+    if getattr(config, "cache_implementation", None) is not None or not kwargs.get("use_cache", config.use_cache):
+        return kwargs
+    return {"cache_implementation": "static", **kwargs}

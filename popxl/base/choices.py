@@ -1,0 +1,101 @@
+"""What a program leaves open: values among which `popxl fit` finds the fastest that fits a machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = ["Choices", "choice", "choosing"]
+
+T = TypeVar("T")
+
+VARIABLE = "POPXL_CHOICES"
+
+
+@dataclass
+class Choices:
+    """What a program may choose from, and what it gets.
+
+    Attributes:
+        taken: by name, the value that the program gets; of names that are not there, the first option.
+        options: by name, what the program could choose from; known as the program asks.
+        work: the names of choices that say how much a run does.
+    """
+
+    taken: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    work: set[str] = field(default_factory=set)
+
+    def each(self) -> dict[str, Any]:
+        """The value of each choice that the program has asked for."""
+        return {name: self.taken.get(name, options[0]) for name, options in self.options.items()}
+
+
+_choices: ContextVar[Choices | None] = ContextVar("choices", default=None)
+
+
+def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
+    """A value that a program leaves open: the first of `options`, unless somebody chooses another one.
+
+    ``popxl fit FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
+    which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
+    then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``.
+
+    Args:
+        name: what it is called; one name has the same options everywhere in a program.
+        options: the values, the preferred one first.
+        is_work: whether a run does as much more as the value is larger, such as a number of samples. Estimates are then
+            compared by the time for one. Leave it out for what divides the same work in another way.
+
+    Raises:
+        ValueError: for a name that is no identifier, no options, options that read the same, other options than the
+            name had before, or if the environment chooses what is no option.
+
+    Example:
+        >>> micro_batch = popxl.choice("micro_batch", [4, 8, 16])
+        >>> micro_batch
+        4
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"choice: `name` is {name!r}, expected a name such as 'micro_batch'.")
+    values = tuple(options)
+    if not values or len({*map(str, values)}) < len(values):
+        raise ValueError(f"choice: `options` of {name!r} are {values}, expected different values, at least one.")
+    choices = _choices.get() or Choices()
+    if choices.options.setdefault(name, values) != values:
+        raise ValueError(
+            f"choice: {name!r} has the options {values} here, and had {choices.options[name]} before; expected the "
+            "same, or another name."
+        )
+    if is_work:
+        choices.work.add(name)
+    if name in choices.taken:
+        return choices.taken[name]  # one of the options that the name had
+    wanted = _from_environment().get(name, str(values[0]))
+    for value in values:
+        if str(value) == wanted:
+            return value
+    raise ValueError(f"choice: {VARIABLE} says {name}={wanted}, expected one of {', '.join(map(str, values))}.")
+
+
+@contextmanager
+def choosing(taken: Mapping[str, Any]) -> Iterator[Choices]:
+    """Have `choice` give these values while a block lasts. Gives what is known of the choices in the end."""
+    choices = Choices(taken)
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
+def _from_environment() -> dict[str, str]:
+    """What the environment chooses, as text."""
+    pairs = [pair.partition("=") for pair in os.environ.get(VARIABLE, "").split()]
+    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
+        raise ValueError(f"choice: {VARIABLE} has {wrong[0]!r}, expected name=value, divided by blanks.")
+    return {name: value for name, _, value in pairs}

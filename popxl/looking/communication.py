@@ -1,0 +1,228 @@
+"""`Communication`: what the replicas of a program send each other in a run, read off its graphs before it is compiled.
+
+An op that talks to other replicas is asked what it would exchange, without any. `session.communication()` compares that
+with what was compiled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax.numpy as jnp
+from pydantic import BaseModel, ConfigDict
+
+from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.core.aliasing import callees_first
+from popxl.core.tracing import trace
+from popxl.looking.memory import runs_of
+from popxl.ops.collectives.exchanging import Exchanging
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.graph import Graph
+    from popxl.ir import Ir
+
+__all__ = ["Collective", "Communication", "communication_of"]
+
+Array = Any
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather"]
+
+
+class Collective(BaseModel):
+    """One exchange of an op.
+
+    Attributes:
+        kind: what replicas do: `"all-reduce"`, `"reduce-scatter"` or `"all-gather"`.
+        op: the type of the op.
+        tensor: the name of the tensor that the op is given.
+        bytes: of one replica: what goes in, or what comes out, whichever is more.
+        stride: how far apart neighbours of a group are.
+        group_size: how many replicas a group has.
+        groups: the same in words: the axes, where they have names.
+        turns: how often a run carries it out, at most.
+        needed: how often somebody needs the result. What nobody needs, a compiler may leave out.
+        line: the line of the program: `train.py:12`.
+        graph: the graph that it is in; "" for the main graph.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    kind: CollectiveKind
+    op: str
+    tensor: str
+    bytes: int
+    stride: int
+    group_size: int
+    groups: str
+    turns: int
+    needed: int
+    line: str
+    graph: str
+
+
+class Communication(OnPage, BaseModel):
+    """What replicas send each other in a run.
+
+    Attributes:
+        name: whose communication it is: "Ir[id=0]".
+        replicas: how many there are.
+        collectives: what they do together, in the order of the program, graph by graph.
+
+    Example:
+        >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
+        >>> with ir.main_graph:
+        ...     x = popxl.variable(np.ones((4, 5)), popxl.float32, "x")
+        ...     y = ops.collectives.replicated_all_reduce(x, group="tensor")
+        >>> [(each.kind, each.tensor, each.bytes, each.groups, each.turns) for each in ir.communication().collectives]
+        [('all-reduce', 'x', 80, 'of 3 along tensor', 1)]
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    name: str
+    replicas: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of a run, of one replica."""
+        return sum(each.bytes * each.turns for each in self.collectives)
+
+    @property
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """For each kind, how many there are in a run, and their bytes."""
+        counts, sizes = Counter[str](), Counter[str]()
+        for each in self.collectives:
+            counts[each.kind] += each.turns
+            sizes[each.kind] += each.bytes * each.turns
+        return {kind: (count, sizes[kind]) for kind, count in counts.items()}
+
+    def __repr__(self) -> str:
+        return f"Communication[{bytes_text(self.bytes)} in {sum(n for n, _ in self.totals.values())}, of {self.name}]"
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        told = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
+        rows = [
+            [e.kind, e.tensor, bytes_text(e.bytes), e.groups, str(e.turns), e.line, e.graph or "main graph"]
+            for e in self.collectives
+        ]
+        columns = ["collective", "tensor", "bytes", "groups", "turns", "line", "graph"]
+        sums = [[kind, str(count), bytes_text(size)] for kind, (count, size) in self.totals.items()]
+        parts = [Table(columns, rows), Table(["in a run", "count", "bytes"], sums)] if rows else ["Nothing is sent."]
+        return Page(f"Communication of {self.name}", [told, *parts])
+
+
+def communication_of(ir: Ir) -> Communication:
+    """What replicas send each other; see `Ir.communication`."""
+    found = []
+    needed = _needed_runs(ir.main_graph)
+    for graph, turns in runs_of(ir.main_graph).items():
+        part_of = {part: each for each in graph.ops for part in each.parts}
+        for op in part_of:
+            if not op.kind.between_replicas or op.attributes["group_size"] == 1:
+                continue
+            for kind, bytes in exchanges_of(op):
+                found.append(
+                    Collective(
+                        kind=kind,
+                        op=op.op_type,
+                        tensor=op.inputs[0].name,
+                        bytes=bytes,
+                        stride=op.attributes["stride"],
+                        group_size=op.attributes["group_size"],
+                        groups=_groups(op, ir),
+                        turns=turns,
+                        needed=needed[part_of[op]],
+                        line=str(op.source),
+                        graph="" if graph is ir.main_graph else graph.name,
+                    )
+                )
+    return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found))
+
+
+def _needed_runs(main: Graph) -> Counter[Op]:
+    """How often a run of a program carries out each op whose results somebody needs."""
+    graphs = callees_first(main)
+    effects: set[Graph] = set()
+    for graph in graphs:
+        if any(op.kind.effect or not effects.isdisjoint(op.called_graphs) for op in graph.ops):
+            effects.add(graph)
+    wanted: dict[Graph, Counter[frozenset[int]]] = {graph: Counter() for graph in graphs}
+    wanted[main][frozenset()] = 1
+    found: Counter[Op] = Counter()
+    for graph in reversed(graphs):
+        for outputs, times in wanted[graph].items():
+            needed = {graph.outputs[i] for i in outputs}
+            for op in reversed(graph.ops):
+                changes = op.modified or op.kind.effect or not effects.isdisjoint(op.called_graphs)
+                if not changes and needed.isdisjoint(op.outputs):
+                    continue
+                found[op] += times
+                needed.update(op.inputs)
+                for run in op.runs:
+                    first = run.trait.own_outputs
+                    results = enumerate(op.outputs, first)
+                    every = range(len(run.graph.outputs))  # of a loop, as the next turn needs them
+                    some = every if run.trait.is_loop else (i for i, t in results if t in needed)
+                    wanted[run.graph][frozenset(some)] += times * run.turns
+    return found
+
+
+def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:
+    """What one op that talks to other replicas exchanges: kinds, and bytes of one replica."""
+    specs = tuple(t.spec for t in op.inputs)
+    key = ("exchanges", op.operands, tuple(op.attributes.items()), specs, op.graph.ir.replication_factor)
+    return op.kind.remembered(key, lambda: tuple(_exchanges(op)))
+
+
+def _exchanges(op: Op) -> Iterator[tuple[CollectiveKind, int]]:
+    attributes = dict(op.attributes)
+    group = _Listening(op.graph.ir.replication_factor, attributes.pop("stride"), attributes.pop("group_size"))
+    trace(
+        lambda *arrays: op.apply(arrays, attributes | {"group": group}),
+        [t.spec for t in op.inputs],
+        [t.spec for t in op.outputs],
+    )
+    yield from group.heard
+
+
+class _Listening(Exchanging):
+    """A group that exchanges nothing, and notes what it would."""
+
+    def __init__(self, count: int, stride: int, size: int) -> None:
+        super().__init__(count, stride, size)
+        self.heard: list[tuple[CollectiveKind, int]] = []
+
+    @property
+    def rank(self) -> Array:
+        return jnp.int32(0)
+
+    def members(self, t: Array) -> Array:
+        self._hear("all-gather", self.size, t)
+        return jnp.broadcast_to(t, (self.size, *t.shape))
+
+    def summed(self, t: Array) -> Array:
+        self._hear("all-reduce", 1, t)
+        return t
+
+    def extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
+        self._hear("all-reduce", 1, t)
+        return t
+
+    def scattered(self, rows: Array) -> Array:
+        self._hear("reduce-scatter", 1, rows)
+        return rows[: len(rows) // self.size]
+
+    def _hear(self, kind: CollectiveKind, times: int, t: Array) -> None:
+        self.heard.append((kind, times * t.size * t.dtype.itemsize))
+
+
+def _groups(op: Op, ir: Ir) -> str:
+    stride, size = op.attributes["stride"], op.attributes["group_size"]
+    axes = ir.named_axes
+    if axes is not None and (names := axes.strided_names(stride, size)):
+        return f"of {size} along {', '.join(names)}"
+    return f"of {size}" if stride == 1 else f"of {size}, {stride} apart"

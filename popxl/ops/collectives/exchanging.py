@@ -1,0 +1,83 @@
+"""`Exchanging`: a group whose members exchange arrays, and what each question that it is asked takes.
+
+What is exchanged is said here, once: machines carry it out, and `popxl.looking.communication` lists it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from popxl.ops.collectives.collectives import OP_MAP, share, wide
+from popxl.ops.collectives.group import Group, chunk_size
+
+Array = Any
+
+LANES = 128
+"""Accelerators may hold arrays in rows of so many numbers. Of chunks that are no whole rows, they would sum all of all
+replicas."""
+
+BLOCK = 32 * LANES
+"""A chunk of whole blocks is summed as it lies; others would be padded, and what is summed shifted between members."""
+
+FEW = 8 * LANES
+"""So few numbers for each member are summed whole in any case, as nothing is quicker, and blocks would be padding."""
+
+_TERMS: dict[str, Callable[[Array], Array]] = {"add": wide, "mean": wide, "square_add": lambda t: jnp.square(wide(t))}
+"""The reductions that are sums, and what they are sums of."""
+
+
+class Exchanging(Group):
+    """A group of several members, built on four exchanges."""
+
+    # Exchanges -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def members(self, t: Array) -> Array:
+        """What `t` is on the members, by rank, along a new first dimension."""
+
+    @abstractmethod
+    def summed(self, t: Array) -> Array:
+        """The sum of `t` over the members."""
+
+    @abstractmethod
+    def extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
+        """The smallest or largest value of `t` that a member has; NaN may be overlooked."""
+
+    @abstractmethod
+    def scattered(self, rows: Array) -> Array:
+        """The own rows of the sum of `rows` over the members, who have equally many of them, in order."""
+
+    # What they make up -----------------------------------------------------------------------------------------------
+
+    def combined(self, t: Array, op: str) -> Array:
+        if op in _TERMS:
+            return self._finished(self.summed(_TERMS[op](t)), op)
+        if op == "min" or op == "max":
+            return self._extreme(t, "min" if op == "min" else "max")
+        return OP_MAP[op](list(self.members(t)))
+
+    def combined_chunk(self, t: Array, op: str) -> Array:
+        if op not in _TERMS:
+            return super().combined_chunk(t, op)
+        length = chunk_size(t.size, self.size)
+        rows = self.chunks(_TERMS[op](t), length)
+        if length > FEW:
+            rows = jnp.pad(rows, ((0, 0), (0, -length % BLOCK))).reshape(-1, LANES)
+        return self._finished(self.scattered(rows).reshape(-1)[:length], op)
+
+    def _finished(self, total: Array, op: str) -> Array:
+        return share(total, self.size) if op == "mean" else total
+
+    def _extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
+        """The smallest or largest value. Devices may overlook NaN, which is told apart: nobody wants to miss it."""
+        t = wide(t)
+        if not jnp.issubdtype(t.dtype, jnp.floating):
+            return self.extreme(t, op)
+        unknown, neutral = jnp.isnan(t), jnp.inf if op == "min" else -jnp.inf
+        extreme = self.extreme(jnp.where(unknown, jnp.asarray(neutral, t.dtype), t), op)
+        any_unknown = self.extreme(unknown.astype(jnp.int32), "max")
+        return jnp.where(any_unknown > 0, jnp.asarray(jnp.nan, t.dtype), extreme)

@@ -1,0 +1,124 @@
+"""`Axes`: names for the dimensions in which replicas stand, and which replicas are together along some of them.
+
+Replicas are numbered row by row: along the last axis neighbours are 1 apart, along the one before it as many as the
+last axis has. So what is together along axes that follow each other is a strided group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from popxl.values.shapes import integer
+
+__all__ = ["Axes"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of replicas, the first one the outermost.
+
+    Attributes:
+        sizes: the name of each axis, and how many replicas there are along it.
+
+    Example:
+        >>> axes = Axes.of({"data": 2, "tensor": 3})
+        >>> axes.count, axes.assignment(("tensor",)), axes.strided(("tensor",))
+        (6, [0, 0, 0, 1, 1, 1], (1, 3))
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, sizes: Any) -> Axes:
+        """The axes of a mapping.
+
+        Raises:
+            TypeError: if it is no mapping of names to integers.
+            ValueError: if a name is empty or no word, or a size is below 1.
+        """
+        if not isinstance(sizes, Mapping):
+            raise TypeError(
+                f"Ir: `axes` must be a dictionary such as {{'data': 16, 'tensor': 8}}; got {sizes!r} "
+                f"({type(sizes).__name__})."
+            )
+        found = []
+        for name, size in sizes.items():
+            if not isinstance(name, str):
+                raise TypeError(f"Ir: `axes` must have names for keys; got {name!r} ({type(name).__name__}).")
+            if not name.isidentifier():
+                raise ValueError(f"Ir: an axis is called {name!r}; expected a word of letters, digits and underscores.")
+            count = integer(size, f"Ir: the size of the axis {name!r}")
+            if count < 1:
+                raise ValueError(f"Ir: the axis {name!r} has the size {count}; expected 1 or more.")
+            found.append((name, count))
+        return cls(tuple(found))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self.sizes)
+
+    @property
+    def count(self) -> int:
+        """How many replicas there are."""
+        return math.prod(size for _, size in self.sizes)
+
+    def check(self, names: Sequence[str], what: str) -> None:
+        """`ValueError` if these are not some of the axes, each once."""
+        known = [name for name, _ in self.sizes]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{what}: there is no axis {name!r}; the Ir has {', '.join(map(repr, known))}.")
+        if len({*names}) < len(names):
+            raise ValueError(f"{what}: an axis is named twice in {tuple(names)!r}; name each once.")
+        if not names:
+            raise ValueError(
+                f"{what}: no axis is named. Name one or more of {', '.join(map(repr, known))}; "
+                "`ir.replica_grouping()` is all replicas together."
+            )
+
+    def assignment(self, names: Sequence[str]) -> list[int]:
+        """The group of each replica, where those are together that differ along these axes only."""
+        ranges = [range(1 if name in names else size) for name, size in self.sizes]
+        number = {place: group for group, place in enumerate(product(*ranges))}
+        kept = [name not in names for name, _ in self.sizes]
+        return [number[tuple(i * is_kept for i, is_kept in zip(at, kept, strict=True))] for at in self._places()]
+
+    def strided(self, names: Sequence[str]) -> tuple[int, int] | None:
+        """How far apart neighbours are in these groups, and how many each has; `None` if they are not evenly apart.
+
+        Axes of size 1 count for nothing, so they are not in between others.
+        """
+        sizes = [(name, size) for name, size in self.sizes if size > 1]
+        chosen = [i for i, (name, _) in enumerate(sizes) if name in names]
+        if not chosen:
+            return 1, 1
+        if chosen[-1] - chosen[0] >= len(chosen):
+            return None
+        return math.prod(size for _, size in sizes[chosen[-1] + 1 :]), math.prod(sizes[i][1] for i in chosen)
+
+    @property
+    def places(self) -> dict[tuple[int, int], str]:
+        """The axes with several replicas, by how far apart neighbours are along them, and how many there are."""
+        found = ((self.strided((name,)), name) for name, size in self.sizes if size > 1)
+        return {place: name for place, name in found if place is not None}
+
+    def strided_names(self, stride: int, group_size: int) -> tuple[str, ...]:
+        """The axes along which replicas are together in strided groups; none, if there are no such axes. Axes of size 1
+        are not among them."""
+        named = [name for name, size in self.sizes if size > 1]
+        runs = (tuple(named[i:j]) for i in range(len(named)) for j in range(i + 1, len(named) + 1))
+        return next((run for run in runs if self.strided(run) == (stride, group_size)), ())
+
+    def names(self, assignment: Sequence[int]) -> tuple[str, ...] | None:
+        """The axes along which replicas are together in groups that are given by the group of each; `None` if there are
+        no such axes."""
+        first = [place for place, group in zip(self._places(), assignment, strict=True) if group == assignment[0]]
+        chosen = [name for i, (name, _) in enumerate(self.sizes) if any(place[i] for place in first)]
+        return tuple(chosen) if self.assignment(chosen) == list(assignment) else None
+
+    def _places(self) -> Iterator[tuple[int, ...]]:
+        """Where the replicas stand, one after the other."""
+        return product(*(range(size) for _, size in self.sizes))

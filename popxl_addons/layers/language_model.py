@@ -1,0 +1,342 @@
+"""A language model of the kit's layers, and what Hugging Face's `config.json` says of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+import popxl
+from popxl import initial, ops
+from popxl_addons import weights
+from popxl_addons.layers.embedding import TiedEmbedding
+from popxl_addons.layers.layer_norm import LayerNorm
+from popxl_addons.layers.linear import Linear
+from popxl_addons.layers.rms_norm import RMSNorm
+from popxl_addons.layers.transformer import MLP, Attention, Stretch, TransformerBlock
+from popxl_addons.module import Module
+
+__all__ = ["LanguageConfig", "LanguageModel"]
+
+
+class LanguageConfig(BaseModel):
+    """What a language model is made of.
+
+    Attributes:
+        vocabulary: how many tokens there are.
+        width: numbers for each place of a text.
+        layers: how many blocks.
+        heads, key_heads, channels: as of `Attention`; by default as many heads of keys, and the width divided by heads.
+        hidden: width of the network after attention; by default four times `width`.
+        context: the longest text.
+        rotary: base of the wavelengths of rotary positions; without, the model learns a vector for each place.
+        stretch: as of `Attention`.
+        norm, eps: as of `TransformerBlock`.
+        activation: as of `MLP`.
+        bias: as of `Attention`; `mlp_bias` that of the network after it.
+        head_norm: as of `Attention`.
+        tied: whether the logits are products with the embeddings, and not with a table of their own.
+
+    Example:
+        >>> LanguageConfig(vocabulary=100, width=32, layers=2, heads=4).hidden is None
+        True
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocabulary: PositiveInt
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    key_heads: PositiveInt | None = None
+    channels: PositiveInt | None = None
+    hidden: PositiveInt | None = None
+    context: PositiveInt = 1024
+    rotary: float | None = None
+    stretch: Stretch | None = None
+    norm: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-5
+    activation: Literal["gelu", "geluerf", "relu", "swiglu"] = "gelu"
+    bias: bool | Literal["qkv"] = True
+    mlp_bias: bool = True
+    head_norm: bool = False
+    tied: bool = True
+
+    @property
+    def names(self) -> weights.Names:
+        """What Hugging Face's files call the variables of such a model."""
+        return weights.GPT2 if self.rotary is None else weights.LLAMA
+
+    @classmethod
+    def from_hugging_face(cls, place: str | os.PathLike[str] | Mapping[str, Any]) -> Self:
+        """The same of a `config.json`, of its folder, or of what is in it: of GPT-2, Llama, Mistral, Qwen 2 or Qwen 3.
+
+        `ValueError` for another kind of model, or one with parts that the kit does not have.
+
+        Example:
+            >>> said = dict(model_type="gpt2", vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+            >>> LanguageConfig.from_hugging_face(said).context
+            64
+        """
+        if isinstance(place, Mapping):
+            said = dict(place)
+        else:
+            path = Path(place).expanduser()
+            said = json.loads((path / "config.json" if path.is_dir() else path).read_text("utf-8"))
+        kind = said.get("model_type")
+        if kind == "gpt2":
+            return cls(**_gpt2(said))
+        if kind in ("llama", "mistral", "qwen2", "qwen3"):
+            return cls(**_llama(kind, said))
+        raise ValueError(
+            f"LanguageConfig: the model is of the type {kind!r}; expected gpt2, llama, mistral, qwen2 or qwen3."
+        )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """What a `config.json` beside the weights of such a model says, for other programs that read them.
+
+        `ValueError` if no model of Hugging Face's that is known here is made so.
+
+        Example:
+            >>> config = LanguageConfig(vocabulary=100, width=32, layers=2, heads=4)
+            >>> config.to_hugging_face()["model_type"]
+            'gpt2'
+        """
+        said = _as_gpt2(self) if self.rotary is None else _as_llama(self)
+        again, own = type(self).from_hugging_face(said)._spelled(), self._spelled()
+        if lost := [name for name in own if own[name] != again[name]]:
+            raise ValueError(
+                f"LanguageConfig.to_hugging_face: a {said['model_type']} is never made with "
+                f"{', '.join(f'{name}={own[name]!r}' for name in lost)}."
+            )
+        return said
+
+    def _spelled(self) -> dict[str, Any]:
+        """All of it, with what is meant by what is left out."""
+        meant = {"key_heads": self.heads, "channels": self.width // self.heads, "hidden": 4 * self.width}
+        said = self.model_dump()
+        return said | {name: value for name, value in meant.items() if said[name] is None}
+
+
+def _as_gpt2(config: LanguageConfig) -> dict[str, Any]:
+    activations = {"gelu": "gelu_new", "geluerf": "gelu", "relu": "relu"}
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocabulary,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.hidden,
+        "n_positions": config.context,
+        "layer_norm_epsilon": config.eps,
+        "activation_function": activations.get(config.activation, "gelu_new"),
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _as_llama(config: LanguageConfig) -> dict[str, Any]:
+    kind = "qwen3" if config.head_norm else "qwen2" if config.bias == "qkv" else "llama"
+    spelled, stretch = config._spelled(), config.stretch
+    turning: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary}
+    if stretch is not None:
+        turning |= {"rope_type": "llama3" if stretch.length else "linear", "factor": stretch.factor}
+    if stretch is not None and stretch.length:
+        turning |= {
+            "low_freq_factor": stretch.low,
+            "high_freq_factor": stretch.high,
+            "original_max_position_embeddings": stretch.length,
+        }
+    return {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": spelled["key_heads"],
+        "head_dim": spelled["channels"],
+        "intermediate_size": spelled["hidden"],
+        "max_position_embeddings": config.context,
+        "rope_parameters": turning,
+        "rms_norm_eps": config.eps,
+        "hidden_act": "silu",
+        "attention_bias": config.bias is True,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _known(said: Mapping[str, Any], **expected: tuple[Any, ...]) -> None:
+    """`ValueError` for settings that the kit has no layers for."""
+    if unknown := [f"{k}={said[k]!r}" for k, values in expected.items() if k in said and said[k] not in values]:
+        raise ValueError(f"LanguageConfig: there are no layers for {', '.join(unknown)}, of a {said['model_type']}.")
+
+
+def _gpt2(said: Mapping[str, Any]) -> dict[str, Any]:
+    activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "geluerf", "relu": "relu"}
+    off, on = (False,), (True,)
+    _known(
+        said,
+        activation_function=tuple(activations),
+        scale_attn_weights=on,
+        scale_attn_by_inverse_layer_idx=off,
+        add_cross_attention=off,
+    )
+    return {
+        "vocabulary": said["vocab_size"],
+        "width": said["n_embd"],
+        "layers": said["n_layer"],
+        "heads": said["n_head"],
+        "hidden": said.get("n_inner"),
+        "context": said["n_positions"],
+        "eps": said.get("layer_norm_epsilon", 1e-5),
+        "activation": activations[said.get("activation_function", "gelu_new")],
+        "tied": said.get("tie_word_embeddings", True),
+    }
+
+
+def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    _known(said, hidden_act=("silu",), use_sliding_window=(False,))
+    context = said["max_position_embeddings"]
+    if kind == "mistral":
+        _known(
+            said,
+            sliding_window=(None, *([said["sliding_window"]] if (said.get("sliding_window") or 0) >= context else ())),
+        )
+    turning = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    way = turning.get("rope_type", turning.get("type", "default"))
+    stretch = None
+    if way == "linear":
+        stretch = Stretch(factor=turning["factor"])
+    elif way == "llama3":
+        stretch = Stretch(
+            factor=turning["factor"],
+            low=turning["low_freq_factor"],
+            high=turning["high_freq_factor"],
+            length=turning["original_max_position_embeddings"],
+        )
+    elif way != "default":
+        raise ValueError(f"LanguageConfig: there are no layers for rotary positions of the type {way!r}.")
+    has_bias = said.get("attention_bias", False)
+    return {
+        "vocabulary": said["vocab_size"],
+        "width": said["hidden_size"],
+        "layers": said["num_hidden_layers"],
+        "heads": said["num_attention_heads"],
+        "key_heads": said.get("num_key_value_heads"),
+        "channels": said.get("head_dim"),
+        "hidden": said["intermediate_size"],
+        "context": context,
+        "rotary": turning.get("rope_theta", said.get("rope_theta", 10000.0)),
+        "stretch": stretch,
+        "norm": "rms",
+        "eps": said["rms_norm_eps"],
+        "activation": "swiglu",
+        "bias": "qkv" if kind == "qwen2" else has_bias,
+        "mlp_bias": said.get("mlp_bias", False),
+        "head_norm": kind == "qwen3",
+        "tied": said.get("tie_word_embeddings", False),
+    }
+
+
+class _Remembering(TransformerBlock):
+    """A block that keeps keys and values of what it has read, in the variables `keys` and `values`."""
+
+    def __init__(self, room: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.room = room
+
+    # Inputs of its graph are told apart by name: `first` is a tensor, or `None`.
+    def build(self, x: popxl.Tensor, first: popxl.Tensor | None = None) -> popxl.Tensor:  # type: ignore[override]
+        attention = self.attention
+        channels = attention.channels or x.shape[-1] // attention.heads
+        shape = (x.shape[0], attention.key_heads, self.room, channels)
+        empty = partial(initial.zeros, shape)
+        keys, values = (self.add_variable_input(name, empty, x.dtype, by_ref=True) for name in ("keys", "values"))
+        return super().build(x, cache=(keys, values, first))
+
+
+class LanguageModel(Module):
+    """A model that says of each place of a text how likely each token is to come next.
+
+    Each layer is a call of one graph, so that it is compiled once.
+
+    Variables: those of `embedding`, maybe `positions`, `layers` (by number), `norm` and maybe `head`. Their names in
+    files of Hugging Face are `LanguageConfig.names`.
+
+    Args:
+        config: what it is made of.
+        dtype: of the variables, and of what is computed.
+
+    Example:
+        >>> config = LanguageConfig(vocabulary=100, width=8, layers=2, heads=2, context=16)
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = LanguageModel(config).create_graph(popxl.TensorSpec((3, 5), popxl.int32))
+        >>> graph.graph.outputs[0].shape, facts.layers[1].mlp.up.weight.shape
+        ((3, 5, 100), (8, 32))
+    """
+
+    def __init__(self, config: LanguageConfig, dtype: popxl.dtype = popxl.float32):
+        super().__init__()
+        self.config = config
+        self.embedding = TiedEmbedding(dtype, config.vocabulary, config.width)
+        if config.rotary is None:
+            self.positions = TiedEmbedding(dtype, config.context, config.width)
+        self.layers = Module()
+        self.norm: Module = LayerNorm() if config.norm == "layer" else RMSNorm()
+        if not config.tied:
+            self.head = Linear(config.vocabulary, bias=False)
+
+    def build(
+        self, tokens: popxl.Tensor, first: popxl.Tensor | None = None, room: int = 0, logits: bool = True
+    ) -> popxl.Tensor:
+        """Integer `tokens` of shape (batch, length) to logits of shape (batch, length, vocabulary).
+
+        Args:
+            tokens: the texts; or with `first`, what follows in each.
+            first: how much of each text has been read: an int32 tensor of shape (batch,).
+            room: for so many places, keys and values of what is read are kept, in the variables `keys` and `values` of
+                each layer, which are changed in place. Without `first`, a text begins.
+            logits: without, what the logits would be made of: of shape (batch, length, width).
+        """
+        if tokens.rank != 2:
+            raise ValueError(f"LanguageModel: `tokens` has the shape {tokens.shape}; expected (batch, length).")
+        longest = max(tokens.shape[1], room)
+        if longest > self.config.context:
+            raise ValueError(
+                f"LanguageModel: texts have {longest} places, and the model has {self.config.context} (its `context`)."
+            )
+        x, table = self.embedding(tokens)
+        if self.config.rotary is None:
+            places = ops.arange(tokens.shape[1]).reshape((1, -1))
+            if first is not None:
+                places = places + first.reshape((-1, 1))
+            x = x + self.positions(places)[0]
+        given = [x] if first is None else [x, first]
+        facts, layer = self._block(room).create_graph(*given)
+        for number in range(self.config.layers):
+            (x,) = layer.bind(self.layers.add_variable_inputs(number, facts)).call(x, *given[1:])
+        x = self.norm(x, self.config.eps)
+        if not logits:
+            return x
+        return x @ table.T if self.config.tied else self.head(x)
+
+    def _block(self, room: int) -> TransformerBlock:
+        config = self.config
+        attention = Attention(
+            config.heads,
+            config.key_heads,
+            config.channels,
+            rotary=config.rotary,
+            stretch=config.stretch,
+            head_norm=config.eps if config.head_norm else None,
+            bias=config.bias,
+        )
+        parts = (attention, MLP(config.hidden, config.activation, config.mlp_bias), config.norm, config.eps)
+        return _Remembering(room, *parts) if room else TransformerBlock(*parts)

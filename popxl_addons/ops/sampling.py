@@ -1,0 +1,90 @@
+"""The next token of a text, drawn from what a model says of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import popxl
+from popxl import OpKind
+from popxl.errors import PopxlError
+from popxl.ops.precision import wide_dtype
+
+
+def _drawn(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:
+    scores = logits.astype(wide_dtype(logits))
+    if temperature == 0:
+        return jnp.argmax(scores, -1).astype(jnp.int32)
+    scores, places = scores / temperature, None
+    if top_k is not None or top_p < 1:
+        scores, places = lax.top_k(scores, min(top_k or scores.shape[-1], scores.shape[-1]))
+    shares = jax.nn.softmax(scores)
+    if top_p < 1:
+        before = jnp.cumsum(shares, -1) - shares
+        shares = jnp.where((before < top_p).at[..., 0].set(True), shares, 0)
+    sums = jnp.cumsum(shares, -1)
+    total = sums[..., -1:]
+    # A product with a number just below 1 may be rounded up to the total, which no sum exceeds.
+    level = jnp.minimum(draws[..., None].astype(sums.dtype) * total, jnp.nextafter(total, jnp.zeros_like(total)))
+    chosen = jnp.argmax(sums > level, -1)
+    if places is not None:
+        chosen = jnp.take_along_axis(places, chosen[..., None], -1)[..., 0]
+    return chosen.astype(jnp.int32)
+
+
+def _tokens(logits: Any, draws: Any, **how: Any) -> popxl.TensorSpec:
+    if not logits.shape or not logits.shape[-1] or not logits.dtype.is_floating_point:
+        raise PopxlError("expected `logits` to be floats of shape (..., vocabulary).")
+    if draws.shape != logits.shape[:-1] or not draws.dtype.is_floating_point:
+        raise PopxlError(f"expected a number in `draws` for each token to be drawn, of shape {logits.shape[:-1]}.")
+    return popxl.TensorSpec(logits.shape[:-1], popxl.int32)
+
+
+_sample = OpKind("SampleToken", _drawn, shape=_tokens, result="token", gradient=None, key="popxl_addons.SampleToken")
+
+
+def sample_token(
+    logits: popxl.Tensor,
+    draws: popxl.Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+) -> popxl.Tensor:
+    """Draw tokens from the distributions that logits are of.
+
+    The logits are divided by `temperature`; then the `top_k` largest are kept; then of these as few of the most likely
+    as have a share of `top_p` together. Of the rest, a number of `draws` picks the token at which the sum of the shares
+    passes it: uniform numbers give each token as often as its share says.
+
+    Args:
+        logits: of shape (..., vocabulary).
+        draws: numbers from 0 to below 1, of shape (...), such as `ops.random_uniform` draws.
+        temperature: below 1, what is likely gets likelier; 0 takes the most likely, whatever the draw.
+        top_k: of how many tokens to draw; of all by default.
+        top_p: of which share of them to draw.
+
+    Returns:
+        int32 of shape (...). No gradient flows.
+
+    Raises:
+        ValueError: for a negative `temperature`, a `top_k` below 1, or a `top_p` that is not above 0 and at most 1.
+        PopxlError: for shapes or dtypes that do not fit.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     seed = popxl.constant(popxl.create_seeds(1))
+        ...     token = sample_token(popxl.constant(np.ones((2, 7), np.float32)), popxl.ops.random_uniform(seed, (2,)))
+        >>> token.shape, token.dtype
+        ((2,), popxl.dtypes.int32)
+    """
+    if not temperature >= 0:
+        raise ValueError(f"sample_token: `temperature` is {temperature}; expected 0 or more.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"sample_token: `top_k` is {top_k}; expected 1 or more, or None for all.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"sample_token: `top_p` is {top_p}; expected more than 0, and at most 1.")
+    kept = None if top_k is None else int(top_k)
+    return _sample(logits, draws, temperature=float(temperature), top_k=kept, top_p=float(top_p))

@@ -1,0 +1,90 @@
+"""Means over a variable and over its rows and columns, where each replica may hold a piece of it only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from popxl.ops.collectives.group import Group
+from popxl.values.sharding import piece_length
+
+__all__ = ["Means", "MeansOverPieces"]
+
+Array = Any
+
+
+class Means:
+    """Those over arrays that are whole."""
+
+    def of_all(self, t: Array) -> Array:
+        """The mean of all elements."""
+        return jnp.mean(t)
+
+    def of_rows(self, t: Array) -> Array:
+        """The means over the last axis, which stays with the size 1."""
+        return t.mean(-1, keepdims=True)
+
+    def of_columns(self, t: Array) -> Array:
+        """The means over the last axis but one, likewise."""
+        return t.mean(-2, keepdims=True)
+
+    def part(self, whole: Array) -> Array:
+        """What a replica holds of an array."""
+        return whole
+
+
+class MeansOverPieces(Means):
+    """Those over arrays of which each replica holds a piece, as a flat array with zeros behind the end of the whole.
+
+    A piece is laid into lines that are as long as the rows of the whole, at the place where it begins in its row. Sums
+    over lines and columns then are dense, and what replicas tell each other is as long as the means.
+
+    Args:
+        group: the replicas that hold the pieces.
+        whole: the shape of an array.
+        pieces: how many there are: member `i` of the group holds piece `i % pieces`.
+    """
+
+    def __init__(self, group: Group, whole: tuple[int, ...], pieces: int) -> None:
+        self.group, self.whole, self.pieces = group, whole, pieces
+        self.length = piece_length(whole, pieces)
+
+    def of_all(self, t: Array) -> Array:
+        return self._total(t.sum()) / math.prod(self.whole)
+
+    def of_rows(self, t: Array) -> Array:
+        lines, first = self._lines(t)
+        count = math.prod(self.whole[:-1])
+        sums = lax.dynamic_update_slice(jnp.zeros(count + len(lines), t.dtype), lines.sum(1), (first,))
+        return self._total(sums[:count]).reshape(*self.whole[:-1], 1) / self.whole[-1]
+
+    def of_columns(self, t: Array) -> Array:
+        lines, first = self._lines(t)
+        *batch, rows, columns = self.whole
+        matrix = (first + jnp.arange(len(lines))) // rows  # the one that a line belongs to; what is too much is zeros
+        sums = lines.sum(0) if not batch else jax.ops.segment_sum(lines, matrix, math.prod(batch))
+        return self._total(sums).reshape(*batch, 1, columns) / rows
+
+    def part(self, whole: Array) -> Array:
+        flat = jnp.pad(whole.reshape(-1), (0, self.pieces * self.length - whole.size))
+        return lax.dynamic_slice(flat, (self._start,), (self.length,))
+
+    @property
+    def _start(self) -> Array:
+        """The place of the own piece in the whole."""
+        return self.group.rank % self.pieces * self.length
+
+    def _lines(self, t: Array) -> tuple[Array, Array]:
+        """The own piece in lines, and which row the first of them is."""
+        columns = self.whole[-1]
+        count = -(-self.length // columns) + 1
+        first, place = self._start // columns, self._start % columns
+        return lax.dynamic_update_slice(jnp.zeros(count * columns, t.dtype), t, (place,)).reshape(count, columns), first
+
+    def _total(self, t: Array) -> Array:
+        """The sum over the pieces, which several members may hold."""
+        return self.group.combined(t, "add") * (self.pieces / self.group.size)

@@ -1,0 +1,201 @@
+"""Mixed precision: graphs compute in 16 bits, and what is trained stays in 32.
+
+A `MixedPrecision` is a value. `train_step` takes it; by hand, `create_graph` makes the graph and `cast` gives it the
+variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+import popxl
+from popxl.ops.convert import cast_if_needed
+from popxl.tensor import Variable
+from popxl_addons.named_tensors import NamedTensors
+
+if TYPE_CHECKING:
+    from popxl_addons.graph import GraphWithNamedArgs
+    from popxl_addons.module import Module
+    from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
+
+__all__ = ["MixedPrecision"]
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Compute in `dtype`, train in float32.
+
+    The variables are float32, whatever float the layers ask for; so are checkpoints, which a float32 program loads as
+    well. The graph gets them, and its float inputs, as `dtype`. Within a layer that is kept, variables are as they are
+    and inputs are cast up; its results are cast down again.
+
+    What a program computes in a dtype of its own stays there: take the loss of ``logits.astype(popxl.float32)``.
+
+    Args:
+        dtype: `popxl.bfloat16` or `popxl.float16`. The latter needs its loss scaled; `train_step` does that.
+        keep: which layers stay in float32: those with one of these words in their name, the attribute of the module
+            that they are assigned to.
+
+    Raises:
+        ValueError: for another dtype, and for `keep` that is a single text.
+
+    See also: `torch.amp`, `jmp.Policy`.
+
+    Example:
+        >>> from popxl_addons.layers import MLP, Attention, TransformerBlock
+        >>> precision = MixedPrecision(popxl.bfloat16, keep=("norm",))
+        >>> with popxl.Ir().main_graph:
+        ...     text = popxl.TensorSpec((2, 5, 8), popxl.float32)
+        ...     facts, graph = precision.create_graph(TransformerBlock(Attention(4), MLP()), text)
+        ...     weights = precision.cast(facts.init(), graph.args)
+        >>> facts.mlp.up.weight.dtype, weights.mlp.up.weight.dtype, weights.mlp_norm.weight.dtype
+        (popxl.dtypes.float32, popxl.dtypes.bfloat16, popxl.dtypes.float32)
+    """
+
+    dtype: popxl.dtype
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.dtype, popxl.dtype) and self.dtype.is_half):
+            raise ValueError(f"MixedPrecision: `dtype` is {self.dtype!r}; expected popxl.float16 or popxl.bfloat16.")
+        if isinstance(self.keep, str):
+            raise ValueError(f"MixedPrecision: `keep` is the text {self.keep!r}; expected a tuple: ({self.keep!r},).")
+        object.__setattr__(self, "keep", tuple(self.keep))
+
+    def create_graph(
+        self, module: Module, *args: Any, **kwargs: Any
+    ) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
+        """`module.create_graph`, in this precision: float arguments are inputs of `dtype`.
+
+        Raises:
+            ValueError: if a word of `keep` is in no name, or in that of a layer with a `build_grad`; and as
+                `module.create_graph`.
+        """
+        building = _Building(self)
+        args, kwargs = jax.tree.map(self._narrow_spec, (args, kwargs), is_leaf=_is_spec)
+        with _inside(building):
+            facts, graph = module.create_graph(*args, **kwargs)
+        names = [*building.names, *facts.keys_flat()]
+        if unknown := [word for word in self.keep if not any(word in name for name in names)]:
+            known = sorted({name for name in building.names if not name.isdigit()})
+            raise ValueError(f"MixedPrecision: `keep` has {unknown}, which no layer is called after: they are {known}.")
+        return facts, graph
+
+    def cast(self, variables: NamedTensors, args: NamedTensors) -> NamedTensors:
+        """The variables as a graph takes them, whose inputs `args` are: of a variable in pieces, the own piece.
+
+        Raises:
+            KeyError: if `variables` lacks one.
+        """
+        given = variables.to_dict()
+        if missing := [name for name in args.keys_flat() if name not in given]:
+            raise KeyError(f"MixedPrecision.cast: there are no `variables` for {missing}.")
+        return NamedTensors.from_dict(
+            {name: cast_if_needed(_on_replica(given[name]), t.dtype) for name, t in args.to_dict().items()}
+        )
+
+    def narrowed(self, t: popxl.Tensor) -> popxl.Tensor:
+        """A float tensor as `dtype`; others as they are."""
+        return cast_if_needed(t, self.dtype) if _is_float(t.dtype) else t
+
+    def _narrow_spec(self, argument: Any) -> Any:
+        if _is_spec(argument) and _is_float(argument.dtype):
+            return popxl.TensorSpec(argument.shape, self.dtype, argument.meta_shape)
+        return argument
+
+    def _keeps(self, name: str | None) -> bool:
+        return name is not None and any(word in name for word in self.keep)
+
+
+@dataclass(frozen=True)
+class _Building:
+    """What is being built: in which precision, and whether within a layer that is kept.
+
+    Attributes:
+        names: those of all layers so far.
+    """
+
+    precision: MixedPrecision
+    wide: bool = False
+    names: list[str] = field(default_factory=list, compare=False)
+
+
+_building: ContextVar[_Building | None] = ContextVar("building", default=None)
+
+
+@contextmanager
+def _inside(building: _Building) -> Iterator[None]:
+    token = _building.set(building)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def in_precision(factory: VariableFactory) -> VariableFactory:
+    """The factory, for the graph that is being built: its variable is float32, and its placeholder what is computed in.
+
+    What a graph changes in place stays as it is: of a copy, the change would be lost.
+    """
+    building = _building.get()
+    if building is not None and _is_float(factory.dtype) and not factory.by_ref:
+        factory.dtype = popxl.float32
+        factory.input_dtype = popxl.float32 if building.wide else building.precision.dtype
+    return factory
+
+
+def cache_key(name: str | None = None) -> Any:
+    """What else than its arguments makes a difference to the graph of a layer of that name."""
+    building = _building.get()
+    return building and (building.precision, building.wide or building.precision._keeps(name))
+
+
+def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `build` makes of the arguments, as the layer of that name: in float32, if that is kept.
+
+    Raises:
+        ValueError: for a kept layer that states its gradient itself: that would know nothing of the casts around it.
+    """
+    building = _building.get()
+    if building is None:
+        return build(*args, **kwargs)
+    if name is not None:
+        building.names.append(name)
+    if building.wide or not building.precision._keeps(name):
+        return build(*args, **kwargs)
+    if states_gradient:
+        raise ValueError(
+            f"MixedPrecision: `keep` holds the layer `{name}`, which has a `build_grad`: its gradient is stated for "
+            "what `build` is given. Cast within `build` and `build_grad`, and take the layer out of `keep`."
+        )
+    args, kwargs = _cast_all((args, kwargs), popxl.float32)
+    with _inside(replace(building, wide=True)):
+        made = build(*args, **kwargs)
+    return _cast_all(made, building.precision.dtype)
+
+
+def _cast_all(tree: Any, dtype: popxl.dtype) -> Any:
+    def converted(leaf: Any) -> Any:
+        return cast_if_needed(leaf, dtype) if isinstance(leaf, popxl.Tensor) and _is_float(leaf.dtype) else leaf
+
+    return jax.tree.map(converted, tree)
+
+
+def _on_replica(t: popxl.Tensor) -> popxl.Tensor:
+    """What programs use of a variable: of one in pieces, the own piece."""
+    return t.piece if isinstance(t, Variable) and t.piece is not None else t
+
+
+def _is_float(dtype: popxl.dtype) -> bool:
+    """Whether it is a dtype that precision is about: float32, or a half."""
+    return dtype is popxl.float32 or dtype.is_half
+
+
+def _is_spec(argument: Any) -> bool:
+    return isinstance(argument, popxl.Tensor | popxl.TensorSpec)

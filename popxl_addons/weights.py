@@ -1,0 +1,535 @@
+"""Weights in the layout of Hugging Face: a `.safetensors` file, or a folder of several with an index.
+
+What a file calls a weight, and in which form it has it, is data: `Names`. Those of GPT-2, Llama and Qwen are here, for
+`popxl_addons.layers.LanguageModel`; for another model, write such a table.
+
+Files are mapped into memory. A variable's numbers go from there to its host copy, and nowhere between: of a weight that
+groups of replicas split, each group reads its own part, and weights of layers that are not asked for are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+from popxl.base.distributed import Instance, launched
+from popxl.base.files import replace_file, replaced_file
+from popxl.errors import UnreadableFileError
+from popxl.tensor import Variable
+from popxl_addons.dot_tree import DotTree
+
+__all__ = ["GPT2", "LLAMA", "QWEN", "Names", "Stored", "load_safetensors", "save_safetensors"]
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a file has a variable.
+
+    Attributes:
+        name: of the weight, with `*` for each number in the name of the variable.
+        transposed: the file has the transpose, as `torch.nn.Linear` keeps it.
+        part: ``(k, n)``: the variable is part `k` of `n` equal ones that lie beside each other, along the last axis of
+            the weight once it is transposed, as GPT-2 has queries, keys and values.
+        axis: which axis of the variable groups of replicas split between them, if its `group_axis` does not say it.
+            Without either, loading finds it by the shapes, and saving refuses.
+    """
+
+    name: str
+    transposed: bool = False
+    part: tuple[int, int] = (0, 1)
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a kind of model calls its weights.
+
+    Attributes:
+        stored: for names of variables, with `*` for each number: the name in the file, or a `Stored`.
+        prefix: what names begin with, and may all be without, as in files of models without a head.
+        ignored: what may be in a file and is no weight, such as masks, with `*` for numbers.
+
+    Example:
+        >>> names = Names({"dense.*.weight": Stored("model.h.*.fc.weight", transposed=True)}, prefix="model.")
+        >>> names.of("dense.3.weight").name
+        'model.h.3.fc.weight'
+    """
+
+    stored: Mapping[str, str | Stored]
+    prefix: str = ""
+    ignored: frozenset[str] = frozenset()
+
+    def of(self, variable: str) -> Stored | None:
+        """How a file has a variable; `None` if that is not known."""
+        pattern, numbers = _pattern(variable)
+        found = self.stored.get(pattern, self.stored.get(variable))
+        if found is None:
+            return None
+        kept = Stored(found) if isinstance(found, str) else found
+        if "*" not in kept.name:
+            return kept
+        pieces = kept.name.split("*")
+        if len(pieces) != len(numbers) + 1:
+            raise ValueError(
+                f"Names: `{kept.name}` has {len(pieces) - 1} numbers, and `{variable}` has {len(numbers)}: {numbers}."
+            )
+        name = "".join(piece + number for piece, number in zip(pieces, [*numbers, ""], strict=True))
+        return replace(kept, name=name)
+
+
+def _pattern(name: str) -> tuple[str, list[str]]:
+    """A dotted name with `*` for each number, and these numbers."""
+    parts = name.split(".")
+    return ".".join("*" if part.isdecimal() else part for part in parts), [part for part in parts if part.isdecimal()]
+
+
+_KINDS = ("weight", "bias")
+
+GPT2 = Names(
+    {
+        "embedding.weight": "transformer.wte.weight",
+        "positions.weight": "transformer.wpe.weight",
+        **{
+            f"layers.*.{ours}.{kind}": f"transformer.h.*.{theirs}.{kind}"
+            for ours, theirs in {
+                "attention_norm": "ln_1",
+                "attention.output": "attn.c_proj",
+                "mlp_norm": "ln_2",
+                "mlp.up": "mlp.c_fc",
+                "mlp.down": "mlp.c_proj",
+            }.items()
+            for kind in _KINDS
+        },
+        **{
+            f"layers.*.attention.{ours}.{kind}": Stored(f"transformer.h.*.attn.c_attn.{kind}", part=(k, 3))
+            for k, ours in enumerate(("query", "key", "value"))
+            for kind in _KINDS
+        },
+        "norm.weight": "transformer.ln_f.weight",
+        "norm.bias": "transformer.ln_f.bias",
+    },
+    prefix="transformer.",
+    ignored=frozenset({"transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"}),
+)
+"""GPT-2's names. Its weights are not transposed, as they are of its own `Conv1D`."""
+
+LLAMA = Names(
+    {
+        "embedding.weight": "model.embed_tokens.weight",
+        **{
+            f"layers.*.{ours}.weight": f"model.layers.*.{theirs}.weight"
+            for ours, theirs in {
+                "attention_norm": "input_layernorm",
+                "attention.query_norm": "self_attn.q_norm",
+                "attention.key_norm": "self_attn.k_norm",
+                "mlp_norm": "post_attention_layernorm",
+            }.items()
+        },
+        **{
+            f"layers.*.{ours}.{kind}": Stored(f"model.layers.*.{theirs}.{kind}", transposed=kind == "weight")
+            for ours, theirs in {
+                "attention.query": "self_attn.q_proj",
+                "attention.key": "self_attn.k_proj",
+                "attention.value": "self_attn.v_proj",
+                "attention.output": "self_attn.o_proj",
+                "mlp.gate": "mlp.gate_proj",
+                "mlp.up": "mlp.up_proj",
+                "mlp.down": "mlp.down_proj",
+            }.items()
+            for kind in _KINDS
+        },
+        "norm.weight": "model.norm.weight",
+        "head.weight": Stored("lm_head.weight", transposed=True),
+    },
+    prefix="model.",
+    ignored=frozenset({"model.layers.*.self_attn.rotary_emb.inv_freq"}),
+)
+"""Llama's names, with the biases and norms that some of its relatives have."""
+
+QWEN = LLAMA
+"""Qwen 2 and 3 name their weights as Llama does; 2 has biases of queries, keys and values, 3 has norms of heads."""
+
+# What is in files -----------------------------------------------------------------------------------------------------
+
+_DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": popxl.bfloat16.as_numpy(),
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight in a file: where, and what it looks like."""
+
+    path: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        known = _DTYPES.get(self.dtype)
+        return f"{self.dtype if known is None else np.dtype(known).name}{list(self.shape)}"
+
+    def mapped(self) -> np.ndarray:
+        """Its numbers, which are read where they are looked at."""
+        if 0 in self.shape:
+            return np.empty(self.shape, _DTYPES[self.dtype])
+        return np.memmap(self.path, _DTYPES[self.dtype], "r", self.start, self.shape)
+
+
+def _weights_of(path: Path) -> dict[str, _Weight]:
+    """The weights in a file, by name. Only its header is read."""
+    from safetensors import SafetensorError, safe_open  # who does not ask for this format need not wait for the library
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass  # it checks the header: sizes, and that nothing lies outside
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, ValueError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem
+    header.pop("__metadata__", None)
+    return {
+        name: _Weight(path, 8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
+        for name, about in header.items()
+    }
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files that the weights in a folder are in."""
+    if (folder / INDEX).exists():
+        try:
+            named = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()
+            files = sorted(set(named))
+            outside = [name for name in files if Path(name).name != name]
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise UnreadableFileError(f"`{folder / INDEX}` is damaged: {problem!r}") from problem
+        if outside:
+            raise UnreadableFileError(f"`{folder / INDEX}` names files that are not in its folder: {outside}.")
+        if missing := [name for name in files if not (folder / name).exists()]:
+            raise FileNotFoundError(f"`{folder}` is not complete: its index names {missing}, which are not there.")
+        return [folder / name for name in files]
+    found = [folder / FILE] if (folder / FILE).exists() else sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise FileNotFoundError(
+            f"`{folder}` holds no weights that can be found: expected `{INDEX}`, `{FILE}`, or one file that ends in "
+            f"`.safetensors`; found {[path.name for path in found]}."
+        )
+    return found
+
+
+def _weights_at(place: str | os.PathLike[str]) -> dict[str, _Weight]:
+    path = Path(place).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"load_safetensors: there is no file or folder `{path}`.")
+    return {name: w for file in (_files_in(path) if path.is_dir() else [path]) for name, w in _weights_of(file).items()}
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+def load_safetensors(
+    variables: DotTree[Any] | Mapping[str, Variable],
+    place: str | os.PathLike[str],
+    names: Names | Mapping[str, str | Stored] | None = None,
+    *,
+    narrow: bool = False,
+    partial: bool = False,
+    session: popxl.Session | None = None,
+) -> None:
+    """Read weights of a model from a file or folder, as Hugging Face publishes them, into variables.
+
+    All is looked at before anything changes. A variable with several groups of replicas gets the same for all of them,
+    or a part for each, if one axis of the weight is as many times as long.
+
+    Make the graph of a large model within `layers.undrawn_weights`: or random numbers are drawn that nobody needs.
+
+    Args:
+        variables: by their names in the model.
+        place: a ``.safetensors`` file, or a folder with one, or with several and an index.
+        names: what the file calls them, such as `popxl_addons.weights.LLAMA`; by default as `variables` does.
+        narrow: whether numbers may be rounded to the dtype of a variable, as from float32 to bfloat16. None becomes
+            infinite. Narrower ones are always widened.
+        partial: whether these are the variables of a part of the model, such as a stage: then the file may hold more.
+        session: a session that runs the program, if one does: within its ``with`` block the device gets the numbers,
+            too, and other variables keep theirs. Without, sessions get them when they upload their variables.
+
+    Raises:
+        ValueError: for weights that are missing, left over, or of another shape or dtype: of all of them at once.
+        FileNotFoundError: if there are no files.
+        UnreadableFileError: if one is damaged.
+        TypeError: if `variables` holds something else.
+
+    Example:
+        >>> import tempfile, safetensors.numpy
+        >>> with popxl.Ir().main_graph:
+        ...     v = addons.NamedTensors(fc=addons.NamedTensors(weight=popxl.variable(np.zeros((2, 3)), popxl.float32)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     safetensors.numpy.save_file({"fc.weight": np.ones((3, 2), np.float32)}, f"{folder}/model.safetensors")
+        ...     load_safetensors(v, folder, {"fc.weight": Stored("fc.weight", transposed=True)})
+        >>> v.fc.weight.data.sum()
+        np.float32(6.0)
+    """
+    own = _own("load_safetensors", variables)
+    there = _weights_at(place)
+    table = _table(names, own)
+    absent = "" if any(name.startswith(table.prefix) for name in there) else table.prefix
+    missing, unfit, used = [], [], set()
+    work: list[tuple[Variable, _Weight, Stored]] = []
+    for name, v in own.items():
+        stored = table.of(name)
+        found = "" if stored is None else stored.name.removeprefix(absent)
+        if stored is None or found not in there:
+            missing.append(f"`{name}` (" + (f"`{found}`" if found else "not among `names`") + ")")
+            continue
+        used.add(found)
+        weight = there[found]
+        if problem := _problem(v, weight, stored, narrow):
+            unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{found}` is {weight}: {problem}")
+        work.append((v, weight, stored))
+    ignored = {name.removeprefix(absent) for name in table.ignored}
+    left = [] if partial else [f"`{n}`" for n in there if n not in used and _pattern(n)[0] not in ignored]
+    problems = {"missing in the file": missing, "left over in the file": left, "unfit": unfit}
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(each)}" for what, each in problems.items() if each)
+        raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {told}.")
+    if not work:
+        return
+    attached = session is not None and session.is_attached
+    if session is not None and attached:
+        session.weights_to_host()  # the upload below is of all variables
+    copies = work[0][0].ir.host_copies
+    with copies.lock:
+        for v, weight, stored in work:
+            array = _as_ours(weight.mapped(), stored)
+            for target, index in _parts(v, array.shape) or ():
+                np.copyto(target, array[index], casting="unsafe")  # looked at above
+        copies.note()
+    if session is not None and attached:
+        session.weights_from_host()
+
+
+def _own(what: str, variables: DotTree[Any] | Mapping[str, Variable]) -> dict[str, Variable]:
+    own = dict(variables.to_dict() if isinstance(variables, DotTree) else variables)
+    if others := [name for name, v in own.items() if not isinstance(v, Variable)]:
+        raise TypeError(f"{what}: `variables` are to be variables of the main graph; these are not: {others}.")
+    if len({v.ir for v in own.values()}) > 1:
+        raise ValueError(f"{what}: `variables` are of several programs; expected those of one.")
+    return own
+
+
+def _table(names: Names | Mapping[str, str | Stored] | None, own: Mapping[str, Variable]) -> Names:
+    if isinstance(names, Names):
+        return names
+    return Names({name: name for name in own} if names is None else names)
+
+
+def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
+    """A view of a weight in the form of the variable."""
+    if stored.transposed:
+        array = array.T
+    k, n = stored.part
+    size = array.shape[-1] // n if n > 1 else 0
+    return array[..., k * size : (k + 1) * size] if n > 1 else array
+
+
+def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | None:
+    """The same of a shape; `None` if it has no such parts."""
+    shape = shape[::-1] if stored.transposed else shape
+    n = stored.part[1]
+    if n == 1:
+        return shape
+    return (*shape[:-1], shape[-1] // n) if shape and shape[-1] % n == 0 else None
+
+
+def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] | None:
+    """For each group of replicas: where its numbers go, and which part of a weight they are. `None` if none fits."""
+    groups = v.replica_grouping.num_groups
+    rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
+    if shape == v.shape:
+        return [(row, ...) for row in rows]
+    axes = range(len(v.shape)) if v.group_axis is None else [v.group_axis]
+    split = [d for d in axes if shape == (*v.shape[:d], groups * v.shape[d], *v.shape[d + 1 :])]
+    if len(split) != 1:
+        return None
+    (axis,) = split
+    size = v.shape[axis]
+    lead = (slice(None),) * axis
+    return [(row, (*lead, slice(i * size, (i + 1) * size))) for i, row in enumerate(rows)]
+
+
+def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
+    """Why a weight does not go into a variable; nothing, if it does."""
+    wanted, given = v.dtype.as_numpy(), _DTYPES.get(weight.dtype)
+    shape = _shape_as_ours(weight.shape, stored)
+    if shape is None:
+        return f"its last axis cannot be divided into {stored.part[1]} parts"
+    if _parts(v, shape) is None:
+        groups = v.replica_grouping.num_groups
+        shared = f", or that with one axis {groups} times as long" if groups > 1 else ""
+        return f"as the variable has it, that is the shape {shape}; expected {v.shape}{shared}"
+    if given is None or wanted.names or not (v.dtype.is_floating_point == (weight.dtype in _FLOATS)):
+        return "one cannot be made of the other"
+    if not v.data.flags.writeable:
+        return "the variable is a read-only memory map"
+    if not narrow and not np.can_cast(given, wanted, "safe"):
+        return "numbers would be rounded; say `narrow=True` if they may be"
+    if v.dtype.is_floating_point and jnp.finfo(given).max > jnp.finfo(wanted).max:
+        largest = float(jnp.finfo(wanted).max)
+        if _exceeds(weight.mapped().reshape(-1), largest):
+            return f"some numbers are above {largest:g}, the largest of {v.dtype.name}"
+    return ""
+
+
+def _exceeds(numbers: np.ndarray, largest: float) -> bool:
+    """Whether a finite one is larger. Looked at piece by piece, as a weight may be large."""
+    step = 1 << 20
+    pieces = (numbers[start : start + step].astype(np.float64) for start in range(0, len(numbers), step))
+    return any((np.isfinite(piece) & (np.abs(piece) > largest)).any() for piece in pieces)
+
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+def save_safetensors(
+    variables: DotTree[Any] | Mapping[str, Variable],
+    place: str | os.PathLike[str],
+    names: Names | Mapping[str, str | Stored] | None = None,
+    *,
+    session: popxl.Session | None = None,
+    file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write weights of a model as `load_safetensors` reads them, and other programs for Hugging Face's layout.
+
+    Each file is replaced when it is complete. Of several processes that run the program all have to call this, and the
+    first one writes.
+
+    Args:
+        variables, names: as for `load_safetensors`.
+        place: a file, if it ends in ``.safetensors``; else a folder, which is made if need be. Other files in it stay.
+        session: what has run the program, for the present values; by default the host's copies are taken as they are.
+        file_bytes: about how large a file in a folder may get. If there is more, there are several, and an index.
+
+    Raises:
+        ValueError: for variables that have no name in the file, or of which some parts are missing; or that groups of
+            replicas split, if neither `Stored.axis` nor their `group_axis` says how.
+        TypeError: if `variables` holds something else.
+
+    Example:
+        >>> import tempfile, safetensors.numpy
+        >>> with popxl.Ir().main_graph:
+        ...     v = addons.NamedTensors(weight=popxl.variable(np.ones((2, 3)), popxl.float32))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_safetensors(v, folder, {"weight": Stored("fc.weight", transposed=True)})
+        ...     safetensors.numpy.load_file(f"{folder}/model.safetensors")["fc.weight"].shape
+        (3, 2)
+    """
+    own = _own("save_safetensors", variables)
+    table = _table(names, own)
+    parts: dict[str, dict[int, tuple[Variable, Stored]]] = {}
+    problems = []
+    for name, v in own.items():
+        stored = table.of(name)
+        if stored is None:
+            problems.append(f"`{name}` is not among `names`")
+        elif v.dtype.as_numpy().names:
+            problems.append(f"`{name}` is of {v.dtype.name}, which the format has no word for")
+        else:
+            parts.setdefault(stored.name, {})[stored.part[0]] = (v, stored)
+    for name, each in parts.items():
+        count = next(iter(each.values()))[1].part[1]
+        if absent := [k for k in range(count) if k not in each]:
+            problems.append(f"parts {absent} of the {count} of `{name}` are missing")
+    if problems:
+        raise ValueError(f"save_safetensors: nothing has been written. {'; '.join(problems)}.")
+    data = session.get_tensors_data(own.values()) if session is not None else {v: v.data for v in own.values()}
+    views = {name: [_joined(name, v, data[v], s) for _, (v, s) in sorted(each.items())] for name, each in parts.items()}
+    if (launched() or Instance()).instance_index != 0:
+        return
+    path = Path(place).expanduser()
+    transposed = {name: next(iter(each.values()))[1].transposed for name, each in parts.items()}
+
+    def arrays(chosen: list[str]) -> dict[str, np.ndarray]:
+        return {name: _as_stored(views[name], transposed[name]) for name in chosen}
+
+    if path.suffix == ".safetensors":
+        _write(path, arrays(list(views)))
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    files = list(_divided({name: sum(a.nbytes for a in each) for name, each in views.items()}, file_bytes))
+    if len(files) == 1:
+        _write(path / FILE, arrays(files[0]))
+        (path / INDEX).unlink(missing_ok=True)
+        written = {FILE}
+    else:
+        where: dict[str, str] = {}
+        for number, chosen in enumerate(files, 1):
+            file = f"model-{number:05}-of-{len(files):05}.safetensors"
+            these = arrays(chosen)
+            _write(path / file, these)
+            where |= dict.fromkeys(these, file)
+        size = sum(a.nbytes for each in views.values() for a in each)
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        replace_file(path / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+        written = set(where.values())
+    for old in [path / FILE, *path.glob("model-?????-of-?????.safetensors")]:
+        if old.name not in written:
+            old.unlink(missing_ok=True)
+
+
+def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
+    """The value of a variable, whole, if groups of replicas have parts of it, or all the same."""
+    if v.replica_grouping.num_groups == 1:
+        return array
+    axis = v.group_axis if stored.axis is None else stored.axis
+    if axis is not None:
+        return np.concatenate(list(array), axis)
+    if not (array == array[:1]).all():
+        raise ValueError(
+            f"save_safetensors: the {len(array)} groups of replicas of {v!r} have different values, to be written as "
+            f"`{name}`. Say which axis they split: `Stored(..., axis=...)`, or `group_axis` where the variable is made."
+        )
+    return array[0]
+
+
+def _as_stored(parts: list[np.ndarray], transposed: bool) -> np.ndarray:
+    array = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+    return np.ascontiguousarray(array.T if transposed else array)
+
+
+def _divided(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in lists whose sizes together stay below a limit, if each by itself does."""
+    chosen: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if chosen and total + size > limit:
+            yield chosen
+            chosen, total = [], 0
+        chosen.append(name)
+        total += size
+    yield chosen
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    # Readers of PyTorch's models refuse files that do not say that they are for it.
+    with replaced_file(path, lambda draft: save_file(arrays, draft, metadata={"format": "pt"})):
+        pass

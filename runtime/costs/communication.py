@@ -1,0 +1,164 @@
+"""`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
+
+XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
+It may leave out those whose results nobody needs. All else is a difference: an exchange that nobody asked for, or one
+that is not there, or of other bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.ir import Ir
+from popxl.looking.communication import Communication, communication_of
+from runtime.costs.cost import account_of_program
+from runtime.program.program import CompiledProgram
+
+Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "differs"]
+
+
+class Exchange(BaseModel):
+    """All exchanges of one kind, in groups of one size.
+
+    Attributes:
+        kind: what chips do together: "all-reduce".
+        group_size: how many are together.
+        said, said_bytes: how many of them a run carries out as the program says, and their bytes.
+        needed_bytes: those of them whose results somebody needs.
+        compiled, compiled_bytes: the same, of what was compiled.
+        repeated_bytes: those of them that are sent again, as there was no memory to keep what had come.
+        verdict: what became of them: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a TPU sums
+            or gathers small pieces, as nothing is quicker; `"not all needed"`, without some whose results nobody needs;
+            `"differs"`, if something else.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    kind: str
+    group_size: int
+    said: int
+    said_bytes: int
+    needed_bytes: int
+    compiled: int
+    compiled_bytes: int
+    repeated_bytes: int
+    verdict: Verdict
+
+
+class Sent(OnPage, BaseModel):
+    """What chips send each other in a run: as the program says, and as it was compiled.
+
+    Attributes:
+        said: what the program says: `ir.communication()`.
+        is_sent: whether replicas are on chips of their own. On one device nothing is sent, and nothing compared.
+        exchanges: both, by kinds and sizes of groups.
+        differences: what differs, in sentences. Nothing should: if something does, tell us.
+
+    Example:
+        >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
+        >>> assert not sent.differences
+        >>> print(sent)
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    said: Communication
+    is_sent: bool
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What differs, in sentences."""
+        return tuple(
+            f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
+            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_again(e)}."
+            for e in self.exchanges
+            if e.verdict == "differs"
+        )
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        if not self.is_sent:
+            told = "All replicas are on one device: nothing is sent."
+            return Page(f"Communication of {self.said.name}, as it was compiled", [told, self.said.page()])
+        columns = ["collective", "groups of", "said", "bytes", "compiled", "bytes", ""]
+        rows = [
+            [e.kind, str(e.group_size), str(e.said), bytes_text(e.said_bytes), str(e.compiled)]
+            + [bytes_text(e.compiled_bytes), e.verdict]
+            for e in self.exchanges
+        ]
+        told = "Nothing is sent that the program does not say." if not self.differences else "Something differs."
+        return Page(
+            f"Communication of {self.said.name}, as it was compiled", [told, Table(columns, rows), self.said.page()]
+        )
+
+
+def _again(exchange: Exchange) -> str:
+    if not exchange.repeated_bytes:
+        return ""
+    again = bytes_text(exchange.repeated_bytes)
+    return f"; {again} of these are sent again, as there is not enough memory to keep what has come"
+
+
+def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
+    """What a compiled program sends, beside what its Ir says. See `Session.communication`."""
+    said, count = communication_of(ir), program.replicas.count
+    if program.replicas.mesh is None:
+        return Sent(said=said, is_sent=False, exchanges=())
+    totals: dict[tuple[str, int], _Totals] = {}
+    for each in said.collectives:
+        of = totals.setdefault((each.kind, each.group_size), _Totals())
+        of.said += each.turns
+        of.said_bytes += each.turns * each.bytes
+        of.needed_bytes += each.needed * each.bytes
+    for found in account_of_program(program).collectives:
+        of = totals.setdefault((found.kind, found.group_size or count), _Totals())
+        of.compiled += found.runs
+        of.compiled_bytes += found.runs * found.bytes
+        of.repeated_bytes += found.runs * found.bytes * found.is_again
+    exchanges = tuple(
+        Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals))
+        for (kind, size), of in totals.items()
+    )
+    return Sent(said=said, is_sent=True, exchanges=exchanges)
+
+
+@dataclass(eq=False)
+class _Totals:
+    """Sums over all exchanges of one kind, in groups of one size, as `Exchange` has them."""
+
+    said: int = 0
+    said_bytes: int = 0
+    needed_bytes: int = 0
+    compiled: int = 0
+    compiled_bytes: int = 0
+    repeated_bytes: int = 0
+
+
+def _verdict(kind: str, size: int, totals: Mapping[tuple[str, int], _Totals]) -> Verdict:
+    """What became of the exchanges of one kind."""
+    of = totals[kind, size]
+    most, bytes, least = of.said, of.said_bytes, of.needed_bytes
+    small = [totals.get((each, size), _Totals()) for each in ("reduce-scatter", "all-gather")]
+    moved = [each for each in small if each.compiled_bytes < each.needed_bytes]
+    whole = totals.get(("all-reduce", size), _Totals())
+    is_made_up_for = (
+        whole.needed_bytes + sum(each.needed_bytes - each.compiled_bytes for each in moved)
+        <= whole.compiled_bytes
+        <= whole.said_bytes + sum(each.said_bytes - each.compiled_bytes for each in moved)
+    )
+    if moved and is_made_up_for:
+        if of in moved:
+            return "as all-reduce"
+        if of is whole:
+            most, bytes, least = most + sum(each.said for each in moved), of.compiled_bytes, of.compiled_bytes
+    if not least <= of.compiled_bytes <= bytes or of.compiled > most:
+        return "differs"
+    if of.compiled_bytes < bytes:
+        return "not all needed"
+    return "the same" if of.compiled == most else "merged"

@@ -1,0 +1,145 @@
+"""`export`: a program as a file of JAX, which whoever has JAX loads and calls, without popxl."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import jax
+import jax.export
+import numpy as np
+
+from popxl.base.files import replace_file
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from popxl.program.saved import safetensors_library
+from runtime.lowering.effects import prints
+from runtime.lowering.functions import MainFunction, main_function
+from runtime.session import Session
+from runtime.targets.replicas import Replicas
+
+__all__ = ["export"]
+
+
+def export(
+    program: Ir | Session,
+    path: str | os.PathLike[str],
+    weights: Literal["inside", "beside"] = "inside",
+    platforms: Sequence[str] | None = None,
+) -> jax.export.Exported:
+    """Write a program to a file that needs JAX alone: StableHLO, as `jax.export` writes it.
+
+    Loaded, it is a function of dicts of arrays by the names that `popxl.to_jax(ir.main_graph)` has: of the input
+    streams, to the output streams. It can be called, compiled by `jax.jit`, and be part of other programs. It stays
+    readable as long as JAX promises: six months of releases. What ops require of their operands is not checked there.
+
+    Args:
+        program: an Ir, with the host values of its variables; or a session, with their present values.
+        path: the file.
+        weights: `"inside"`, where the variables are constants of the program. Then it may change none of them. Or
+            `"beside"`: the function takes a dict of the variables first, and returns those that it changes second.
+            Their values are in a file of the same name that ends in `.safetensors`.
+        platforms: what it can run on, in JAX's names: `["cpu", "cuda", "tpu"]`. By default, what JAX runs on here.
+
+    Returns:
+        What was written; `mlir_module()` is its text.
+
+    Raises:
+        TypeError: if `program` is neither an Ir nor a session.
+        ValueError: for other `weights`; and for `"inside"`, if the program changes variables.
+        ImportError: if `flatbuffers` is not installed, which JAX writes such files with (extra `export`).
+        PopxlError: if the program has replicas, uses remote buffers, prints, has 64-bit numbers that JAX would narrow,
+            or float8 variables beside it; or if the Ir has changed since the session was made.
+
+    Example:
+        >>> popxl.export(ir, "model.jax")
+
+        In a process without popxl:
+
+        >>> images, labels = batches[0]
+        >>> model = jax.export.deserialize(Path("model.jax").read_bytes())
+        >>> outputs = model.call({"images": images, "labels": labels})
+
+        A training step, with its state outside:
+
+        >>> ops.scaled_add_(w, gradient, b=-0.1)
+        >>> popxl.export(ir, "step.jax", weights="beside")
+
+        >>> from safetensors.flax import load_file
+        >>> step = jax.export.deserialize(Path("step.jax").read_bytes())
+        >>> variables = load_file("step.safetensors")
+        >>> outputs, changed = step.call(variables, {"images": images, "labels": labels})
+        >>> variables |= changed
+    """
+    try:
+        import flatbuffers  # noqa: F401  # what JAX writes the file with
+    except ImportError as problem:
+        raise ImportError(
+            "export: JAX needs `flatbuffers` for this. Install it with `pip install flatbuffers`."
+        ) from problem
+    if weights not in ("inside", "beside"):
+        raise ValueError(f"export: `weights` is {weights!r}; expected 'inside' or 'beside'.")
+    ir = _taken_from(program)
+    if prints(ir.main_graph):
+        raise PopxlError(
+            "export: the program prints while it runs, which a file cannot hold. Leave out `print_tensor`."
+        )
+    function = _function(ir, platforms)
+    values = function.variables()
+    if weights == "inside" and function.written:
+        raise ValueError(
+            f"export: the program changes the variables {', '.join(function.written)}, so they cannot be constants of "
+            "it. Use `weights='beside'`; or build a program that only reads them."
+        )
+    if weights == "beside":
+        beside = Path(path).with_suffix(".safetensors")
+        if beside == Path(path):
+            raise ValueError(f"export: `path` is {os.fspath(path)!r}, where the weights are to be: use another suffix.")
+        arrays = _as_file(values)
+    specs = function.specs()
+    of_variables = {name: specs.pop(name) for name in values}
+    if weights == "inside":
+        exported = _exported(lambda inputs: function(**values, **inputs)[0], platforms, specs)
+    else:
+        exported = _exported(lambda variables, inputs: function(**variables, **inputs), platforms, of_variables, specs)
+        replace_file(beside, arrays)
+    replace_file(Path(path), bytes(exported.serialize()))
+    return exported
+
+
+def _taken_from(program: Any) -> Ir:
+    """The Ir of a program, once its host values are what they are on the device."""
+    if isinstance(program, Session):
+        program._check_unchanged("export")
+        program.get_tensors_data(v for v in program.ir.main_graph.variables if not v.location_info.isRemote())
+        return program.ir
+    if not isinstance(program, Ir):
+        raise TypeError(f"export: `program` must be an Ir or a Session; got {program!r} ({type(program).__name__}).")
+    return program
+
+
+def _function(ir: Ir, platforms: Sequence[str] | None) -> MainFunction:
+    """The main graph as a function, whose kernels have forms for these platforms."""
+    if platforms is None:
+        return main_function(ir.main_graph, "export", checks=False)  # JAX cannot write what `checkify` is told
+    alone = platforms[0] if len(platforms) == 1 else ""
+    return main_function(ir.main_graph, "export", Replicas(1, [SimpleNamespace(platform=alone)]), checks=False)
+
+
+def _exported(function: Any, platforms: Sequence[str] | None, *specs: Any) -> jax.export.Exported:
+    function.__name__ = "program"
+    return jax.export.export(jax.jit(function), platforms=platforms)(*specs)
+
+
+def _as_file(values: Mapping[str, Any]) -> bytes:
+    """Arrays as the content of a safetensors file."""
+    arrays = {name: np.array(value, order="C") for name, value in values.items()}
+    if unknown := [name for name, array in arrays.items() if str(array.dtype).startswith("float8")]:
+        raise PopxlError(
+            f"export: {', '.join(unknown)} are float8, which safetensors does not know as these. Use "
+            "`weights='inside'`."
+        )
+    return safetensors_library().numpy.save(arrays)

@@ -1,0 +1,144 @@
+"""Which choices of a program fit a machine, and which of them is the fastest: each is compiled, and nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from popxl.base.choices import VARIABLE, Choices, choosing
+from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from runtime.program.program import Program
+from runtime.report import TargetReport, report_of
+
+__all__ = ["Fit", "Tried", "fit"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+
+class Tried(_Part):
+    """A combination of choices, and what its compiled program needs on a chip.
+
+    Attributes:
+        choices: the value of each choice.
+        memory_bytes: the memory that it needs; `None` if the compiler gave up before it could say.
+        fits: whether that is there.
+        seconds: how long a run takes by the chip's published figures: an estimate; `None` if it was not compiled.
+        units: how much a run does: the product of the choices that say so.
+        problem: why it could not be compiled; empty if it was.
+    """
+
+    choices: Mapping[str, Any]
+    memory_bytes: int | None
+    fits: bool
+    seconds: float | None
+    units: float
+    problem: str = ""
+
+    @property
+    def seconds_a_unit(self) -> float:
+        """What is compared: the time of a run, by how much it does."""
+        return float("inf") if self.seconds is None else self.seconds / self.units
+
+
+class Fit(OnPage, _Part):
+    """What was tried, in the order of the options, and what is best.
+
+    Attributes:
+        target: the machine.
+        capacity: the memory of one of its chips, in bytes.
+        tried: all combinations.
+    """
+
+    target: str
+    capacity: int
+    tried: tuple[Tried, ...]
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits, the first of equals; `None` if none fits."""
+        return min((t for t in self.tried if t.fits), key=lambda t: t.seconds_a_unit, default=None)
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        names = [*self.tried[0].choices]
+        rows = []
+        for t in self.tried:
+            memory = "" if t.memory_bytes is None else bytes_text(t.memory_bytes)
+            seconds = "" if t.seconds is None else seconds_text(t.seconds)
+            a_unit = [seconds_text(t.seconds_a_unit) if t.seconds is not None else ""] * self._has_work
+            verdict = "best" if t is self.best else "fits" if t.fits else "does not fit"
+            rows.append([*(str(t.choices[n]) for n in names), memory, seconds, *a_unit, verdict])
+        columns = [*names, "memory of a chip", "a run, estimated", *["for one"] * self._has_work, ""]
+        problems = [f"{_as_text(t.choices)}: {t.problem}" for t in self.tried if t.problem]
+        told = (
+            f"None fits: a chip of {self.target} has {bytes_text(self.capacity)}."
+            if self.best is None
+            else f'The fastest that fits: {VARIABLE}="{_as_text(self.best.choices)}"'
+        )
+        intro = f"A chip has {bytes_text(self.capacity)}. Times are estimates from published figures; nothing has run."
+        return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, told])
+
+    @property
+    def _has_work(self) -> bool:
+        return any(t.units != 1 for t in self.tried)
+
+
+Compiled = tuple[list[tuple[Ir, Program]], str]
+"""The programs that were compiled, and why one was not; empty if all were."""
+
+
+def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
+    """Compile a program with each combination of its choices.
+
+    Args:
+        compiled: runs the program as far as its first run on a device.
+        told: is called with a line before each combination but the first.
+
+    Raises:
+        PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
+    """
+    choices, first = _tried(compiled, {})
+    if not choices.options:
+        raise PopxlError("the program has no choices; it asks for them by `popxl.choice(name, options)`.")
+    every = [dict(zip(choices.options, values, strict=True)) for values in product(*choices.options.values())]
+    tried = [first]
+    for number, taken in enumerate(every[1:], 2):
+        told(f"{number} of {len(every)}: {_as_text(taken)}")
+        tried.append(_tried(compiled, taken)[1])
+    target = next((each[1] for each in tried if each[1] is not None), None)
+    if target is None:
+        raise PopxlError(f"no combination of its choices can be compiled. {tried[0][0].problem}")
+    return Fit(target=target.description, capacity=target.capacity, tried=tuple(each for each, _ in tried))
+
+
+def _tried(
+    compiled: Callable[[], Compiled], taken: Mapping[str, Any]
+) -> tuple[Choices, tuple[Tried, TargetReport | None]]:
+    with choosing(taken) as choices:
+        programs, problem = compiled()
+    if not programs and not problem:
+        with_these = f" with {_as_text(choices.each())}" if choices.options else ""
+        raise PopxlError(f"the program makes no session{with_these}, so there is nothing to compile.")
+    reports = [report_of(ir, program) for ir, program in programs]
+    found = [report.target for report in reports if report.target is not None]
+    tried = Tried(
+        choices=choices.each(),
+        memory_bytes=max((report.memory.device for report in reports), default=None),
+        fits=not problem and all(target.fits for target in found),
+        seconds=None if problem else sum(target.cost.seconds or 0.0 for target in found),
+        units=prod(float(choices.each()[name]) for name in choices.work),
+        problem=problem,
+    )
+    return choices, (tried, found[0] if found else None)
+
+
+def _as_text(choices: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in choices.items())

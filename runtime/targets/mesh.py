@@ -1,0 +1,103 @@
+"""The dimensions of a mesh: of which the groups of replicas that talk to each other are made, and where they lie.
+
+A program with groups of 8 replicas in a row, and others of every eighth, has a mesh of two dimensions. Where groups
+cross each other in another way it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+from popxl.core.aliasing import reachable
+from popxl.ir import Ir
+from popxl.looking.communication import communication_of
+from runtime.targets.replicas import AXIS, Dimension
+
+
+def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
+    """The dimensions of the mesh of a program's replicas, the outermost first.
+
+    Args:
+        ir: the program.
+        are_weighed: find out what is sent along each. It is 0 otherwise.
+
+    Raises:
+        ValueError: if the program has axes of another number of replicas.
+    """
+    axes, count = ir.checked_axes("Session"), ir.replication_factor
+    ops = (part for graph in reachable(ir.main_graph) for op in graph.ops for part in op.parts)
+    groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops if op.kind.between_replicas}
+    named = {} if axes is None else axes.places
+    cuts = {1, count}
+    for stride, size in {*groups, *named}:
+        cuts |= {stride, stride * size} if size > 1 else set()
+    ordered = sorted(cuts, reverse=True)
+    if len(ordered) < 3 or any(outer % inner for outer, inner in pairwise(ordered)):
+        return (Dimension(AXIS, count),)
+    weights = dict.fromkeys(ordered[1:], 0)
+    for each in communication_of(ir).collectives if are_weighed else ():
+        for stride in weights:
+            if each.stride <= stride < each.stride * each.group_size:
+                weights[stride] += each.bytes * each.turns
+    places = [(inner, outer // inner) for outer, inner in pairwise(ordered)]
+    return tuple(
+        # No axis of a user is called so: their names are words.
+        Dimension(named.get((stride, size), f"{AXIS} {stride}"), size, weights[stride])
+        for stride, size in places
+    )
+
+
+def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list[jax.Device]:
+    """Devices in the order of the replicas, so that replicas are neighbours along the dimension that sends most.
+
+    The replicas of a process stay together, in the order of the processes, as these feed them.
+
+    Args:
+        devices: those of one process after the other.
+        dimensions: how the replicas stand.
+    """
+    found = list(devices)
+    if len(dimensions) < 2 or found[0].platform != "tpu":  # no other says how its devices are wired
+        return found
+    hosts = [list(own) for _, own in groupby(found, lambda device: device.process_index)]
+    sizes = _within(len(hosts[0]), [dimension.size for dimension in dimensions])
+    if sizes is None or len({len(own) for own in hosts}) > 1 or not all(map(_is_box, hosts)):
+        return found
+    quietest_first = sorted(range(len(sizes)), key=lambda i: dimensions[i].bytes)
+    mesh = mesh_utils.create_device_mesh([sizes[i] for i in quietest_first], hosts[0], allow_split_physical_axes=True)
+    # The same in each host: TPUs refuse groups that do not look alike.
+    places = [_place(device, hosts[0]) for device in mesh.transpose(np.argsort(quietest_first)).flat]
+    at = [{_place(device, own): device for device in own} for own in hosts]
+    return (
+        [chips[place] for chips in at for place in places] if all(chips.keys() == {*places} for chips in at) else found
+    )
+
+
+def _place(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
+    """Where a chip is within its host."""
+    corner = map(min, zip(*(each.coords for each in host), strict=True))
+    return (*(own - first for own, first in zip(device.coords, corner, strict=True)), device.core_on_chip)
+
+
+def _within(count: int, sizes: Sequence[int]) -> list[int] | None:
+    """How many of `count` replicas that follow each other stand along each dimension; `None` if they are no block."""
+    found = [1] * len(sizes)
+    for i in reversed(range(len(sizes))):
+        found[i] = math.gcd(sizes[i], count)
+        count //= found[i]
+        if found[i] < sizes[i]:
+            break
+    return found if count == 1 else None
+
+
+def _is_box(devices: Sequence[Any]) -> bool:
+    """Whether chips fill a box of their network."""
+    extents = [len({*places}) for places in zip(*(device.coords for device in devices), strict=True)]
+    return math.prod(extents) == len(devices)

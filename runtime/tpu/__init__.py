@@ -1,0 +1,1 @@
+"""All that is there for TPUs, and for nothing else."""

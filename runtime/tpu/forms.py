@@ -1,0 +1,14 @@
+"""The kernels of ops that are computed in another form on TPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from popxl.ops.attention import attended, attended_backward
+from popxl.ops.kernels.kernel import Form, Kernel
+from runtime.tpu import attention as of_attention
+
+FORMS: Mapping[Kernel, Form] = {
+    attended: of_attention.attended,
+    attended_backward: of_attention.attended_backward,
+}

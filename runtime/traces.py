@@ -1,0 +1,88 @@
+"""Traces of what devices do, by JAX's profiler: for XProf as they are, and for Perfetto under the user's names."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from popxl.base.files import replace_file
+from runtime.costs.hlo import read
+from runtime.lowering.scopes import graph_of
+
+T = TypeVar("T")
+
+PERFETTO = "perfetto.json.gz"
+"""The file for Perfetto, in the folder of a trace."""
+
+_OP = re.compile(r"(?:^|/)(\w+ \[[^\[\]]*\])(?=/|$)")  # as `runtime.lowering.scopes.of_op` writes it
+
+
+@contextmanager
+def traced(
+    folder: str | os.PathLike[str], recording: AbstractContextManager[T], texts: Callable[[], Iterable[str]]
+) -> Iterator[T]:
+    """Trace what devices do while a block lasts, to a folder. See `Session.recording`.
+
+    Args:
+        folder: where to.
+        recording: entered meanwhile, and done when what was begun has ended.
+        texts: gives the text of each executable, as XLA has it.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's own calls would be most of the trace
+    before = _written(folder)
+    with jax.profiler.trace(os.fspath(folder), profiler_options=options), recording as recorded:
+        yield recorded
+    for path in sorted(_written(folder) - before):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        trace["traceEvents"] = list(_renamed(trace["traceEvents"], _names(texts())))
+        replace_file(Path(folder) / PERFETTO, gzip.compress(json.dumps(trace).encode(), mtime=0))
+
+
+def _written(folder: str | os.PathLike[str]) -> set[Path]:
+    return set(Path(folder).glob("plugins/profile/*/*.trace.json.gz"))
+
+
+def _names(texts: Iterable[str]) -> dict[tuple[str, str], str]:
+    """What instructions do, in the user's words, by the names of module and instruction. Where modules of one name
+    have different instructions of one name, nobody knows which one ran."""
+    found: dict[tuple[str, str], str | None] = {}
+    for text in texts:
+        module = text.partition("HloModule ")[2].partition(",")[0].split()[0]
+        for computation in read(text).computations.values():
+            for instruction in computation.instructions.values():
+                key, name = (module, instruction.name), user_name(instruction.scope)
+                found[key] = name if found.get(key, name) == name else None
+    return {key: name for key, name in found.items() if name}
+
+
+def user_name(scope: str) -> str:
+    """The op that an instruction belongs to, with its line and its graph; "" if it belongs to none.
+
+    Example:
+        >>> user_name("jit(step)/{layer_subgraph(0)}/MatMul [train.py:12]/dot_general")
+        'MatMul [train.py:12] in layer_subgraph(0)'
+    """
+    ops = _OP.findall(scope)
+    graph = graph_of(scope)
+    return f"{ops[-1]} in {graph}" if ops and graph else ops[-1] if ops else graph
+
+
+def _renamed(events: Iterable[dict[str, Any]], names: Mapping[tuple[str, str], str]) -> Iterator[dict[str, Any]]:
+    """The events of a trace, those of instructions under the user's names; without the marks at their ends."""
+    for event in events:
+        arguments = event.get("args") or {}
+        name = names.get((arguments.get("hlo_module", ""), arguments.get("hlo_op", "")))
+        if name is None and (said := arguments.get("tf_op") or arguments.get("name")) and "hlo_op" in arguments:
+            name = user_name(said)  # on GPUs and TPUs, where an event says it by itself
+        if event.get("name", "").startswith("end: "):
+            continue
+        yield event | {"name": name} if name else event

@@ -1,0 +1,127 @@
+"""Choices of programs: what a program gets, and what `popxl fit` finds."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import popxl
+from popxl.__main__ import main
+from popxl.base.choices import choosing
+from runtime.fitting import Fit, Tried
+
+PROGRAM = """
+    import numpy as np
+    import popxl
+    from popxl import ops
+
+    rows = popxl.choice("rows", [8, 2**33, 16], is_work=True)
+    twice = popxl.choice("twice", [True, False])
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((rows, 3), popxl.float32, "x"))
+        y = ops.exp(x) + ops.exp(x + 1) if twice else ops.exp(x)
+        ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
+    print("is not shown")
+    popxl.Session(ir, "ipu_hw").run({})
+    raise AssertionError("nothing is run")
+"""
+
+
+def test_a_program_gets_the_first_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        popxl.choice("rows", [4, 8]) == 4 and popxl.choice("rows", [True]) is True
+    )  # nobody compares outside of `fit`
+    monkeypatch.setenv("POPXL_CHOICES", "rows=8 layers=None")
+    assert popxl.choice("rows", (4, 8)) == 8 and popxl.choice("layers", [2, None]) is None
+    with choosing({"rows": 4}) as choices:
+        assert (popxl.choice("rows", [8, 4], is_work=True), popxl.choice("layers", [None, 3])) == (4, None)
+    assert choices.each() == {"rows": 4, "layers": None} and choices.work == {"rows"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "environment", "message"),
+    [
+        ("micro batch", [1], "", "`name` is 'micro batch', expected a name such as 'micro_batch'"),
+        ("rows", [], "", r"`options` of 'rows' are \(\), expected different values, at least one"),
+        ("rows", [1, "1"], "", "expected different values"),
+        ("rows", [1, 2], "rows=3", "POPXL_CHOICES says rows=3, expected one of 1, 2"),
+        ("rows", [1, 2], "rows", "POPXL_CHOICES has 'rows', expected name=value"),
+    ],
+)
+def test_mistakes(
+    name: str, options: list[Any], environment: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POPXL_CHOICES", environment)
+    with pytest.raises(ValueError, match=message):
+        popxl.choice(name, options)
+
+
+def test_one_name_has_the_same_options_everywhere() -> None:
+    with choosing({}), pytest.raises(ValueError, match=r"the options \(2, 1\) here, and had \(1, 2\) before"):
+        popxl.choice("rows", [1, 2])
+        popxl.choice("rows", [2, 1])
+
+
+def tried(rows: int, seconds: float | None, fits: bool = True) -> Tried:
+    problem = "it is too large" if seconds is None else ""
+    memory = None if seconds is None else rows * 1000
+    return Tried(choices={"rows": rows}, memory_bytes=memory, fits=fits, seconds=seconds, units=rows, problem=problem)
+
+
+def test_the_fastest_that_fits() -> None:
+    found = Fit(
+        target="tpu v5e",
+        capacity=3000,
+        tried=(tried(1, 1.0), tried(2, 1.5), tried(4, 2.0, False), tried(8, None, False)),
+    )
+    assert found.best is found.tried[1]
+    text = str(found)
+    assert [line.split()[-1] for line in text.splitlines() if line[4:8].strip().isdigit()] == [
+        "fits",
+        "best",
+        "fit",
+        "fit",
+    ]
+    assert "rows=8: it is too large" in text and text.rstrip().endswith('The fastest that fits: POPXL_CHOICES="rows=2"')
+    none = Fit(target="tpu v5e", capacity=3000, tried=found.tried[2:])
+    assert none.best is None and "None fits: a chip of tpu v5e has 3 kB." in str(none)
+
+
+def test_a_target_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text("")
+    assert main(["fit", str(tmp_path / "program.py")]) == 2
+    assert "popxl: fit: `--target` is missing; expected 'tpu v5e:4x4'" in capsys.readouterr().err
+
+
+@pytest.mark.targets
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PROGRAM))
+    assert main(["fit", str(file), "--target", "tpu v5e"]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines() if line.endswith((" fits", " best", " fit"))]
+    assert [row[:2] + row[-1:] for row in rows] == [
+        ["8", "True", "best"],  # the first of equals: moving the numbers is what takes time
+        ["8", "False", "fits"],
+        ["8589934592", "True", "fit"],
+        ["8589934592", "False", "fit"],
+        ["16", "True", "fits"],
+        ["16", "False", "fits"],
+    ]
+    assert 'POPXL_CHOICES="rows=8 twice=True"' in out and "is not shown" not in out
+    assert err.splitlines()[0] == "2 of 6: rows=8 twice=False"
+    for text, message in (
+        ("", "makes no session"),
+        (
+            "import popxl\nir = popxl.Ir()\nwith ir.main_graph:\n    popxl.variable(1.0) + 1\npopxl.Session(ir)",
+            "no choices",
+        ),
+        ("1/0", "exit code 1"),
+    ):
+        file.write_text(text)
+        assert main(["fit", str(file), "--target", "tpu v5e"]) == 1
+        assert message in capsys.readouterr().err

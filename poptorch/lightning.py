@@ -118,9 +118,10 @@ class IPUStrategy(SingleDeviceStrategy):
             `gradient_clip_val`, several processes.
 
     Example:
+        >>> from lightning.pytorch import Trainer
         >>> options = poptorch.Options().deviceIterations(4)
         >>> strategy = IPUStrategy(training_opts=options, inference_opts=poptorch.Options())
-        >>> trainer = lightning.Trainer(strategy=strategy, max_epochs=1)
+        >>> trainer = Trainer(accelerator="ipu", strategy=strategy, max_epochs=1)
     """
 
     strategy_name = "ipu_strategy"

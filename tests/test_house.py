@@ -33,7 +33,8 @@ ADDONS = """
     transforms.recomputation transforms.repeat_graph transforms.use_fc_pass utils variable_factory
 """.split()
 POPTORCH = """
-    _impl _poplar_executor _utils enums errors ops optim options popdist.poptorch poptorch_core profiling testing
+    _impl _poplar_executor _utils enums errors lightning ops optim options popdist.poptorch poptorch_core profiling
+    testing
 """.split()
 
 
@@ -44,6 +45,8 @@ PATHS = [*(f"popxl.{p}" for p in POPXL), *(f"popxl_addons.{p}" for p in ADDONS),
 def test_paths_that_programs_import(path: str) -> None:
     if path.startswith("poptorch"):
         pytest.importorskip("torch")
+    if path == "poptorch.lightning":
+        pytest.importorskip("lightning")
     assert importlib.import_module(path).__name__ == path
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
@@ -23,7 +24,8 @@ import poptorch  # noqa: E402
 import popxl  # noqa: E402
 from popxl import ops  # noqa: E402
 
-MODULES = [m.name for m in walk_packages(poptorch.__path__, "poptorch.") if not m.name.endswith("__main__")]
+LEFT_OUT = {"poptorch.__main__", *(() if find_spec("lightning") else ("poptorch.lightning",))}  # the extra may be, too
+MODULES = [m.name for m in walk_packages(poptorch.__path__, "poptorch.") if m.name not in LEFT_OUT]
 EXAMPLES = [
     pytest.param(found, id=found.name)
     for name in ["poptorch", *MODULES]

@@ -43,7 +43,7 @@ def train(folder):
 
 
 def main(folder):
-    """Start two processes with two replicas each, as `poprun --num-instances=2 --num-replicas=4` does."""
+    """Start two processes with two replicas each, as `poprun --num-instances=2 --num-replicas=4 python ...` does."""
     command = [
         sys.executable,
         "-m",

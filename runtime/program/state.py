@@ -34,6 +34,11 @@ class Loan:
     place: _Place
 
 
+def _places_of(loan: Loan, loans: Mapping[_Place, Loan]) -> set[_Place]:
+    """Where this array is, of those that are lent."""
+    return {place for place, each in loans.items() if each == loan}
+
+
 class State:
     """The arrays that a program keeps on its device from run to run.
 
@@ -88,15 +93,25 @@ class State:
             place, there = self._place(mine), lender._place(theirs)
             if place is None:
                 continue
-            ours, other = self._form(place), None if there is None else lender._form(there)
-            if there is None or there in lender.loans:
+            loan = None if there is None else Loan(lender, there)
+            if there is None or loan is None or there in lender.loans:
                 problem = "has it from a third one; take it from there" if there else "does not use it"
             elif place[0] and not there[0]:
                 problem = "only reads it, and this one changes it: let the other session take it from this one"
-            elif ours != other:
-                problem = f"has it as {other}, and this one as {ours}"
+            elif [variables.get(v) for v in self._rows(place)] != lender._rows(there):
+                other, ours = (", ".join(v.name for v in rows) for rows in (lender._rows(there), self._rows(place)))
+                problem = (
+                    f"has one array for {other}, and this one for {ours}. Pass all of them, and have them in the same "
+                    "order; or build both programs with `ir.options.calledGraphs = 'kept'`"
+                )
+            elif self._form(place) != lender._form(there):
+                problem = f"has it as {lender._form(there)}, and this one as {self._form(place)}"
+            elif (also := _places_of(loan, self.loans | found) - {place}) and any(
+                changes for changes, _ in also | {place}
+            ):
+                problem = "has one variable where this one changes one of several"
             else:
-                found[place] = Loan(lender, there)
+                found[place] = loan
                 continue
             raise ValueError(f"Session.use_variables_of: {mine!r} cannot be {theirs!r}: the other session {problem}.")
         self.loans.update(found)
@@ -111,6 +126,12 @@ class State:
                     return changes, i
         return None
 
+    def _rows(self, place: _Place) -> list[Variable]:
+        """The variables that are in an array: one, or those that loops go through."""
+        changes, i = place
+        block = (self._layout.changing if changes else self._layout.constant)[i]
+        return [self._layout.held[t] for t in block.tensors]
+
     def _form(self, place: _Place) -> tuple[Any, ...]:
         """Which variable's array it is, as far as that matters to another program: shape, dtype and where it lies."""
         changes, i = place
@@ -124,6 +145,11 @@ class State:
     def take(self) -> None:
         """Have the arrays that are other states', for a run. `PopxlError` if one of these has none."""
         for loan in self.loans.values():
+            if loan.place in loan.lender.loans:
+                raise PopxlError(
+                    "Session.run: some variables are those of another session (`use_variables_of`), which has them "
+                    "from a third one by now. Take them from there."
+                )
             if not loan.lender.is_loaded:
                 raise PopxlError(
                     "Session.run: some variables are those of another session (`use_variables_of`), which is not "

@@ -7,6 +7,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.tensor import Variable
 
 SHAPE = (37, 11)
 
@@ -107,3 +108,57 @@ def test_what_is_refused() -> None:
             reading.run(of_reading)
         session.__enter__()
         assert reading.run(of_reading) == 5
+
+
+def test_what_the_other_session_has_from_a_third_one() -> None:
+    first, second, third = (Program(changes=True) for _ in range(3))
+    with first.session() as one, second.session() as two, third.session() as three:
+        two.use_variables_of(one, {second.w: first.w})
+        one.use_variables_of(three, {first.w: third.w})
+        with pytest.raises(PopxlError, match="which has them from a third one by now"):
+            second.run(two)
+        two.use_variables_of(three, {second.w: third.w})
+        assert (third.run(three), second.run(two), first.run(one)) == (6, 7, 8)
+
+
+def test_one_variable_for_two() -> None:
+    """Tied weights may be read from one array, and may not be changed in it."""
+
+    def session(changes: bool) -> tuple[popxl.Session, Variable, Variable]:
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence():
+            one, other = (popxl.variable(np.ones(3), popxl.float32, name) for name in ("one", "other"))
+            if changes:
+                ops.add_(one, 1.0)
+            ops.host_store(popxl.d2h_stream((3,), popxl.float32, "sum"), one + other)
+        return popxl.Session(ir, "cpu"), one, other
+
+    program = Program(changes=True)
+    (reading, *tied), (changing, *apart) = session(changes=False), session(changes=True)
+    reading.use_variables_of(program.session(), dict.fromkeys(tied, program.own))
+    with pytest.raises(ValueError, match="one variable where this one changes one of several"):
+        changing.use_variables_of(program.session(), dict.fromkeys(apart, program.own))
+
+
+def test_rows_of_one_array() -> None:
+    """Where calls are turns of a loop, layers lie in one array: each session finds its own in the same place."""
+
+    def chain(*order: int) -> tuple[popxl.Ir, dict[int, Variable]]:
+        ir = popxl.Ir()
+        ir.options.calledGraphs = "rolled"
+        with ir.main_graph:
+            h = popxl.constant(np.zeros(3), popxl.float32)
+            graph = ir.create_graph(lambda h, w: ops.tanh(h + w), h, h.spec)
+            weights = {i: popxl.variable(np.full(3, 0.1 * i), popxl.float32, f"w{i}") for i in order}
+            for i in order:
+                (h,) = ops.call(graph, h, weights[i])
+            ops.host_store(popxl.d2h_stream((3,), popxl.float32, "h"), h)
+        return ir, weights
+
+    (ir, mine), (same, theirs), (turned, others) = chain(1, 2, 3), chain(1, 2, 3), chain(3, 1, 2)
+    session, there = popxl.Session(ir, "cpu"), popxl.Session(same, "cpu")
+    with pytest.raises(ValueError, match="has one array for w3, w1, w2, and this one for w1, w2, w3. Pass all"):
+        session.use_variables_of(popxl.Session(turned, "cpu"), {mine[i]: others[i] for i in mine})
+    with pytest.raises(ValueError, match="and this one for w1, w2, w3. Pass all of them"):
+        session.use_variables_of(there, {mine[1]: theirs[1]})
+    session.use_variables_of(there, {mine[i]: theirs[i] for i in mine})

@@ -196,6 +196,8 @@ class _Step:
         scale = factor(scale, f"{optimizer}: `loss_scaling`")
         if not callable(lr):
             lr = factor(lr, f"{optimizer}: `lr`")
+        if not isinstance(scale, popxl.Tensor) and not 0 < scale < math.inf:
+            raise ValueError(f"{optimizer}: `loss_scaling` is {scale!r}; expected a positive number.")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"{optimizer}: `clip_norm` is {clip_norm!r}; expected a positive number, or None.")
         self.number = popxl.variable(0, popxl.float32, "optimizer.step")

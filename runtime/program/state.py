@@ -94,10 +94,16 @@ class State:
             if place is None:
                 continue
             loan = None if there is None else Loan(lender, there)
+            replicas, own_replicas = lender._layout.replicas.count, self._layout.replicas.count
             if there is None or loan is None or there in lender.loans:
                 problem = "has it from a third one; take it from there" if there else "does not use it"
             elif place[0] and not there[0]:
                 problem = "only reads it, and this one changes it: let the other session take it from this one"
+            elif replicas != own_replicas:
+                problem = (
+                    f"has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
+                    "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
+                )
             elif [variables.get(v) for v in self._rows(place)] != lender._rows(there):
                 other, ours = (", ".join(v.name for v in rows) for rows in (lender._rows(there), self._rows(place)))
                 problem = (

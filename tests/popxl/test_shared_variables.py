@@ -87,7 +87,7 @@ def test_what_is_refused() -> None:
             session.use_variables_of(of_reading, {program.w: reading.w})
         with pytest.raises(ValueError, match="does not use it"):
             session.use_variables_of(of_reading, {program.count: reading.count})
-        with pytest.raises(ValueError, match="and this one as"):
+        with pytest.raises(ValueError, match="has 2 replicas, and this one 1. Copy what it has"):
             session.use_variables_of(popxl.Session(spread.ir, "ipu_model"), {program.w: spread.w})
         with pytest.raises(ValueError, match="is this session"):
             session.use_variables_of(session, {})

@@ -636,11 +636,14 @@ def _first_state(
 
     owners: list[str] = []
 
+    def is_masked(leaf: Any) -> bool:  # there in place of a variable that a part of the transformation leaves alone
+        return isinstance(leaf, optax.MaskedNode)
+
     def init(params: Any) -> Any:
         state = transformation.init(params)
         named = optax.tree_utils.tree_map_params(
-            transformation, lambda leaf, name: name, state, {name: name for name in variables},
-            transform_non_params=lambda leaf: "",
+            transformation, lambda leaf, name: leaf if is_masked(leaf) else name, state,
+            {name: name for name in variables}, transform_non_params=lambda leaf: "", is_leaf=is_masked,
         )  # fmt: skip
         owners.extend(jax.tree.leaves(named))
         return state

@@ -1,4 +1,4 @@
-"""What programs ask about the processes that run them together; `poprun` starts those.
+"""What programs ask about the processes that run them together; `poprun`, or a scheduler, starts those.
 
 Only for programs: `popxl`, `runtime` and `popxl_addons` do not import this module. A process that `poprun` has not
 started is the only instance of its program, with one replica, so that a program may ask in any case. PyTorch programs
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from popxl.base.distributed import Instance, launched
 from runtime import processes
+from runtime.schedulers import ask_scheduler
 
 __all__ = [
     "checkNumIpusPerReplica",
@@ -36,16 +37,29 @@ __all__ = [
 __path__ = [str(Path(__file__).parent / "poptorch" / "popdist")]  # what needs torch is with what else does
 
 
-def init() -> None:
+def init(num_replicas: int | None = None) -> None:
     """Join the other instances, and wait until all have. A session of a program for several processes does it, too.
 
-    Call it at the beginning, if the program uses JAX, or makes other sessions, before that one. Without `poprun`, or if
-    it was done before, nothing happens.
+    Call it at the beginning, if the program uses JAX, or makes other sessions, before that one. Without `poprun` it
+    asks for a scheduler that has started this process as one of several: Slurm, Kubernetes, Open MPI, or that of a TPU
+    pod. If there is none, or it was done before, nothing happens.
+
+    Args:
+        num_replicas: how many replicas all instances drive together, if a scheduler has started them; by default one
+            each. `poprun` has its own option.
 
     Raises:
-        PopxlError: if JAX has been used already.
+        PopxlError: if JAX has been used already; if a scheduler does not say who this process is.
         PopxlRuntimeError: if another instance ends, or does not come.
+        ValueError: if the instances cannot get equal shares of the replicas.
+
+    Example:
+        In a program that `srun --ntasks 64 python train.py` starts, which goes on with
+        `popxl.Ir("popdist", axes={"data": 32, "tensor": 8})`:
+
+            popdist.init(num_replicas=256)
     """
+    ask_scheduler(num_replicas)
     processes.join()
 
 
@@ -67,7 +81,7 @@ def synchronize() -> None:
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether `poprun` has started this process."""
+    """Whether `poprun` has started this process, or a scheduler, once `init` has asked it."""
     return launched() is not None
 
 

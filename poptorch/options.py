@@ -162,7 +162,8 @@ class Options(OptionsDict):
     )
     kept_programs: int = setting(
         8,
-        "so many programs an inference model keeps that has several: one for each kind of arguments of `generate`",
+        "so many programs an inference model keeps: one for each kind of arguments of `generate`, and for each shape "
+        "or number that the host finds on the way; with 1, numbers are not looked at, and there is an Error",
         "keptPrograms",
         valid=positive,
         expects="a positive integer",
@@ -486,6 +487,10 @@ class Options(OptionsDict):
 
     def keptPrograms(self, kept_programs: int) -> Self:
         """Keep at most so many programs of an inference model that has several; those used last are kept.
+
+        `generate` has one for each kind of arguments. Where a shape, or what Python does, depends on numbers of a run
+        (`x[mask]`, `x.sum().item()`), the host looks, and there is a program for each shape or number that it finds.
+        With 1 it does not look, and there is an `Error` that says where it would have to.
 
         Raises:
             AssertionError: if it is no positive integer.

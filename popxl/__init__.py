@@ -18,7 +18,7 @@ from popxl.base import quiet as quiet  # imports JAX, which others expect to be 
 
 # isort: split
 from popxl import compat as compat  # private names that programs in use reach for
-from popxl import errors, fp8_utils, ops, transforms, utils
+from popxl import errors, fp8_utils, initial, ops, transforms, utils
 from popxl import operators as operators  # gives tensors their operators
 from popxl import tensor as tensor
 from popxl import testing as testing
@@ -132,6 +132,7 @@ __all__ = [
     "h2d_stream",
     "half",
     "in_sequence",
+    "initial",
     "int8",
     "int16",
     "int32",

@@ -414,7 +414,7 @@ class Ir:
             >>> print(ir.communication())
             Communication of Ir[id=...]
             <BLANKLINE>
-            4 replicas. Bytes are those of one: what goes in, or comes out, whichever is more.
+              4 replicas. Bytes are those of one: what goes in, or comes out, whichever is more.
             <BLANKLINE>
               collective   tensor     bytes   groups ...
               all-reduce   x        4.19 MB   of 2, 2 apart ...

@@ -66,7 +66,7 @@ class SessionOptions(BaseModel):
         "the other; compile time does not grow with the number of calls. 'rolled': in one program, in which calls "
         "that differ only in what they are given are turns of a loop, with their updates; variables that take the same "
         "part lie in one array. 'inlined': every call as if it had been written out. 'auto': on CPUs dispatched, where "
-        "much would be compiled again and again, and kept otherwise; elsewhere rolled, where there is such a loop.",
+        "much would be compiled again and again, and kept otherwise; elsewhere rolled, where that saves enough.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",
@@ -80,7 +80,9 @@ class SessionOptions(BaseModel):
         description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "
         "the device's, which is faster, as long as there is room. 'auto': the host's; but a CPU has only one memory, "
         "and is quicker without asking for it. An accelerator that runs several replicas cannot reach into the host's "
-        "memory for each of them: it has to be 'device' then, and a session says so.",
+        "memory for each of them, as JAX knows no memories where it runs several copies of a program on one device; "
+        "nor can a TPU move numbers of 64 bits, which it has as pairs. It has to be 'device' then, and a session says "
+        "so.",
     )
     precision: Literal["highest", "high", "default"] = Field(
         default="highest",

@@ -12,6 +12,8 @@ A checkpoint is a directory. In it:
 Nothing in it is read as a Python object. It is written beside its place, brought to the disk and renamed: a program
 that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds. What is read is
 compared with the digests first. Checkpoints of others, and of earlier versions, have none, and are read as they are.
+
+A `Writer` writes checkpoints one after the other, if wanted in a thread while the program goes on.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import logging
 import math
 import shutil
 import tempfile
+import threading
+import weakref
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -109,11 +113,93 @@ def _is_map(name: str) -> bool:
     return name.startswith(f"{MODEL}/") and not name.endswith(".npz")
 
 
+class Writer:
+    """Writes checkpoints one after the other: at once, or each in a thread.
+
+    What goes wrong in a thread is raised by the next `check`. If there is none, because the owner or the process has
+    come to its end, it is told in the log.
+
+    Args:
+        owner: who asks. The end of the process waits for a thread; that of the owner does not.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._is_left = False
+        self._saved: list[Path] = []
+        self._turn = threading.Lock()
+        self._telling = threading.RLock()  # the owner may be collected in any thread, at any moment
+        weakref.finalize(owner, self._leave)
+
+    def do(self, work: Callable[[], None], what: str, wait: bool) -> None:
+        """Do some work: in a thread, unless the caller is to wait. `what` it is, is told where it fails in a thread."""
+        with self._turn:
+            self.wait()
+            if not wait:
+                self._thread = threading.Thread(target=self._work, args=(work, what), name=f"write {what}")
+                self._thread.start()
+                return
+        work()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def check(self) -> None:
+        """Raise what went wrong in the last thread, once."""
+        with self._telling:
+            problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def wait(self) -> None:
+        """Wait until the thread has ended, and raise what went wrong there."""
+        self.join()
+        self.check()
+
+    def keep(self, directory: Path, count: int) -> None:
+        """Note the newest checkpoint, and delete the oldest if there are more than `count`."""
+        self._saved = [path for path in self._saved if path != directory] + [directory]
+        while len(self._saved) > count:
+            oldest = self._saved.pop(0)
+            if oldest in directory.parents:
+                _log.warning("The old checkpoint `%s` is not deleted: the newest, `%s`, is in it.", oldest, directory)
+            else:
+                forget(oldest)
+
+    def _work(self, work: Callable[[], None], what: str) -> None:
+        try:
+            work()
+        except BaseException as problem:  # whatever it is, it is for the program's own thread
+            problem.add_note(f"This was when {what} was written, while the program went on. It is not there.")
+            with self._telling:
+                self._problem = problem
+                if self._is_left:
+                    self._tell()
+
+    def _leave(self) -> None:
+        with self._telling:
+            self._is_left = True
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._problem is not None:
+            _log.error("Nobody has asked about a checkpoint that could not be written.", exc_info=self._problem)
+            self._problem = None
+
+
 # Contents -----------------------------------------------------------------------------------------------------------
 
 
 def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> None:
-    """Write arrays in a format, and copy the files of those that are memory maps.
+    """Write arrays in a format, and copy the files of those that are memory maps. Raises as `begun` does."""
+    begun(directory, arrays, format)()
+
+
+def begun(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> Callable[[], None]:
+    """Copy the files of the arrays that are memory maps. What is returned writes the others, in a format.
 
     Raises:
         ValueError: for another `format`, two memory maps whose files have the same name, or an array that only Python
@@ -134,11 +220,15 @@ def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Form
                 "one file in a checkpoint. Give one of them another name."
             )
         shutil.copyfile(source, model / source.name)
-    if format == "safetensors":
-        _write_safetensors(directory / TENSORS, stored)
-    else:
-        for name, array in stored.items():
-            _write_npz(model / f"{name}.npz", name, array)
+
+    def write() -> None:
+        if format == "safetensors":
+            _write_safetensors(directory / TENSORS, stored)
+        else:
+            for name, array in stored.items():
+                _write_npz(model / f"{name}.npz", name, array)
+
+    return write
 
 
 def read_arrays(directory: Path) -> dict[str, np.ndarray]:

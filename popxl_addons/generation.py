@@ -14,8 +14,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.tensor import Variable
-from popxl_addons.layers.language_model import LanguageModel
+from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.sampling import sample_token
@@ -65,7 +64,8 @@ class Generator:
         temperature, top_k, top_p: how they are drawn, as of `popxl_addons.ops.sample_token`.
         end: the token that ends a text, if one does.
         weights: a session, and the variables of the model in its program, by their names in the model: they are used
-            where they are, and each run finds them as the session has left them. By default the generator has its own.
+            where they are, and each run finds them as the session has left them. By default the generator has its own,
+            which are zeros until weights are loaded.
         device_desc: where it runs, as of `popxl.Session`.
 
     Attributes:
@@ -108,18 +108,18 @@ class Generator:
                 f"Generator: `batch`, `prompt` and `tokens` are {batch}, {prompt}, {tokens}; expected 1 or more, and "
                 f"prompts that fit into the room of {self.room} places."
             )
-        self._entered = ExitStack()
+        self._entered: list[ExitStack] = []
         step = _Step(model, batch, self.room, tokens, end, temperature=temperature, top_k=top_k, top_p=top_p)
         writing, reading = popxl.Ir(), popxl.Ir()
-        with writing.main_graph, popxl.in_sequence():
+        with writing.main_graph, popxl.in_sequence(), undrawn_weights():
             self._seed = popxl.h2d_stream((2,), popxl.uint32, "seed")
             seed, turn = ops.host_load(self._seed), popxl.constant(0, popxl.uint32)
             facts, graph = step.create_graph(turn, seed)
             state, cache = _made(facts, is_known=weights is not None)
-            ops.repeat(graph.graph, tokens, turn, seed, inputs_dict=graph.args.to_mapping(_merged(state, cache)))
+            ops.repeat(graph.graph, tokens, turn, seed, inputs_dict=_pairs(graph.args, _merged(state, cache)))
             self._written = popxl.d2h_stream((tokens, batch), popxl.int32, "written")
             ops.host_store(self._written, cache.written)
-        with reading.main_graph, popxl.in_sequence():
+        with reading.main_graph, popxl.in_sequence(), undrawn_weights():
             self._prompts = popxl.h2d_stream((batch, prompt), popxl.int32, "prompts")
             text = ops.host_load(self._prompts)
             facts, graph = model.create_graph(text, room=self.room, logits=False)
@@ -135,21 +135,22 @@ class Generator:
             if missing := [name for name in state.model.keys_flat() if name not in theirs]:
                 raise ValueError(f"Generator: `weights` lacks variables of the model: {missing}.")
         self.writing, self.reading = popxl.Session(writing, device_desc), popxl.Session(reading, device_desc)
-        owner, self.variables = (self.writing, state.model) if weights is None else weights
+        owner = self.writing if weights is None else weights[0]
+        self.variables: NamedTensors = state.model if weights is None else weights[1]
         if weights is not None:
-            self.writing.use_variables_of(owner, _pairs(state.model, self.variables))
-        self.reading.use_variables_of(owner, _pairs(known, self.variables))
-        self.reading.use_variables_of(self.writing, _pairs(filled, cache.model) | _pairs(filled, cache))
+            _share(self.writing, owner, _pairs(state.model, self.variables))
+        _share(self.reading, owner, _pairs(known, self.variables))
+        _share(self.reading, self.writing, _pairs(filled, cache.model) | _pairs(filled, cache))
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
             entered.enter_context(self.writing)  # first: it has what the other uses
             entered.enter_context(self.reading)
-            self._entered = entered.pop_all()
+            self._entered.append(entered.pop_all())
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.__exit__(*exception)
+        self._entered.pop().__exit__(*exception)
 
     def __call__(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[list[int]]:
         """What follows each prompt: `count` tokens, or as many as there are up to the `end`, and that.
@@ -172,6 +173,9 @@ class Generator:
     def pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> Iterator[list[list[int]]]:
         """The same as it comes: for each run, what it adds to each text. A text that has ended gets nothing more."""
         self._check(prompts, count)
+        return self._pieces(prompts, count, seed)
+
+    def _pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int) -> Iterator[list[list[int]]]:
         rows = np.zeros((self.batch, self.prompt), np.int32)
         lengths = np.ones(self.batch, np.int32)
         for row, (i, prompt) in zip(rows, enumerate(prompts), strict=False):
@@ -199,6 +203,8 @@ class Generator:
             raise ValueError(f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each.")
         if unknown := sorted({token for prompt in prompts for token in prompt if not 0 <= token < self.vocabulary}):
             raise ValueError(f"Generator: the prompts have tokens that the model does not know: {unknown}.")
+        if count < 0:
+            raise ValueError(f"Generator: `count` is {count}; expected a number of tokens.")
         if max(lengths) + count > self.room:
             raise ValueError(
                 f"Generator: with {count} more tokens, a text would have {max(lengths) + count} places, and there is "
@@ -213,9 +219,17 @@ def _made(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, 
     return made, NamedVariableFactories.from_dict(changed).init()
 
 
+def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, Any]) -> None:
+    """Have variables in common, on the device and on the host: there, too, a large model is to be once."""
+    session.use_variables_of(owner, variables)
+    for mine, theirs in variables.items():
+        mine.data = theirs.data
+
+
 def _merged(one: NamedTensors, other: NamedTensors) -> NamedTensors:
     return NamedTensors.from_dict({**one.to_dict(), **other.to_dict()})
 
 
-def _pairs(mine: NamedTensors, theirs: NamedTensors) -> dict[Variable, Variable]:
-    return mine.to_mapping(theirs)  # type: ignore[return-value]  # all of them are variables
+def _pairs(mine: NamedTensors, theirs: NamedTensors) -> dict[Any, Any]:
+    there = theirs.to_dict()
+    return {t: there[name] for name, t in mine.to_dict().items() if name in there}

@@ -144,12 +144,13 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         by_ref: bool = False,
         replica_grouping: Groups | None = None,
         overwrite: bool = False,
+        group_axis: int | None = None,
     ) -> popxl.Tensor:
         """A placeholder for a variable `name`, whose initial values `data_iter` gives; see `VariableFactory`.
 
         `ValueError` if the name is taken. `overwrite` replaces it, and is needed to add to a namespace that exists.
         """
-        factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
+        factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping, group_axis=group_axis)
         return self._collected.add(name, in_precision(factory), overwrite)
 
     def add_replica_sharded_variable_input(
@@ -160,12 +161,13 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         by_ref: bool = False,
         replica_grouping: Groups | None = None,
         shard_over: SupportsInt | None = None,
+        group_axis: int | None = None,
     ) -> popxl.Tensor:
         """A placeholder for one replica's piece of a variable, split over `shard_over` replicas (default: the group).
 
         Its shape is ``(ceil(nelms / shard_over),)``, its meta-shape that of the data.
         """
-        factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
+        factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over, group_axis)
         return self._collected.add(name, in_precision(factory))
 
     def add_variable_inputs(

@@ -15,7 +15,8 @@ def seed_variable(seed: int, replica_grouping: Groups | None = None) -> tuple[Va
 
     Args:
         seed: what the seeds are made from, by `popxl.create_seeds`.
-        replica_grouping: which replicas share a seed: a grouping, or names of axes. By default each replica has its own.
+        replica_grouping: which replicas share a seed: a grouping, or names of axes. By default each replica has its
+            own.
 
     Returns:
         The variable, for the session: on the host a uint32 array of shape ``(groups, 2)``, or ``(2,)`` for one group.

@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast
@@ -23,6 +24,7 @@ from popxl.base.files import replaced_file
 from popxl.errors import MissingStateWarning
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
+from popxl_addons.array_munging import shard, unshard
 from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
@@ -100,7 +102,7 @@ class TaskSession(popxl.Session):
         self.max_checkpoints = max_checkpoints
         self.session_state: dict[str, Any] = {"steps": 0}
         self._dataloader: DataLoader | None = None
-        self._saved: list[Path] = []
+        self._writer = checkpoint.Writer(self)
 
     @classmethod
     def load(cls, *args: Any, **kwargs: Any) -> NoReturn:
@@ -157,6 +159,8 @@ class TaskSession(popxl.Session):
     def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "warn") -> None:
         """Copy the values of `src.state` to the variables of the same names in this session's state.
 
+        The programs may differ as those of a checkpoint: see `load_checkpoint`.
+
         Args:
             src: another session.
             report_missing: what to do about names that only one of them has: ``"none"`` leaves them alone, ``"warn"``
@@ -167,7 +171,7 @@ class TaskSession(popxl.Session):
                 errors. Nothing is written then.
         """
         # Copies: sessions of one Ir share the host copies of its variables.
-        arrays = {name: array.copy() for name, array in src.get_named_tensors_data().to_dict().items()}
+        arrays = {name: a.copy() if checkpoint.map_file(a) else a for name, a in src._values(copied=True).items()}
         what = f"TaskSession.load_from_session, from {src!r}"
         values, missing = self._matched(what, "Source", arrays, report_missing)
         if missing and report_missing == "warn":
@@ -177,7 +181,9 @@ class TaskSession(popxl.Session):
 
     # Checkpoints
 
-    def save_checkpoint(self, checkpoint_dir: str | os.PathLike[str], format: checkpoint.Format = "npz") -> None:
+    def save_checkpoint(
+        self, checkpoint_dir: str | os.PathLike[str], format: checkpoint.Format = "npz", wait: bool = True
+    ) -> None:
         """Write the state, `session_state` and the position of the data loader to a directory.
 
         The directory is replaced when everything has been written: an interruption at any moment leaves the old
@@ -186,8 +192,14 @@ class TaskSession(popxl.Session):
         `max_checkpoints`; so there has to be room for one more. The data loader, too, writes to the new directory,
         whose name is another one until then.
 
+        Values are written whole, however many replicas have pieces of them: also those that groups of replicas divide,
+        if the variable has a `group_axis`. With `wait=False` they are copied, and so are memory maps and the position
+        of the data loader; the rest is done in a thread while the session runs on. The next checkpoint, leaving the
+        ``with`` block and the end of the process wait for it, and so does `wait_for_checkpoint`. They raise what went
+        wrong in the thread. At the end of the process that is only told in the log.
+
         Of several processes that run the program, all have to call this, and the first one writes. If others are to
-        read the checkpoint at once, wait for it (``popdist.synchronize()``).
+        read the checkpoint at once, wait for it (``session.wait_for_checkpoint(); popdist.synchronize()``).
 
         Args:
             checkpoint_dir: a directory, ``~`` for the user's home; or ``wandb://<name>`` for an artifact of the type
@@ -195,24 +207,52 @@ class TaskSession(popxl.Session):
             format: ``"npz"``, a NumPy archive for each name; or ``"safetensors"``, one file for all. Memory-mapped
                 variables are copied as raw files in both. With either come digests, in ``checksums.json``: delete that
                 file if you change the others by hand.
+            wait: whether to return only when all is written.
 
         Raises:
+            OSError: what the disk says, of this checkpoint or of the one before.
             TypeError: if `session_state` holds something that JSON does not know.
             ValueError: for another `format`, or memory maps that lie in `checkpoint_dir`.
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
         place = os.fspath(checkpoint_dir)
-        arrays = self.get_named_tensors_data().to_dict()
+        self._writer.join()  # there is room for one copy of the values
+        arrays = self._values(copied=not wait)
+        self._writer.check()  # here, where all processes have given their values
         if (launched() or Instance()).instance_index != 0:
             return
         self._check_maps_elsewhere(place, arrays)
-        with checkpoint.created(place) as directory:
+        with ExitStack() as stack:
+            directory = stack.enter_context(checkpoint.created(place))
             checkpoint.write_info(directory, self.session_state)
-            checkpoint.write_arrays(directory, arrays, format)
+            write = checkpoint.begun(directory, arrays, format)
             if self._dataloader is not None:
                 self._dataloader.save(str(directory / checkpoint.LOADER))
-        if not place.startswith(_wandb.SCHEME):
-            self._keep(checkpoint.as_path(place))
+            draft = stack.pop_all()
+        writer, count = self._writer, self.max_checkpoints  # not the session: a thread would keep it
+
+        def finish() -> None:
+            with draft:
+                write()
+            if not place.startswith(_wandb.SCHEME):
+                writer.keep(checkpoint.as_path(place), count)
+
+        writer.do(finish, f"the checkpoint `{place}`", wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is complete, if it was saved with `wait=False`.
+
+        Raises what went wrong with it, if that was not raised before.
+        """
+        self._writer.wait()
+
+    def __exit__(self, exception: type[BaseException] | None, *others: object) -> None:
+        try:
+            super().__exit__(exception, *others)
+        finally:
+            self._writer.join()
+        if exception is None:
+            self._writer.check()
 
     def load_checkpoint(
         self,
@@ -224,6 +264,10 @@ class TaskSession(popxl.Session):
 
         Works in and out of the ``with`` block; variables that are not in the state keep their values. Everything is
         read and compared before anything changes.
+
+        The program may have other replicas, axes, pieces and processes than the one that has saved. If a variable has
+        a value for each of several groups of replicas, it needs a `group_axis` for that: it is then read from the
+        whole value, and from a checkpoint with one for each of other groups.
 
         Args:
             checkpoint_dir: as for `save_checkpoint`.
@@ -240,6 +284,7 @@ class TaskSession(popxl.Session):
             ImportError: for an artifact, if `wandb` is not installed.
         """
         place = os.fspath(checkpoint_dir)
+        self._writer.wait()
         with checkpoint.located(place) as directory:
             info = checkpoint.read_info(directory)
             position = directory / checkpoint.LOADER
@@ -273,6 +318,8 @@ class TaskSession(popxl.Session):
         if report_missing not in ("none", "warn", "error"):
             raise ValueError(f"{what}: `report_missing` is {report_missing!r}; expected 'none', 'warn' or 'error'.")
         present = self.get_named_tensors_data().to_dict()  # brings the host copies of all variables up to date, too
+        named = _readable(self.state)
+        stored = {name: _in_groups(named[name], a) if name in named else a for name, a in stored.items()}
         expected = {name for name in present if name in stored or not _is_mapped_to(present[name], maps)}
         missing = [*_differences(source, stored.keys(), expected), *differences]
         unfit = [
@@ -282,25 +329,35 @@ class TaskSession(popxl.Session):
         ]
         if expected and expected.isdisjoint(stored):
             unfit = ["No name is on both sides: values are copied by their names in `state`, so these have to agree"]
+        if any(
+            _may_be_divided(t, stored[name])
+            for name, t in named.items()
+            if name in stored and _brief(stored[name]) != _brief(present[name])
+        ):
+            unfit.append(
+                "If groups of replicas have parts of one value, say along which axis where the variable is made, with "
+                "`group_axis`; if each has a value of its own, leave the variable out of `state`"
+            )
         if unfit or (missing and report_missing == "error"):
             raise ValueError(f"{what}: nothing has been loaded. {'. '.join([*missing, *unfit])}.")
-        named = _readable(self.state).items()
-        values = {v: stored[name] for name, v in named if name in stored and isinstance(v, Variable)}
+        values = {v: stored[name] for name, v in named.items() if name in stored and isinstance(v, Variable)}
         return values, ". ".join(missing)
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if values:
             self.write_variables_data(values)
 
-    def _keep(self, directory: Path) -> None:
-        """Note the newest checkpoint, and delete the oldest if there are too many."""
-        self._saved = [path for path in self._saved if path != directory] + [directory]
-        while len(self._saved) > self.max_checkpoints:
-            oldest = self._saved.pop(0)
-            if oldest in directory.parents:
-                _log.warning("The old checkpoint `%s` is not deleted: the newest, `%s`, is in it.", oldest, directory)
-            else:
-                checkpoint.forget(oldest)
+    def _values(self, copied: bool) -> dict[str, np.ndarray]:
+        """The values of the state, whole, by name. Memory maps are as they are; others are copies if so wanted."""
+        named = _readable(self.state)
+        with self._lock, self.ir.host_copies.lock:
+            data = self.get_tensors_data(named.values())
+            wholes = {name: _whole(t, data[t]) for name, t in named.items()}
+            if copied:
+                for name, t in named.items():
+                    if wholes[name] is data[t] and checkpoint.map_file(data[t]) is None:
+                        wholes[name] = data[t].copy()
+        return wholes
 
     def _check_maps_elsewhere(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
@@ -395,6 +452,36 @@ def initialise_memmap_dir_from_checkpoint(
 
 def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
     return {name: cast("Variable | Constant", t) for name, t in state.to_dict().items()}
+
+
+def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
+    """The value that groups of replicas have parts of; another array as it is, and so a memory map."""
+    if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
+        return array
+    if array.shape != t.shape_on_host or checkpoint.map_file(array):
+        return array
+    return unshard(array, t.group_axis)
+
+
+def _in_groups(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
+    """A whole value, or a row for each of any groups, with a row for each group of `t`. Another array as it is."""
+    axis = t.group_axis if isinstance(t, Variable) else None
+    if not isinstance(t, Variable) or axis is None or array.shape == t.shape_on_host:
+        return array
+    groups = t.replica_grouping.num_groups
+    expected = (*t.shape[:axis], groups * t.shape[axis], *t.shape[axis + 1 :])
+    has_rows = array.ndim == len(expected) + 1 and len(array) > 0
+    whole = unshard(array, axis) if has_rows else array
+    if whole.shape != expected:
+        return array
+    return shard(whole, groups, axis) if groups > 1 else whole
+
+
+def _may_be_divided(t: Variable | Constant, array: np.ndarray) -> bool:
+    """Whether a value that does not fit may be one of which groups of replicas have parts, here or there."""
+    if not isinstance(t, Variable) or t.group_axis is not None:
+        return False
+    return t.replica_grouping.num_groups > 1 or array.ndim == len(t.shape) + 1
 
 
 def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:

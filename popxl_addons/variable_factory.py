@@ -19,8 +19,10 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.fp8_utils import as_array
+from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
+from popxl.values.shapes import integer, one_axis
 from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree
@@ -38,18 +40,23 @@ class VariableFactory:
     """How to make a variable, kept until there is a main graph to make it in.
 
     `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
-    variable for one replica group. A callable is called once here, as a check, and its result dropped; a first
+    variable for one replica group. In place of an array there may be a description, such as `popxl.initial.zeros(3)`:
+    then nobody makes the numbers before they are needed. A callable is called once here, as a check, and its result
+    dropped; a first
     element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
     With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
     ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
     to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
-    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them.
+    `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them. Where
+    there are several groups, and their values are parts of one, `group_axis` is the axis along which that one is
+    divided: then a checkpoint can be read with another number of groups. See `Variable.group_axis`.
 
     The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
 
-    `ValueError` if the data cannot be used, `AssertionError` if `shard_over` exceeds the group.
+    `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over`
+    exceeds the group.
 
     Example:
         >>> ir = popxl.Ir()
@@ -68,6 +75,7 @@ class VariableFactory:
         by_ref: bool = False,
         replica_grouping: Groups | None = None,
         shard_over: SupportsInt = 1,
+        group_axis: int | None = None,
     ):
         self.data_iter = _Peekable(_elements(data_iter, name))
         self.name = name
@@ -83,12 +91,16 @@ class VariableFactory:
         self.replica_sharded = shard_over > 1
 
         first = _first_element(self.data_iter, name)
-        self.dtype = popxl.dtype.as_dtype(first.dtype) if dtype is None else dtype
+        of_data = first.dtype if isinstance(first, Initial) else None
+        self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
         self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
             self.meta_shape, self.shape = self.shape, (piece_length(self.shape, shard_over),)
+        what = f"VariableFactory `{name}`: `group_axis`"
+        rank = len(self.whole_shape)
+        self.group_axis = None if group_axis is None else one_axis(integer(group_axis, what), rank, what)
 
     def create_input(self, prefix: str | None = None) -> popxl.Tensor:
         """A placeholder in the current graph, named ``<prefix>.<name>`` or ``<name>``."""
@@ -121,11 +133,11 @@ class VariableFactory:
         if self.meta_shape is not None:
             pieces = piece_count(nelms, self.shape[0], pieces)
         elif not (sharded and 1 < pieces <= nelms):
-            return popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping)
+            return self._declared(popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping))
         v, _ = popxl.replica_sharded_variable(
             data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
         )
-        return v
+        return self._declared(v)
 
     def create_remote_tensor(
         self,
@@ -140,15 +152,26 @@ class VariableFactory:
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
         create = popxl.remote_replica_sharded_variable if buffer.meta_shape else popxl.remote_variable
-        return create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
+        return self._declared(create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping))
 
     def next_data(self, empty: bool = False) -> Any:
-        """The host value of the next variable: one element, or one for each replica group, stacked."""
+        """The host value of the next variable: one element, or one for each replica group, stacked.
+
+        What is only described is made.
+        """
+        value = self._next_value(empty)
+        return value.numbers(self.dtype) if isinstance(value, Initial) else value
+
+    def _next_value(self, empty: bool) -> Any:
+        """The same, described if the data are."""
         if empty:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
             return next(self.data_iter)
-        return np.stack([as_array(next(self.data_iter)) for _ in range(self.replica_grouping.num_groups)])
+        values = [next(self.data_iter) for _ in range(self.replica_grouping.num_groups)]
+        if all(isinstance(value, Initial) for value in values):
+            return stacked(values)
+        return np.stack([as_array(value) for value in values])
 
     def next_memmap(
         self, memmap_dir: PathLike, name: str, empty: bool = False, read_only_if_exists: bool = False
@@ -166,9 +189,13 @@ class VariableFactory:
             read_only_if_exists,
         )
 
+    def _declared(self, v: Variable) -> Variable:
+        v.group_axis = self.group_axis
+        return v
+
     def _host_value(self, name: str | None, empty: bool, memmap_dir: PathLike | None, read_only_if_exists: bool) -> Any:
         if memmap_dir is None:
-            return self.next_data(empty)
+            return self._next_value(empty)
         if name is None:
             raise ValueError(
                 "VariableFactory: a memory-mapped variable needs a `name`, which its file is called after."
@@ -315,6 +342,7 @@ def add_variable_input(
     dtype: popxl.dtype | None = None,
     by_ref: bool = False,
     replica_grouping: Groups | None = None,
+    group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and its placeholder in the current graph.
 
@@ -325,7 +353,7 @@ def add_variable_input(
         >>> with ir.main_graph:
         ...     variable = factory.create_tensor()
     """
-    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping)
+    factory = VariableFactory(data_iter, dtype, name, by_ref, replica_grouping, group_axis=group_axis)
     return factory.create_input(), factory
 
 
@@ -336,13 +364,14 @@ def add_replica_sharded_variable_input(
     by_ref: bool = False,
     replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
+    group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """A factory, and in the current graph a placeholder for one replica's piece of the variable.
 
     `shard_over` is the number of pieces: by default the size of the group, which by default is all replicas. If that
     is 1 the placeholder is whole.
     """
-    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over)
+    factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over, group_axis)
     return factory.create_input(), factory
 
 
@@ -353,11 +382,12 @@ def replica_sharded_factory(
     by_ref: bool = False,
     replica_grouping: Groups | None = None,
     shard_over: SupportsInt | None = None,
+    group_axis: int | None = None,
 ) -> VariableFactory:
     """A factory whose variable is split over `shard_over` replicas, by default the whole group."""
     group = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
     pieces = group.group_size if shard_over is None else shard_over
-    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces)
+    return VariableFactory(data_iter, dtype, name, by_ref, group, pieces, group_axis)
 
 
 class _Peekable(Iterator[Any]):
@@ -395,7 +425,7 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
         first = elements.peek()
     except StopIteration:
         raise ValueError(f"VariableFactory `{name}`: `data_iter` is empty.") from None
-    if not isinstance(first, host_scalar_tensor_types):
+    if not isinstance(first, (*host_scalar_tensor_types, Initial)):
         raise ValueError(
             f"VariableFactory `{name}`: `data_iter` gives a {type(first).__name__}, expected NumPy or torch arrays."
         )

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import popxl
@@ -42,8 +43,8 @@ class Stored:
         transposed: the file has the transpose, as `torch.nn.Linear` keeps it.
         part: ``(k, n)``: the variable is part `k` of `n` equal ones that lie beside each other, along the last axis of
             the weight once it is transposed, as GPT-2 has queries, keys and values.
-        axis: which axis of the variable groups of replicas split between them. Loading finds it by the shapes; saving
-            has to be told.
+        axis: which axis of the variable groups of replicas split between them, if its `group_axis` does not say it.
+            Without either, loading finds it by the shapes, and saving refuses.
     """
 
     name: str
@@ -78,13 +79,15 @@ class Names:
         if found is None:
             return None
         kept = Stored(found) if isinstance(found, str) else found
+        if "*" not in kept.name:
+            return kept
         pieces = kept.name.split("*")
-        if len(pieces) - 1 not in (0, len(numbers)):
+        if len(pieces) != len(numbers) + 1:
             raise ValueError(
                 f"Names: `{kept.name}` has {len(pieces) - 1} numbers, and `{variable}` has {len(numbers)}: {numbers}."
             )
-        name = "".join(piece + number for piece, number in zip(pieces, [*numbers, ""], strict=False))
-        return Stored(name, kept.transposed, kept.part, kept.axis)
+        name = "".join(piece + number for piece, number in zip(pieces, [*numbers, ""], strict=True))
+        return replace(kept, name=name)
 
 
 def _pattern(name: str) -> tuple[str, list[str]]:
@@ -254,12 +257,14 @@ def load_safetensors(
     All is looked at before anything changes. A variable with several groups of replicas gets the same for all of them,
     or a part for each, if one axis of the weight is as many times as long.
 
+    Make the graph of a large model within `layers.undrawn_weights`: or random numbers are drawn that nobody needs.
+
     Args:
         variables: by their names in the model.
         place: a ``.safetensors`` file, or a folder with one, or with several and an index.
         names: what the file calls them, such as `popxl_addons.weights.LLAMA`; by default as `variables` does.
-        narrow: whether numbers may be rounded to the dtype of a variable, as from float32 to bfloat16. Narrower ones
-            are always widened.
+        narrow: whether numbers may be rounded to the dtype of a variable, as from float32 to bfloat16. None becomes
+            infinite. Narrower ones are always widened.
         partial: whether these are the variables of a part of the model, such as a stage: then the file may hold more.
         session: a session that runs the program, if one does: within its ``with`` block the device gets the numbers,
             too, and other variables keep theirs. Without, sessions get them when they upload their variables.
@@ -355,10 +360,11 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
 def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] | None:
     """For each group of replicas: where its numbers go, and which part of a weight they are. `None` if none fits."""
     groups = v.replica_grouping.num_groups
-    rows = list(v.data) if groups > 1 else [v.data]
+    rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
     if shape == v.shape:
         return [(row, ...) for row in rows]
-    split = [d for d, size in enumerate(v.shape) if shape == (*v.shape[:d], groups * size, *v.shape[d + 1 :])]
+    axes = range(len(v.shape)) if v.group_axis is None else [v.group_axis]
+    split = [d for d in axes if shape == (*v.shape[:d], groups * v.shape[d], *v.shape[d + 1 :])]
     if len(split) != 1:
         return None
     (axis,) = split
@@ -383,7 +389,18 @@ def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
         return "the variable is a read-only memory map"
     if not narrow and not np.can_cast(given, wanted, "safe"):
         return "numbers would be rounded; say `narrow=True` if they may be"
+    if v.dtype.is_floating_point and jnp.finfo(given).max > jnp.finfo(wanted).max:
+        largest = float(jnp.finfo(wanted).max)
+        if _exceeds(weight.mapped().reshape(-1), largest):
+            return f"some numbers are above {largest:g}, the largest of {v.dtype.name}"
     return ""
+
+
+def _exceeds(numbers: np.ndarray, largest: float) -> bool:
+    """Whether a finite one is larger. Looked at piece by piece, as a weight may be large."""
+    step = 1 << 20
+    pieces = (numbers[start : start + step].astype(np.float64) for start in range(0, len(numbers), step))
+    return any((np.isfinite(piece) & (np.abs(piece) > largest)).any() for piece in pieces)
 
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -412,7 +429,7 @@ def save_safetensors(
 
     Raises:
         ValueError: for variables that have no name in the file, or of which some parts are missing; or that groups of
-            replicas split, if their `Stored.axis` does not say how.
+            replicas split, if neither `Stored.axis` nor their `group_axis` says how.
         TypeError: if `variables` holds something else.
 
     Example:
@@ -481,12 +498,13 @@ def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.nda
     """The value of a variable, whole, if groups of replicas have parts of it, or all the same."""
     if v.replica_grouping.num_groups == 1:
         return array
-    if stored.axis is not None:
-        return np.concatenate(list(array), stored.axis)
+    axis = v.group_axis if stored.axis is None else stored.axis
+    if axis is not None:
+        return np.concatenate(list(array), axis)
     if not (array == array[:1]).all():
         raise ValueError(
             f"save_safetensors: the {len(array)} groups of replicas of {v!r} have different values, to be written as "
-            f"`{name}`. Say which axis they split: `Stored(..., axis=...)`."
+            f"`{name}`. Say which axis they split: `Stored(..., axis=...)`, or `group_axis` where the variable is made."
         )
     return array[0]
 

@@ -20,8 +20,10 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from popxl.base.distributed import LOOPBACK, PREFIX, Instance
+from popxl.errors import PopxlError
 from runtime.meetings import Meetings
 from runtime.pipes import quiet_in_a_pipe
+from runtime.schedulers import NAMES, scheduled
 from runtime.versions import ShowVersions
 
 GRACE = 5.0
@@ -48,6 +50,10 @@ examples:
   poprun --num-instances 4 --num-replicas 4 --max-restarts 10 python train.py
       If a process dies, all four start again, up to ten times. The program goes on from its last checkpoint:
       `if os.path.exists("state"): session.load_checkpoint("state")`.
+
+  srun --ntasks 64 poprun --num-replicas 256 python train.py
+      Slurm starts 64 processes, and each becomes an instance. So do those of Open MPI (mpirun), of an indexed job of
+      Kubernetes, and of a TPU pod: where neither --num-instances nor --host is given, poprun asks who has started it.
 
 In the program:
   import popdist, popxl
@@ -86,10 +92,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        instance = _scheduled(options)
         launch = Launch(options)
     except ValueError as problem:
         parser.error(str(problem))
-    return launch.run()
+    return launch.run() if instance is None else launch.become(instance)
+
+
+def _scheduled(options: argparse.Namespace) -> Instance | None:
+    """The instance that this process is to be, if a scheduler has started several of poprun itself."""
+    is_asked = options.num_instances is None and options.host is None
+    options.num_instances, options.host = options.num_instances or 1, options.host or "localhost"
+    if not is_asked or options.scheduler == "none":
+        return None
+    try:
+        name = None if options.scheduler == "auto" else options.scheduler
+        return scheduled(options.num_replicas, options.ipus_per_replica, options.timeout, name)
+    except PopxlError as problem:
+        raise ValueError(str(problem)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--num-instances", type=_positive, default=1, metavar="N", help="how many processes to start (default: 1)")
+    add("--num-instances", type=_positive, metavar="N", help="how many processes to start (default: 1)")
     add(
         "--num-replicas",
         type=_positive,
@@ -118,7 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--host",
         "-H",
-        default="localhost",
         metavar="HOSTS",
         help="the machines to start instances on, separated by commas; they get equal shares (default: this machine)",
     )
@@ -144,6 +163,13 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="begin each line of output with the number of the instance (default: yes)",
+    )
+    add(
+        "--scheduler",
+        choices=("auto", "none", *NAMES),
+        default="auto",
+        help="which scheduler has started poprun in several processes, if neither --num-instances nor --host is given: "
+        "poprun then becomes one instance. auto: whichever is there (default)",
     )
     add(
         "--max-restarts",
@@ -263,6 +289,17 @@ class Launch:
             )
         self._replicas: int = replicas
         self._lock = threading.Lock()
+
+    def become(self, instance: Instance) -> int:
+        """Run the program in place of this process, as one of the instances that a scheduler has started."""
+        variables = _for_instance(instance) | self._variables | instance.environment()
+        if self._options.verbose:
+            _say(f"instance {instance.instance_index} of {instance.num_instances}: {shlex.join(self._command)}")
+        try:
+            os.execvpe(self._command[0], self._command, os.environ | variables)
+        except OSError as problem:
+            _say(f"{self._command[0]!r} cannot be started: {problem}")
+            return 127
 
     def run(self) -> int:
         """Start the instances, and wait until they have ended; again, if one fails, as often as it may be.
@@ -394,9 +431,7 @@ class Launch:
             host=here if _is_here(host) else host,
             token=self._token,
         )
-        # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
-        devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
-        variables = {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
+        variables = _for_instance(instance)
         if instance.all_are_here:  # of NCCL, by which GPUs meet: it would take an address of a network
             variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables |= self._variables | instance.environment()
@@ -468,6 +503,13 @@ class Launch:
                 process.wait(max(0.0, deadline - time.monotonic()))
             _send(process, signal.SIGKILL)
             process.wait()
+
+
+def _for_instance(instance: Instance) -> dict[str, str]:
+    """The environment variables that say how an instance is to run."""
+    # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
+    devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
+    return {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

@@ -5,7 +5,8 @@ What is here is what comes before and around that: a line to the launcher that s
 says that it has come to a place where all must meet, and hears when all are there, or why they never will be: one has
 ended, another waits elsewhere, or time is up. If the line breaks, the process ends too. So nobody waits for the dead.
 
-The other end of the line is `runtime.meetings`.
+The other end of the line is `runtime.meetings`. Where a scheduler has started the processes there is no launcher:
+`runtime.schedulers`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from jax.extend.backend import register_backend_factory
 from popxl.base.distributed import LOOPBACK, Instance, launched
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
+from runtime.schedulers import HAS_TPUS, Service
 
 _log = Logger("session")
 
@@ -108,8 +110,23 @@ class Line:
         said_by_all: list[Any] = answer["said"]
         return said_by_all
 
+    def leave(self, is_first: bool, failed: bool) -> None:
+        """At the end of the program. Instance 0 waits for the others.
 
-_lines: list[Line] = []  # none before this process has joined, and one after
+        Raises:
+            PopxlRuntimeError: if they will not all end.
+        """
+        if not is_first or failed:
+            self.say(LEAVING, failed)
+            return
+        try:
+            self.meet(ENDING)
+        except PopxlRuntimeError:
+            self.say(LEAVING, True)
+            raise
+
+
+_lines: list[Line | Service] = []  # none before this process has joined, and one after
 
 
 def has_joined() -> bool:
@@ -127,10 +144,24 @@ def join() -> None:
     instance = launched()
     if instance is None or instance.num_instances == 1 or has_joined():
         return
-    line = Line(instance)
     address = LOOPBACK if instance.all_are_here else ""
-    port = _free_port(address)
-    addresses = line.meet(JOINING, f"{instance.host}:{port}" if instance.instance_index == 0 else None)
+    line: Line | Service
+    if instance.coordinator:
+        port = int(instance.coordinator.rpartition(":")[2])
+        _connect(instance, instance.coordinator, f"{address or '[::]'}:{port}", int(instance.timeout))
+        line = Service(instance, distributed.global_state.client)
+    else:
+        line = Line(instance)
+        with held_port(address) as port:
+            said = f"{instance.host}:{port}" if instance.instance_index == 0 else None
+            coordinator = line.meet(JOINING, said)[0]
+            _connect(instance, coordinator, f"{address or '[::]'}:{port}", _ALL_ARE_HERE)
+    _lines.append(line)
+    atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
+
+
+def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> None:
+    """Have JAX connect the instances. The first one listens at an address of its own for the coordinator's."""
     devices = instance.num_local_replicas * instance.num_ipus_per_replica
     first = instance.local_instance_index * devices
     # JAX would hold SIGTERM back, and the process could not be stopped.
@@ -139,13 +170,13 @@ def join() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
-            addresses[0],
+            coordinator,
             instance.num_instances,
             instance.instance_index,
-            local_device_ids=range(first, first + devices),
+            local_device_ids=None if instance.coordinator and HAS_TPUS else range(first, first + devices),
             cluster_detection_method="deactivate",
-            initialization_timeout=_ALL_ARE_HERE,
-            coordinator_bind_address=f"{address or '[::]'}:{port}",
+            initialization_timeout=timeout,
+            coordinator_bind_address=own,
             shutdown_timeout_seconds=0,  # instances may end one after the other
         )
     except RuntimeError as problem:
@@ -155,8 +186,6 @@ def join() -> None:
         ) from problem
     if instance.all_are_here and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
         _exchange_on(LOOPBACK)
-    _lines.append(line)
-    atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
 
 
 def _exchange_on(address: str) -> None:
@@ -170,14 +199,21 @@ def _exchange_on(address: str) -> None:
     register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
-def _free_port(address: str) -> int:
-    with socket.socket() as found:
-        found.bind((address, 0))
-        port: int = found.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port(address: str) -> Iterator[int]:
+    """A port that no other process gets, while this one waits for all instances. JAX's service listens there, too."""
+    with socket.socket() as held:
+        if hasattr(socket, "SO_REUSEPORT"):  # elsewhere, JAX could not listen where something is held
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((address, 0))
+            yield held.getsockname()[1]
+            return
+        held.bind((address, 0))
+        port = held.getsockname()[1]
+    yield port
 
 
-def _leave(line: Line, is_first: bool, process: int) -> None:
+def _leave(line: Line | Service, is_first: bool, process: int) -> None:
     """At the end of the program, before JAX takes down what the others may be using.
 
     Instance 0 waits for them: JAX's service, by which all are connected, is in its process. After an uncaught exception
@@ -187,13 +223,9 @@ def _leave(line: Line, is_first: bool, process: int) -> None:
         return
     failed = getattr(sys, "last_value", None) is not None
     try:
-        if is_first and not failed:
-            line.meet(ENDING)
-        else:
-            line.say(LEAVING, failed)
+        line.leave(is_first, failed)
     except PopxlRuntimeError as problem:
         print(problem, file=sys.stderr)
-        line.say(LEAVING, True)
 
 
 def meet(place: str) -> None:

@@ -533,7 +533,7 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
         size=_size(main, program),
         work=_work(runs),
         pieces=_pieces(main, program, ops),
-        precision=_precision(ir.options.precision, program.layout.target.platform),
+        precision=_precision(ir.options.precision, program.layout.destination.platform),
         seconds=program.compiled.seconds,
         memory=memory,
         runs=program.runs,

@@ -523,14 +523,14 @@ class Session:
             raise TypeError(f"Session.use_variables_of: expected variables, by variables; got {others}.")
         if other is self or any(owner is self for owner, _ in other._owners.values()):
             raise ValueError("Session.use_variables_of: `other` is this session, or has variables of this one.")
-        for session in (self, other):
-            if not session._is_here:
-                session._check_attached("use_variables_of")
+        if self._is_here != other._is_here:
+            raise ValueError(f"Session.use_variables_of: {self._device} and {other._device}: one of them is not here.")
         for mine, theirs in variables.items():
             self._check_own("use_variables_of", mine)
             other._check_own("use_variables_of", theirs)
         with self._lock, other._lock:
-            self.program.use_variables_of(other.program, variables)
+            if self._is_here:  # what is compiled for a machine elsewhere holds nothing, and does not run
+                self.program.use_variables_of(other.program, variables)
             self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
 
     @contextmanager
@@ -549,7 +549,7 @@ class Session:
         return self._has_run or self._known_host_data != self._ir.host_copies.version
 
     def _has_read_only_data(self) -> bool:
-        return any(isinstance(v.data, np.memmap) and not v.data.flags.writeable for v in self._variables)
+        return any(v.is_read_only for v in self._variables)
 
     def _upload(self) -> None:
         _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
@@ -591,8 +591,8 @@ class Session:
             self._has_run, self._known_host_data = False, version
             for v in self._variables:
                 v._in_sync = True
-                if isinstance(v.data, np.memmap):
-                    v.data.flush()
+                if (mapped := v._memmap_arr) is not None:
+                    mapped.flush()
 
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
@@ -703,7 +703,7 @@ class Session:
         if t in self._owners:
             owner, theirs = self._owners[t]
             raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
-        if not t.data.flags.writeable:
+        if t.is_read_only:
             raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
         wanted = t.dtype.as_numpy()
         if isinstance(data, numbers.Number):

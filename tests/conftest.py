@@ -17,6 +17,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
@@ -24,6 +25,10 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
 os.environ.setdefault("POPXL_CPU_DEVICES", "8")  # however few cores there are
+
+if sys.dont_write_bytecode:  # a hundred processes start: each would compile these packages, for a third of a second
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the background, and interrupt programs
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,7 +41,9 @@ TESTS = Path(__file__).parent
 
 gc.set_threshold(20_000, 20)  # programs are many small objects: by default, a tenth of the time goes to looking at them
 
-hypothesis.settings.register_profile("popxl", deadline=None, derandomize=True)  # the first example compiles
+hypothesis.settings.register_profile(  # the first example compiles, and the machine may have more to do than this
+    "popxl", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("popxl")
 
 
@@ -67,10 +74,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
     if not has_compilers():
         _leave_out(config, items, TARGETS_LEFT_OUT, [item for item in items if item.get_closest_marker("targets")])
+    thorough = list(_thorough(items))
+    for item in thorough:
+        item.add_marker("compiled_whole")
     if "thorough" in config.getoption("markexpr"):
         return
     part, parts = config.getoption("thorough") or (0, 1)
-    _leave_out(config, items, LEFT_OUT, [item for item in _thorough(items) if _part_of(item.nodeid, parts) != part])
+    _leave_out(config, items, LEFT_OUT, [item for item in thorough if _part_of(item.nodeid, parts) != part])
 
 
 def _leave_out(
@@ -164,32 +174,41 @@ def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """XLA takes a third of the time for CPUs, for tests of numbers that compile much and run it once.
 
     LLVM does not optimise, and loops do not go through MLIR before, which costs ten milliseconds for each. All else
-    that compiling does stays as users have it, and tests marked `compiled_whole` stay so, too. With `--thorough=3/10`,
-    as in `.ci/run`, a tenth of the files is compiled whole, each day another one; with `-m thorough`, all that runs.
+    that compiling does stays as users have it. So does all of it in thorough tests and in those that are marked
+    `compiled_whole`; and with `--thorough=3/10`, as in `.ci/run`, in a tenth of the files, each day another one.
     """
     import jax
 
     from runtime.cpu import flags
 
     part, parts = request.config.getoption("thorough") or (0, 1)
-    if (
-        request.node.get_closest_marker("compiled_whole")
-        or _part_of(request.path.name, parts) == part
-        or "thorough" in request.config.getoption("markexpr")
-    ):
+    if request.node.get_closest_marker("compiled_whole") or _part_of(request.path.name, parts) == part:
         yield
         return
-    options = flags.compile_options()
-    if options is not None:  # else this XLA is another one than what `_QUICKLY` was tried with
-        monkeypatch.setattr(flags, "compile_options", lambda: options | _QUICKLY)
+    options = (flags.compile_options() or {}) | _without_mlir()
+    monkeypatch.setattr(flags, "compile_options", lambda: options)
     jax.config.update("jax_disable_most_optimizations", True)
     request.node.add_report_section("call", "XLA", "It took less time than for users: see `compiled_whole`.")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-_QUICKLY: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
-"""Loops are written as LLVM's instructions at once, as XLA did before; float8_152 is not computed right so."""
+@cache
+def _without_mlir() -> dict[str, str | bool]:
+    """The option with which XLA writes loops as LLVM's instructions at once, as it did before, where it still does.
+
+    It computes float8_152 wrongly so, and float8_143 where numbers are converted to it.
+    """
+    import jax
+
+    options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as problem:
+        if "No such compile option" not in str(problem):
+            raise
+        return {}
+    return options
 
 
 @pytest.fixture

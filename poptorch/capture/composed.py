@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
 
-__all__ = ["COMPOSED"]
+__all__ = ["COMPOSED", "packed"]
 
 
 def _flex_attention(
@@ -46,5 +47,80 @@ def _flex_attention(
     return result, lse / math.log(2), highest[..., 0] / math.log(2)
 
 
-COMPOSED: Mapping[Any, Callable[..., Any]] = {flex_attention: _flex_attention}
+def _pad_packed_sequence(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed sequence as one with rows of one length, and their lengths. How many rows each step has is looked at."""
+    sizes = batch_sizes.tolist()
+    steps = [
+        torch.nn.functional.pad(step, (*[0] * (2 * step.dim() - 1), sizes[0] - len(step)), value=padding_value)
+        for step in data.split(sizes)
+    ]
+    steps += [torch.full_like(steps[0], padding_value)] * max(0, total_length - len(sizes))
+    return torch.stack(steps, int(batch_first)), torch.tensor([sum(n > i for n in sizes) for i in range(sizes[0])])
+
+
+def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A recurrent function, such as `torch.lstm`, for a packed sequence, in which later steps have fewer rows.
+
+    It is run for each block of steps that have equally many, with the states that the block before has left.
+    """
+
+    def run(
+        data: torch.Tensor,
+        batch_sizes: torch.Tensor,
+        hx: torch.Tensor | tuple[torch.Tensor, ...],
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        blocks = [(len(list(steps)), rows) for rows, steps in groupby(batch_sizes.tolist())]
+        begin: Sequence[torch.Tensor] = hx if isinstance(hx, tuple | list) else [hx]
+        count = num_layers * (1 + bidirectional)
+        of_each = len(params) // count
+
+        def one_way(x: torch.Tensor, number: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            """A layer in one direction: its results, and the states that it ends with."""
+            own, is_back = params[number * of_each : (number + 1) * of_each], bidirectional and number % 2
+            first = [state[number : number + 1] for state in begin]
+            now, pieces = first, list[torch.Tensor]()
+            ended: list[list[torch.Tensor]] = [[] for _ in first]
+            parts = list(zip(blocks, x.split([steps * rows for steps, rows in blocks]), strict=True))
+            for (steps, rows), part in reversed(parts) if is_back else parts:
+                if is_back:  # rows join
+                    now = [
+                        torch.cat([state, start[:, state.shape[1] : rows]], 1) if pieces else start[:, :rows]
+                        for state, start in zip(now, first, strict=True)
+                    ]
+                else:  # rows end
+                    ended = [[state[:, rows:], *others] for state, others in zip(now, ended, strict=True)]
+                    now = [state[:, :rows] for state in now]
+                block = part.reshape(steps, rows, -1)
+                block = block.flip(0) if is_back else block
+                states: Any = tuple(now) if len(now) > 1 else now[0]  # of an LSTM, cells too
+                out, *now = function(block, states, own, has_biases, 1, 0.0, False, False, False)
+                pieces.append((out.flip(0) if is_back else out).reshape(steps * rows, -1))
+            last = [torch.cat([state, *others], 1) for state, others in zip(now, ended, strict=True)]
+            return torch.cat(pieces[::-1] if is_back else pieces), last
+
+        states: list[list[torch.Tensor]] = []
+        for layer in range(num_layers):
+            ways = count // num_layers
+            found = [one_way(data, number) for number in range(layer * ways, (layer + 1) * ways)]
+            data = torch.cat([out for out, _ in found], -1)
+            states += [state for _, state in found]
+            if dropout and train and layer + 1 < num_layers:
+                data = torch.nn.functional.dropout(data, dropout)
+        return data, *(torch.cat(kind) for kind in zip(*states, strict=True))
+
+    return run
+
+
+COMPOSED: Mapping[Any, Callable[..., Any]] = {
+    flex_attention: _flex_attention,
+    torch._VF._pad_packed_sequence: _pad_packed_sequence,
+}
 """What to run in place of a function, with the same arguments."""

@@ -7,6 +7,8 @@ with what comes of buffers, which have to stay as they are then.
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -17,8 +19,10 @@ from torch.utils import _pytree as pytree
 
 from poptorch.capture.torch_private import without_modes, written_arguments
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
+from poptorch.capture.whole import WHOLE
+from poptorch.errors import createPoptorchError
 
-__all__ = ["made_of", "numbers_of"]
+__all__ = ["computed", "made_of", "numbers_of"]
 
 _BY_SHAPE = frozenset(
     f"aten.{form}" for name in ("empty", "full", "ones", "zeros") for form in (f"new_{name}", f"{name}_like")
@@ -68,11 +72,27 @@ def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor |
     """
     if value.made_of is None:
         return None
-    if value in known:
-        return known[value]
-    with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        for node in _order(value, known):
-            known.update(zip(node.results, _results(node, known), strict=True))
+    return computed(value, known)
+
+
+def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
+    """The numbers of a value, computed by PyTorch from those that are known. They are not to be overwritten.
+
+    Args:
+        value: the value.
+        known: the numbers of what nothing makes, and what has been computed before; it is filled.
+
+    Raises:
+        poptorch.Error: if an op that it comes of is none of PyTorch's.
+    """
+    if value not in known:
+        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            random = torch.default_generator.get_state()
+            try:
+                for node in _order(value, known):
+                    known.update(zip(node.results, _results(node, known), strict=True))
+            finally:
+                torch.default_generator.set_state(random)
     return known[value]
 
 
@@ -101,21 +121,39 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
         given = pytree.tree_map_only(Value, lambda v: torch.empty(v.shape, dtype=v.dtype), node.arguments)
     else:
         given = pytree.tree_map_only(Value, known.__getitem__, node.arguments)
+    if node.op == "poptorch.identity_loss":
+        return [given["x"]]
     if node.op == "poptorch.put":
         base, content, view = given["base"].clone(), given["content"], given["view"]
         _view(view, base).copy_(content)
         return [base]
-    if node.op.startswith("torch."):
+    if node.op in _FUNCTIONS:
         results = [_FUNCTIONS[node.op](**given)]
+    elif node.op.startswith("torch."):
+        results = [t for t in pytree.tree_leaves(_of_whole(node, given)) if isinstance(t, torch.Tensor)]
     else:
         op = _op(node.op, node.overload)
-        assert op is not None
+        if op is None:
+            raise createPoptorchError(
+                f"{node.op} ({node.source}) runs on the device alone, and what it makes decides, further on, on a "
+                "shape or on what Python does. Decide with `torch.where` or `poptorch.cond`, and keep shapes."
+            )
         names = [name for name in written_arguments(op) if name not in given]  # they stand last among the results
         results_of = node.results[len(node.results) - len(names) :] if names else []
         written = {n: torch.empty(v.shape, dtype=v.dtype) for n, v in zip(names, results_of, strict=True)}
         found = pytree.tree_leaves(_call(op, given | written))
         results = [t for t in found if not any(t is each for each in written.values())] + list(written.values())
     return [t.contiguous() for t in results]
+
+
+def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
+    """What a function that was kept whole makes: its results, and what it overwrites."""
+    named = ((whole, inspect.signature(whole.like or whole.functions[0])) for whole in WHOLE if whole.op == node.op)
+    whole, signature = next((w, signature) for w, signature in named if signature.parameters.keys() == given.keys())
+    written = {id(t): t.clone() for t in whole.writes(given)}
+    arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
+    bound = inspect.BoundArguments(signature, OrderedDict(arguments))
+    return [whole.functions[0](*bound.args, **bound.kwargs), *written.values()]
 
 
 def _view(view: View, base: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.capture.cuts import Cuts
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.seeding import seeding
@@ -76,6 +77,7 @@ def capture(
     grouped: Collection[str] = (),
     excludes: Sequence[str] = (),
     with_scopes: bool = True,
+    cuts: Cuts | None = None,
 ) -> Captured:
     """Write down what a function does.
 
@@ -92,14 +94,15 @@ def capture(
         grouped: names of parameters of which `forward` sees the first row.
         excludes: files that no user wants to be pointed to.
         with_scopes: whether ops know the path of the module that runs them.
+        cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
 
     Raises:
-        poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them.
+        poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
     """
 
     def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module)
-        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes)
+        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
+        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts)
 
     try:
         return once(keeps_whole=True)
@@ -116,6 +119,7 @@ def _capture(
     flatten: Callable[[Any], list[torch.Tensor]],
     grouped: Collection[str],
     with_scopes: bool,
+    cuts: Cuts | None,
 ) -> Captured:
     recorder = tracer.recorder
     state = dict(_tensors_of(module))
@@ -127,6 +131,8 @@ def _capture(
     for key, t in fakes.items():  # tied tensors are one value
         numbers = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
         state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, numbers)
+    if cuts is not None:
+        cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()})
     tracer.hooks += _module_hooks()
     tracer.hooks += [f"The parameter {name}" for name, t in state.items() if _is_hooked(t)]
     tracer.hooks += [

@@ -227,6 +227,12 @@ class Recorder:
         node = self.node("poptorch.constant", "", {"data": Data(numbers)})
         self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
 
+    def new_made(self, t: torch.Tensor) -> Value:
+        """A value that is there from here on, and that nothing in the program makes: the host has made it."""
+        value = self._new(Value(tuple(t.shape), t.dtype))
+        self._introduce(t, value)
+        return value
+
     def write(self, t: torch.Tensor, value: Value) -> None:
         """Have a tensor, and all that look at the same storage, hold a new value."""
         self.value_of(t)  # makes it known

@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from poptorch.base.structures import structure_of
 from poptorch.capture.composed import COMPOSED
+from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.recorder import Recorder
@@ -84,7 +84,9 @@ class Tracer:
         excludes: Sequence[str],
         keeps_whole: bool = True,
         module: torch.nn.Module | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
+        self._cuts = cuts
         self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module), module)
         self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
@@ -160,6 +162,9 @@ class Tracer:
             results = function(*args, **kwargs)
             return self.loss(results) if whole.op in LOSSES else results
         given = whole.arguments(function, args, kwargs)
+        if given is None and whole.otherwise is not None:
+            with self._functions:
+                return whole.otherwise(*args, **kwargs)
         if given is None:
             return function(*args, **kwargs)
         if given.pop("inplace", False):
@@ -200,6 +205,8 @@ class Tracer:
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives that reads the numbers of a tensor."""
         numbers = None if in_transform() else self.recorder.numbers_of(args[0])
+        if numbers is None and function not in _NEVER_CUT and self._may_cut:
+            return self._made_by_host(function, args, kwargs)
         if numbers is None:
             raise createPoptorchError(
                 f"{CANNOT_READ} It is needed here ({self.recorder.source()}): {function.__name__}."
@@ -237,7 +244,7 @@ class Tracer:
         Raises:
             poptorch.Error: if it is not: the shape of the result is made from it.
         """
-        if num_classes == -1 and not self.is_known(input):
+        if num_classes == -1 and not self.is_known(input) and not self._may_cut:
             raise createPoptorchError(
                 "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
                 f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self.recorder.source()})."
@@ -273,9 +280,9 @@ class Tracer:
             results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
         except UNREADABLE:
             results = self._known(op, args, kwargs)
-            if results is None:
+            if results is None and not self._may_cut:
                 raise
-            return results
+            return self._made_by_host(op, args, kwargs) if results is None else results
         moves = torch.Tag.inplace_view in op.tags
         if moves:
             self.recorder.moved(args[0])
@@ -342,6 +349,39 @@ class Tracer:
             results = op(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, self._constant, results)
 
+    @property
+    def _may_cut(self) -> bool:
+        """Whether the program may end here, for the host to look."""
+        return self._cuts is not None and not (self.recorder.is_inside or in_transform())
+
+    def _made_by_host(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function makes whose result depends on numbers that a run decides on: the program is cut here."""
+        assert self._cuts is not None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        values = [self.recorder.value_of(leaves[i]) for i in places]
+        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
+            given = list(others)
+            for i, t in zip(places, tensors, strict=True):
+                given[i] = t
+            args, kwargs = pytree.tree_unflatten(given, structure)
+            return function(*args, **kwargs)
+
+        source = self.recorder.source()
+        with self.suspended(), without_modes():
+            cut, made = self._cuts.cut(len(self.recorder.trace.nodes), values, run, source)
+
+        def begin(t: torch.Tensor) -> torch.Tensor:
+            fake = self.fake(t.detach())
+            cut.made.append(self.recorder.new_made(fake))
+            return fake
+
+        result = pytree.tree_map_only(torch.Tensor, begin, made)
+        self._cuts.know(cut, made)
+        return result
+
     def _constant(self, numbers: torch.Tensor) -> torch.Tensor:
         t = self.fake(numbers)
         self.recorder.new_constant(t, numbers)
@@ -360,10 +400,13 @@ class Tracer:
                 continue
             mask = self.recorder.numbers_of(index)
             if mask is None:
-                return None
+                if not self._may_cut:
+                    return None
+                places += self._made_by_host(_places_of, (index,), {})
+                continue
             with without_modes():
-                found = mask.nonzero().unbind(1)
-            places += [self._constant(numbers.contiguous()) for numbers in found]
+                found = _places_of(mask)
+            places += [self._constant(numbers) for numbers in found]
         return self.op(torch.ops.aten.index.Tensor, (t, places), {})
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
@@ -440,6 +483,15 @@ _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__fo
 """Functions in which numbers leave PyTorch without an op of its."""
 
 
+_NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
+"""Those whose result says nothing to the program, or something else in each run."""
+
+
+def _places_of(mask: torch.Tensor) -> list[torch.Tensor]:
+    """Where a mask is true, along each of its dimensions."""
+    return [numbers.contiguous() for numbers in mask.nonzero().unbind(1)]
+
+
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -460,7 +512,10 @@ def _whole(function: Any) -> Whole | None:
 
 
 def _composed(function: Any) -> Callable[..., Any] | None:
-    return COMPOSED.get(function) if isinstance(function, HigherOrderOperator) else None
+    try:
+        return COMPOSED.get(function)
+    except TypeError:  # it cannot be hashed
+        return None
 
 
 def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:

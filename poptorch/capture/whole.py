@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from poptorch.capture.composed import packed
 from poptorch.errors import createPoptorchError
 
 __all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation", "with_masks_of_bools"]
@@ -30,6 +31,7 @@ class Whole:
         applies: whether it is to be kept whole, with these arguments.
         shaped_as: a function that gives results of the right shapes and dtypes for the same arguments, by name, where
             PyTorch's own would look at numbers in tensors. Left out, it is PyTorch's own.
+        otherwise: what is run with arguments with which it is not kept whole. Left out, it is the function.
     """
 
     op: str
@@ -38,6 +40,7 @@ class Whole:
     writes: Callable[[Mapping[str, Any]], list[torch.Tensor]] = lambda given: []
     applies: Callable[[Mapping[str, Any]], bool] = lambda given: True
     shaped_as: Callable[..., Any] | None = None
+    otherwise: Callable[..., Any] | None = None
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
         """The arguments by name, defaults too; `None` if the function is not to be kept whole with them."""
@@ -325,7 +328,7 @@ WHOLE: tuple[Whole, ...] = (
     *_along_a_dim(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
     _whole(F.scaled_dot_product_attention, like=_attention),
     _whole(F.multi_head_attention_forward),
-    *(Whole(f"torch.{f.__name__}", (f,), like=_recurrent, applies=_with_rows) for f in _RECURRENT),
+    *(Whole(f"torch.{f.__name__}", (f,), like=_recurrent, applies=_with_rows, otherwise=packed(f)) for f in _RECURRENT),
     *(_whole(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
     _whole(F.dropout),
     _whole(F.embedding, applies=lambda given: given["max_norm"] is None),

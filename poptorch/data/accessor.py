@@ -68,8 +68,8 @@ class AsynchronousDataAccessor:
             * `FileSystem`: through a temporary file.
             * `Fork`: not at all: the worker begins as a copy of this process. The only way for a data set that cannot
               be pickled; not safe if threads of this process hold locks which the data set needs.
-            * `ForkServer`: as with `Fork` as long as nothing has run on a device and there is one thread. Later pickled,
-              through a pipe, to a copy of a process that has none.
+            * `ForkServer`: as with `Fork` as long as nothing has run on a device and there is one thread. Later
+              pickled, through a pipe, to a copy of a process that has none.
         rebatched_size: put together so many rows (dimension 0) from batches of any size; a tensor without dimensions is
             one row. An incomplete batch at the end is dropped, unless `dataset` is a loader with `drop_last=False`.
 

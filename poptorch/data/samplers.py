@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,7 +86,11 @@ class JoinedBatches(Sampler[list[Any]]):
         return parts // self._count if self._drop_last else math.ceil(parts / self._count)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches = iter(self._batches)
-        while parts := list(islice(batches, self._count)):
-            if len(parts) == self._count or not self._drop_last:
+        parts: list[Sequence[Any]] = []
+        for batch in self._batches:
+            parts.append(batch)
+            if len(parts) == self._count:
                 yield list(chain.from_iterable(parts))
+                parts = []
+        if parts and not self._drop_last:
+            yield list(chain.from_iterable(parts))

@@ -65,7 +65,7 @@ _START_METHODS = {
 }
 
 FORKS = sys.platform == "linux"
-"""Whether processes can be copies of others as a matter of course. Elsewhere libraries of the system do not stand it."""
+"""Whether processes can be copies of others. Elsewhere libraries of the system do not stand it."""
 
 _ALIGNMENT = 64
 """Bytes. Tensors in a slot begin at multiples of it: a cache line, and a multiple of the size of any number."""
@@ -131,7 +131,7 @@ def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_inde
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    gc.freeze()  # what is there is the program's: looking at it would copy its pages, and JAX's arrays are not to end here
+    gc.freeze()  # what is there is the program's: to look at it copies its pages, and JAX's arrays are not to end here
     if FORKS:
         multiprocessing.set_start_method("fork", force=True)  # what a loader starts here need not import all that again
     util.register_after_fork(connection, Connection.close)  # a loader's own workers must not keep it open

@@ -6,7 +6,7 @@ Values of other tensors than arguments are found in `weights.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,10 +71,29 @@ class Binder:
         """The names of the parameters that a call gives a value, which can be bound."""
         return list(self._signature.bind_partial(*args, **kwargs).arguments)
 
-    def unbind(self, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments `args, kwargs` of a call in which parameters have these values, as `bind` returns them."""
-        bound = inspect.BoundArguments(self._signature, values)
-        return bound.args, bound.kwargs
+    def unbind(
+        self, values: Mapping[str, Any], positional: int, wanted: Collection[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments `args, kwargs` of a call in which parameters have these values, as `bind` returns them.
+
+        Args:
+            values: of all parameters.
+            positional: how many arguments are given by their positions.
+            wanted: names of the parameters that are given a value. Others have it by default; a function around the
+                one that has these parameters may want to say something else.
+        """
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            if name == self.rest:
+                args += values[name]
+            elif name == self.extra:
+                kwargs |= values[name]
+            elif len(args) < positional and parameter.kind is not parameter.KEYWORD_ONLY:
+                args.append(values[name])
+            elif name in wanted:
+                kwargs[name] = values[name]
+        return tuple(args), kwargs
 
 
 class Signature:
@@ -109,6 +128,7 @@ class Signature:
         self._structures = {name: structure_of(value, name) for name, value in values.items()}
         self._has_objects = any(True for name, s in self._structures.items() for _ in s.objects(values[name]))
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
+        self._wanted = {name for name, s in self._structures.items() if name in self._given or any(s.leaves())}
         for structure in self._structures.values():
             for name, constant in structure.constants():
                 if not callable(constant) and holds_tensor(constant, torch.Tensor):
@@ -177,7 +197,8 @@ class Signature:
     def arguments(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`."""
         left = Parts(iter(tensors))
-        return self._binder.unbind({name: structure.build(left) for name, structure in self._structures.items()})
+        values = {name: structure.build(left) for name, structure in self._structures.items()}
+        return self._binder.unbind(values, self._positional, self._wanted)
 
 
 def _has_dict(value: Any) -> bool:

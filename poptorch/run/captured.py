@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from poptorch.base.structures import Answer, Changes
+from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.recorder import Data
@@ -34,6 +35,7 @@ def captured_model(
     options: Options,
     training: bool,
     grouped: list[str],
+    cuts: Cuts | None = None,
 ) -> tuple[Captured, Answer]:
     """A model, captured for arguments with such tensors, and found to be one that can be compiled; and its answer.
 
@@ -67,11 +69,13 @@ def captured_model(
             grouped=grouped,
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
+            cuts=cuts,
         )
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
-    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)):
+    is_cut = cuts is not None and bool(cuts.found)
+    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not is_cut:
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
     if options.Precision.floating_point_exceptions:
         _watch_comparisons(captured.trace)

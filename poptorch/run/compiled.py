@@ -1,7 +1,7 @@
 """`Compiled`: a compiled model, and what goes to and comes from its device.
 
-It is made of a model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and one
-structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
+It is made of a captured model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and
+one structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
 `poptorch.run.executor`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -24,6 +24,7 @@ from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.host_function import HostFunction
+from poptorch.capture.model import Captured
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
@@ -31,7 +32,7 @@ from poptorch.program.batching import Batching, Feeder
 from poptorch.program.program import Program, Returned
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import captured_model, constant_of, host_functions_of
+from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.devices import chosen_device
 from poptorch.run.times import Times
 from popxl.errors import DeviceError
@@ -174,41 +175,36 @@ class Compiled:
     def of(
         cls,
         ir: popxl.Ir,
-        model: Callable[..., Any],
-        module: torch.nn.Module | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        captured: Captured,
+        answer: Structure,
+        signature: Signature,
+        batching: Batching,
         options: Options,
         *,
         update: Update | None = None,
         count: int = 0,
-        groupings: Mapping[str, popxl.ReplicaGrouping],
-        grouped: Iterable[str],
+        groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
         host: Mapping[str, np.ndarray],
-        anchors: Mapping[str, Returned],
+        anchors: Mapping[str, Returned] | None = None,
         seed: int,
     ) -> Compiled:
-        """Capture a model, write it as a program and compile that.
+        """Write a captured model as a program, and compile that.
 
         Args:
             ir: an empty Ir for the program.
-            model: what is called: the module, or a function.
-            module: the module whose parameters and buffers it uses, if any.
-            args, kwargs: arguments as they will come, with the rows of a whole run.
+            captured: the model.
+            answer: the structure of what it returns.
+            signature: what it was captured for.
+            batching: how rows are dealt.
             options: the options.
             update: the optimiser, for training.
             count: how many variable numbers it has.
             groupings: of the parameters that differ between groups of replicas.
-            grouped: names of the parameters with a dimension for such groups, be it only one.
             host: the values of parameters and buffers.
             anchors: the tensors to anchor, by the names that the user gives them.
             seed: what random numbers begin with.
         """
-        signature = Signature(module.forward if module is not None else model, args, kwargs)
-        batching = Batching.of(options, update is not None)
-        captured, answer = captured_model(
-            model, module, signature, batching, options, update is not None, list(grouped)
-        )
+        anchors = anchors or {}
         mode, period = options.output_mode, options.output_return_period
         outputs = captured.trace.outputs
         constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
@@ -217,7 +213,9 @@ class Compiled:
         returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
         names = [leaf.name for leaf in signature.leaves]
         title = options.model_name or ("training" if update is not None else "inference")
-        program = Program(ir, captured, names, host, batching, options, returned, update, count, groupings, seed, title)
+        program = Program(
+            ir, captured, names, host, batching, options, returned, update, count, groupings or {}, seed, title
+        )
         labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
         results = [
             Result(program.spec(each).shape, program.count(each), label)
@@ -391,6 +389,10 @@ class Compiled:
         """Take a device, with these values of parameters and buffers there."""
         self.write_weights(host)
         self.session.__enter__()
+
+    def close(self) -> None:
+        """Let go of the device, for good."""
+        self.session.__exit__(None)
 
     def detach(self) -> None:
         """Let go of the device; what it has comes home before."""

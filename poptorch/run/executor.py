@@ -28,6 +28,7 @@ from poptorch import optim, profiling
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
 from poptorch.capture.attributes import Attributes
+from poptorch.capture.cuts import Cuts
 from poptorch.capture.torch_private import uncompiled, without_modes
 from poptorch.capture.tracer import autocast_dtype
 from poptorch.enums import ConnectionType, OutputMode
@@ -35,9 +36,13 @@ from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.placement.blocks import module_repr
 from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
+from poptorch.program.batching import Batching
 from poptorch.program.program import Returned
 from poptorch.run import hooks, saving, weights
+from poptorch.run.arguments import Signature
+from poptorch.run.captured import captured_model
 from poptorch.run.compiled import Compiled
+from poptorch.run.in_parts import InParts, Way
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
 from poptorch.run.times import Latency, Times
 from poptorch.run.trainer import Trainer, needs_running_mean, with_running_mean
@@ -126,7 +131,7 @@ class PoplarExecutor:
         self._call = model
         self._attributes = Attributes(self._module)
         self._grouped: dict[str, GroupedParameter] = {}
-        self._compiled: Compiled | None = None
+        self._compiled: Compiled | InParts | None = None
         self._kinds: ByArguments | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
@@ -165,7 +170,7 @@ class PoplarExecutor:
         objects = compiled.signature.objects(args, kwargs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
-                if not compiled.session.is_attached:
+                if not compiled.is_attached:
                     self._check_online("run a model")
                     self._attach(compiled)
                 if self._trainer is None:
@@ -262,7 +267,7 @@ class PoplarExecutor:
         self._write_report()
         hooks.post_compile()
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled | InParts:
         """The model, compiled."""
         options = self._options
         ir = popxl.Ir(replication=options.replication)
@@ -287,31 +292,52 @@ class PoplarExecutor:
             for short, anchor in options.anchored_tensors.items()
             if anchor.long_name not in host_side
         }
+        forward = self._module.forward if self._module is not None else self._call
+        signature = Signature(forward, args, kwargs)
+        batching = Batching.of(options, update is not None)
+        seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
+
+        def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
+            may_cut = update is None and options.kept_programs > 1
+            cuts = Cuts(tensors, answers) if may_cut else None
+            captured, answer = captured_model(
+                self._call, self._module, signature, batching, options, update is not None, list(self._grouped), cuts
+            )
+            return Way(captured, answer, () if cuts is None else cuts.found)
+
+        way = capture(signature.check(args, kwargs), ())
+        if way.cuts:
+            return InParts(capture, self._capturing, way, signature, batching, options, self._host_weights, seed)
         return Compiled.of(
             ir,
-            self._call,
-            self._module,
-            args,
-            kwargs,
+            way.captured,
+            way.answer,
+            signature,
+            batching,
             options,
             update=update,
             count=count,
             groupings=groupings,
-            grouped=self._grouped,
             host=self._host_weights(),
             anchors=anchors,
-            seed=options.random_seed if options.random_seed is not None else secrets.randbits(31),
+            seed=seed,
         )
 
-    def _use(self, compiled: Compiled) -> None:
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """A context in which the model may be captured: it is then as it was when it was wrapped."""
+        with _compiling, torch.inference_mode(False), self._attributes.restored():
+            yield
+
+    def _use(self, compiled: Compiled | InParts) -> None:
         """Run this from now on."""
         self._compiled = compiled
+        offline = self._options.connection_type is ConnectionType.Never
         if self._instrumented is not None and self._trainer is not None:
+            assert isinstance(compiled, Compiled)  # in training nothing is cut
             home = (compiled, self._instrumented, self._module, self._grouped, self._trainer)
             self._forgotten = weakref.finalize(self, _bring_home, *home)
             self._forgotten.atexit = False
-        offline = self._options.connection_type is ConnectionType.Never
-        if self._trainer is not None:
             self._trainer.connect(compiled, offline)
         if not offline:
             self._attach(compiled)
@@ -321,14 +347,24 @@ class PoplarExecutor:
             self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
 
     @property
-    def _executable(self) -> Compiled | None:
+    def _executable(self) -> Compiled | InParts | None:
         return self._compiled  # the name that packages on top ask for
 
     @property
-    def _required(self) -> Compiled:
+    def _required(self) -> Compiled | InParts:
         if self._compiled is None:
             raise createPoptorchError("Model has not been compiled or has been destroyed.")
         return self._compiled
+
+    def _one_program(self, what: str) -> Compiled:
+        """The program, for what there has to be one for."""
+        compiled = self._required
+        if isinstance(compiled, InParts):
+            raise createPoptorchError(
+                f"{what}: the model is not one program: it is cut where the host looks at numbers. Keep shapes, with "
+                "`torch.where` for example, so that it need not."
+            )
+        return compiled
 
     def isCompiled(self) -> bool:
         """Whether the model is compiled."""
@@ -369,7 +405,7 @@ class PoplarExecutor:
             self.copyWeightsToHostIfNeeded()
             if self._trainer is not None:
                 self._trainer.disconnect()
-            compiled.session.__exit__(None)
+            compiled.close()
             self._compiled = None
         if self._instrumented is not None:
             self._instrumented.destroy()
@@ -412,7 +448,7 @@ class PoplarExecutor:
             self._trainer.device.refresh()
         compiled.detach()
 
-    def _attach(self, compiled: Compiled) -> None:
+    def _attach(self, compiled: Compiled | InParts) -> None:
         self._trainings.have_news()  # brings home what is stale
         compiled.attach(self._host_weights())
 
@@ -537,11 +573,11 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not compiled; when set, if it is not a state of this program.
         """
-        return self._required.random_state
+        return self._one_program("rng_state").random_state
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        self._required.random_state = list(state)
+        self._one_program("rng_state").random_state = list(state)
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -576,7 +612,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: if the model is not compiled, or something cannot be saved as data.
         """
-        compiled = self._required
+        compiled = self._one_program("save")
         if self._instrumented is not None:
             self._instrumented.to_host_if_stale()
         if self._trainer is not None:

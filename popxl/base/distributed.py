@@ -1,4 +1,4 @@
-"""What the launcher `poprun` tells each process that it starts: how many instances there are, and which one this is.
+"""What the launcher `poprun`, or a scheduler, tells each process: how many instances there are, and which one this is.
 
 An *instance* is one process of a program that several run together. Each builds the same program and drives its share
 of the replicas, which are numbered through: those of the first instance come first. Nothing is connected here; see
@@ -32,7 +32,7 @@ class Instance(BaseModel):
         (4, 4)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     instance_index: int = Field(default=0, ge=0, description="The number of this instance.")
     num_instances: int = Field(default=1, ge=1, description="How many instances there are.")
@@ -42,6 +42,8 @@ class Instance(BaseModel):
     launcher: str = Field(default="", description="Where the launcher listens: `host:port`.")
     token: str = Field(default="", repr=False, description="A secret, by which the launcher knows its instances.")
     host: str = Field(default="localhost", description="A name of this machine that all instances know.")
+    coordinator: str = Field(default="", description="Where JAX's service listens, if a scheduler says: `host:port`.")
+    timeout: float = Field(default=300.0, gt=0, description="Seconds to wait for others, if there is no launcher.")
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:

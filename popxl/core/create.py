@@ -17,6 +17,7 @@ from popxl.dtypes import check_dtype, kind_of
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
+from popxl.initial import Initial
 from popxl.replica_grouping import grouping_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
@@ -24,6 +25,7 @@ from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.core.tensor import HostScalarTensor
+    from popxl.graph import Graph
     from popxl.replica_grouping import Groups, ReplicaGrouping
 
 _log = Logger("ir")
@@ -33,7 +35,7 @@ __all__ = ["constant", "graph_input", "graph_output", "variable"]
 
 
 def variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     dtype: dtype_ | None = None,
     name: str | None = None,
     downcast: bool = True,
@@ -46,7 +48,8 @@ def variable(
 
     Args:
         data: the initial value: a number, a sequence, a NumPy array or memory map, a torch tensor. It is copied,
-            except for a memory map, which itself becomes the host copy.
+            except for a memory map, which itself becomes the host copy. Or a description of it, such as
+            `popxl.initial.normal((4, 3), seed=7)`: then nobody makes the numbers before they are needed.
         dtype: element type; by default that of the data, narrowed to 32 bits if `downcast`.
         name: name of the tensor.
         downcast: narrow 64-bit numbers to 32 bits where no dtype is given.
@@ -78,6 +81,8 @@ def variable(
     grouping = grouping_of(graph.ir, replica_grouping, "variable: `replica_grouping`")
     if dtype is not None:
         check_dtype(dtype, "variable: `dtype`")
+    if isinstance(data, Initial):
+        return _described(graph, data, dtype, name, grouping, retrieval_mode, log2_scale, nan_on_overflow)
     in_place = isinstance(data, np.memmap) and grouping.is_const
     if isinstance(data, np.memmap) and not in_place:
         _log.warn(
@@ -90,12 +95,45 @@ def variable(
     shape = array.shape if grouping.num_groups == 1 else array.shape[1:]
     t: Variable = graph.new_tensor(name, TensorSpec(shape, dtype or dtype_.as_dtype(array)), Variable)
     t.data = array
+    return _settled(t, grouping, retrieval_mode)
+
+
+def _settled(t: Variable, grouping: ReplicaGrouping, retrieval_mode: str | None) -> Variable:
+    """A new variable with all that it has besides a value."""
     t.replica_grouping = grouping
     t.retrieval_mode = retrieval_mode or "one_per_group"
     t.location_info = ON_DEVICE
-    t.piece = None
+    t.piece = t._group_axis = None
     t._in_sync = True
     return t
+
+
+def _described(
+    graph: Graph,
+    initial: Initial,
+    dtype: dtype_ | None,
+    name: str | None,
+    grouping: ReplicaGrouping,
+    retrieval_mode: str | None,
+    log2_scale: int | None,
+    nan_on_overflow: bool | None,
+) -> Variable:
+    """A variable whose initial value is described."""
+    if log2_scale is not None or nan_on_overflow is not None:
+        raise ValueError(
+            "variable: `log2_scale` and `nan_on_overflow` are for numbers, and `data` is a description of some: "
+            f"{initial!r}. Describe them as they are to be, or pass `data.numbers(popxl.float32)`."
+        )
+    groups, shape = grouping.num_groups, initial.shape
+    if groups > 1 and shape[:1] != (groups,):
+        raise PopxlError(
+            f"variable: `data` describes the shape {shape}, but its first dimension has to have one row for each of "
+            f"the {groups} groups of {grouping!r}."
+        )
+    spec = TensorSpec(shape[1:] if groups > 1 else shape, dtype or initial.dtype)
+    t: Variable = graph.new_tensor(name, spec, Variable)
+    t.begins_with(initial)
+    return _settled(t, grouping, retrieval_mode)
 
 
 def _numbers(

@@ -22,6 +22,7 @@ from popxl.values.sharding import piece_length
 
 if TYPE_CHECKING:
     from popxl.core.tensor import HostScalarTensor
+    from popxl.initial import Initial
     from popxl.replica_grouping import Groups
 
 __all__ = [
@@ -35,7 +36,7 @@ RetrievalMode = Literal["one_per_group", "all_replicas"]
 
 
 def remote_variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     remote_buffer: RemoteBuffer,
     offset: int = 0,
     dtype: dtype_ | None = None,
@@ -133,7 +134,7 @@ def replica_sharded_buffer(
 
 
 def remote_replica_sharded_variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     remote_buffer: RemoteBuffer,
     offset: int = 0,
     dtype: dtype_ | None = None,
@@ -181,7 +182,7 @@ def remote_replica_sharded_variable(
 
 
 def replica_sharded_variable(
-    data: HostScalarTensor,
+    data: HostScalarTensor | Initial,
     dtype: dtype_ | None = None,
     name: str | None = None,
     downcast: bool = True,

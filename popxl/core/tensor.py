@@ -18,12 +18,14 @@ import numpy as np
 from popxl.core import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
+from popxl.values.shapes import integer, one_axis
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.dtypes import dtype as dtype_
     from popxl.graph import Graph
+    from popxl.initial import Initial
     from popxl.ir import Ir
     from popxl.operators import Operators
     from popxl.replica_grouping import ReplicaGrouping
@@ -314,21 +316,77 @@ class Variable(Tensor, tensor_type="Variable"):
     """A tensor that lives as long as the program and can change; it is in the main graph.
 
     Attributes:
-        data: the host copy. It is the initial value, and later what the last transfer or write left there.
+        data: the host copy. It is the initial value, and later what the last transfer or write left there. If it is
+            only described, it is made when somebody looks at it.
+        initial: what describes the initial value, as long as nobody has looked at it; else `None`.
         replica_grouping: which replicas share one value.
         retrieval_mode: `"one_per_group"` or `"all_replicas"`: which replicas' values are read back.
         location_info: whether it is in a remote buffer, and in pieces.
         piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.
     """
 
-    __slots__ = ("_in_sync", "data", "location_info", "piece", "replica_grouping", "retrieval_mode")
+    __slots__ = (
+        "_data",
+        "_group_axis",
+        "_in_sync",
+        "initial",
+        "location_info",
+        "piece",
+        "replica_grouping",
+        "retrieval_mode",
+    )
 
-    data: np.ndarray
+    _data: np.ndarray | None
+    initial: Initial | None
     replica_grouping: ReplicaGrouping
     retrieval_mode: str
     location_info: LocationInfo
     piece: Tensor | None
+    _group_axis: int | None
     _in_sync: bool
+
+    @property
+    def data(self) -> np.ndarray:
+        """The host copy."""
+        if self._data is None:
+            with self.ir.host_copies.lock:  # of several threads, one makes it
+                if self._data is None:
+                    self.data = self.numbers()
+        assert self._data is not None
+        return self._data
+
+    @data.setter
+    def data(self, value: np.ndarray) -> None:
+        self._data, self.initial = value, None
+
+    def numbers(self) -> np.ndarray:
+        """A copy of the host copy; of a variable that is only described, its numbers, which are not kept."""
+        initial, data = self.initial, self._data
+        if initial is None or data is not None:
+            return np.array(data)
+        return initial.numbers(self.dtype)
+
+    def begins_with(self, initial: Initial) -> None:
+        """Describe the initial value, in place of a host copy."""
+        self._data, self.initial = None, initial
+
+    @property
+    def group_axis(self) -> int | None:
+        """The axis along which the values of the replica groups are parts of one value: that of group 0 comes first.
+        `None`, as it is at first, says that they are values of their own. May be assigned.
+
+        Running does not depend on it. A checkpoint has the one value, and can be read with another number of groups.
+
+        Raises:
+            TypeError: on assigning something else than an integer or `None`.
+            PopxlError: on assigning an axis that the shape does not have.
+        """
+        return self._group_axis
+
+    @group_axis.setter
+    def group_axis(self, axis: int | None) -> None:
+        what = f"`group_axis` of {self!r}"
+        self._group_axis = None if axis is None else one_axis(integer(axis, what), len(self.shape), what)
 
     @property
     def in_sync_with_ipu(self) -> bool:
@@ -347,8 +405,13 @@ class Variable(Tensor, tensor_type="Variable"):
         return self.shape
 
     @property
+    def is_read_only(self) -> bool:
+        """Whether the host copy cannot be written: a memory map that was opened for reading."""
+        return self._data is not None and not self._data.flags.writeable
+
+    @property
     def _memmap_arr(self) -> np.memmap | None:
-        return self.data if isinstance(self.data, np.memmap) else None
+        return self._data if isinstance(self._data, np.memmap) else None
 
 
 class Constant(Tensor, tensor_type="Constant"):

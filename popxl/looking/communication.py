@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from pydantic import BaseModel, ConfigDict
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.core.aliasing import callees_first
 from popxl.core.tracing import trace
 from popxl.looking.memory import runs_of
 from popxl.ops.collectives.exchanging import Exchanging
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
+    from popxl.graph import Graph
     from popxl.ir import Ir
 
 __all__ = ["Collective", "Communication", "communication_of"]
@@ -40,6 +42,7 @@ class Collective(BaseModel):
         group_size: how many replicas a group has.
         groups: the same in words: the axes, where they have names.
         turns: how often a run carries it out, at most.
+        needed: how often somebody needs the result. What nobody needs, a compiler may leave out.
         line: the line of the program: `train.py:12`.
         graph: the graph that it is in; "" for the main graph.
     """
@@ -54,6 +57,7 @@ class Collective(BaseModel):
     group_size: int
     groups: str
     turns: int
+    needed: int
     line: str
     graph: str
 
@@ -114,8 +118,10 @@ class Communication(OnPage, BaseModel):
 def communication_of(ir: Ir) -> Communication:
     """What replicas send each other; see `Ir.communication`."""
     found = []
+    needed = _needed_runs(ir.main_graph)
     for graph, turns in runs_of(ir.main_graph).items():
-        for op in (part for each in graph.ops for part in each.parts):
+        part_of = {part: each for each in graph.ops for part in each.parts}
+        for op in part_of:
             if not op.kind.between_replicas or op.attributes["group_size"] == 1:
                 continue
             for kind, bytes in exchanges_of(op):
@@ -129,11 +135,40 @@ def communication_of(ir: Ir) -> Communication:
                         group_size=op.attributes["group_size"],
                         groups=_groups(op, ir),
                         turns=turns,
+                        needed=needed[part_of[op]],
                         line=str(op.source),
                         graph="" if graph is ir.main_graph else graph.name,
                     )
                 )
     return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found))
+
+
+def _needed_runs(main: Graph) -> Counter[Op]:
+    """How often a run of a program carries out each op whose results somebody needs."""
+    graphs = callees_first(main)
+    effects: set[Graph] = set()
+    for graph in graphs:
+        if any(op.kind.effect or not effects.isdisjoint(op.called_graphs) for op in graph.ops):
+            effects.add(graph)
+    wanted: dict[Graph, Counter[frozenset[int]]] = {graph: Counter() for graph in graphs}
+    wanted[main][frozenset()] = 1
+    found: Counter[Op] = Counter()
+    for graph in reversed(graphs):
+        for outputs, times in wanted[graph].items():
+            needed = {graph.outputs[i] for i in outputs}
+            for op in reversed(graph.ops):
+                changes = op.modified or op.kind.effect or not effects.isdisjoint(op.called_graphs)
+                if not changes and needed.isdisjoint(op.outputs):
+                    continue
+                found[op] += times
+                needed.update(op.inputs)
+                for run in op.runs:
+                    first = run.trait.own_outputs
+                    results = enumerate(op.outputs, first)
+                    every = range(len(run.graph.outputs))  # of a loop, as the next turn needs them
+                    some = every if run.trait.is_loop else (i for i, t in results if t in needed)
+                    wanted[run.graph][frozenset(some)] += times * run.turns
+    return found
 
 
 def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:

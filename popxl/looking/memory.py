@@ -221,8 +221,10 @@ def memory_of(ir: Ir) -> Memory:
 
 
 def variables_on_host(main: Graph) -> int:
-    """The bytes of the host copies of the variables, of all groups of replicas."""
-    return sum(math.prod(v.shape_on_host) * v.dtype.itemsize for v in main.variables)
+    """The bytes of the host copies of the variables, of all groups of replicas. Variables that are only described have
+    none."""
+    there = (v for v in main.variables if v.initial is None)
+    return sum(math.prod(v.shape_on_host) * v.dtype.itemsize for v in there)
 
 
 def held_variables(main: Graph) -> dict[Tensor, Variable]:

@@ -23,6 +23,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.graph import Graph
+from popxl.initial import Saved as SavedInitial
 from popxl.ops.exchange import Part
 from popxl.options import OF_THE_RUN
 from popxl.program.checks import (
@@ -219,14 +220,24 @@ class _Reader:
             t.replica_grouping = self.value(saved.grouping)
             check(isinstance(t.replica_grouping, ReplicaGrouping), f"{t!r} has no replica grouping")
             t.retrieval_mode = saved.retrieval_mode or "one_per_group"
-            t.location_info, t.piece = ON_DEVICE, None
+            t.location_info, t.piece, t._group_axis = ON_DEVICE, None, None
             if saved.remote is not None:
                 number, entry, sharded = saved.remote
                 buffer = self._buffer(number)
                 check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
                 t.location_info = LocationInfo(buffer, entry, sharded)
+            if saved.group_axis is not None:
+                check(0 <= saved.group_axis < len(t.shape), f"{t!r} has no axis {saved.group_axis}")
+                t.group_axis = saved.group_axis
             t._in_sync = True
-        if isinstance(t, Variable | Constant):
+        if saved.begins is not None:
+            if not isinstance(t, Variable):
+                raise ValueError(f"{t!r} is no variable, and begins with {saved.begins}")
+            initial = SavedInitial.model_validate({"initial": saved.begins}).initial
+            check(initial.is_complete, f"{t!r} begins with a file of the machine that it was saved on")
+            check(initial.shape == t.shape_on_host, f"{t!r} begins with the shape {initial.shape}")
+            t.begins_with(initial)
+        elif isinstance(t, Variable | Constant):
             wanted, array = t.dtype.as_numpy(), self._arrays[t.id]
             check(array.dtype == (np.uint8 if wanted.names else wanted), f"{t!r} has numbers of {array.dtype}")
             t.data = array.view(wanted)

@@ -33,14 +33,15 @@ class Stamp(BaseModel):
 class Saved(BaseModel):
     """A part of the file."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class SavedTensor(Saved):
-    """A tensor. The numbers of a variable or constant are found by its id.
+    """A tensor. The numbers of a variable or constant are found by its id, unless `begins` describes them.
 
     Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
-    the piece that programs use in its place, if there is one. The path is what it is shown as.
+    the piece that programs use in its place, if there is one; and along which axis the values of groups are parts of
+    one. The path is what it is shown as.
     """
 
     id: str
@@ -54,7 +55,9 @@ class SavedTensor(Saved):
     retrieval_mode: str | None = None
     remote: tuple[int, int, bool] | None = None
     piece: str | None = None
+    group_axis: int | None = None
     path: str | None = None
+    begins: dict[str, Any] | None = None
 
 
 class SavedOp(Saved):

@@ -120,12 +120,17 @@ class _Writer:
             path=t._path,
         )
         if isinstance(t, self._numbers_of):
-            self.array(t.data, t.id)
+            initial = t.initial if isinstance(t, Variable) else None
+            if initial is not None and initial.is_complete:
+                saved.begins = initial.model_dump(mode="json")
+            else:
+                self.array(t.data if initial is None else initial.numbers(t.dtype), t.id)
         if isinstance(t, Variable):
             saved.grouping, saved.retrieval_mode = self.value(t.replica_grouping, t.id), t.retrieval_mode
             if t.location_info.isRemote():
                 saved.remote = (*t.location_info.getRemoteBufferInfo(), t.location_info.sharded)
             saved.piece = None if t.piece is None else t.piece.id
+            saved.group_axis = t.group_axis
         return saved
 
     def array(self, array: np.ndarray, name: str | None = None) -> str:

@@ -137,9 +137,9 @@ def reduced_shape(shape: tuple[int, ...], axis: int | Iterable[int] | None, keep
     return tuple(1 if d in axes else size for d, size in enumerate(shape) if keepdims or d not in axes)
 
 
-def one_axis(axis: int, rank: int) -> int:
-    """A single axis, counted from the front."""
+def one_axis(axis: int, rank: int, what: str = "axis") -> int:
+    """A single axis, counted from the front. `what` is what errors call it."""
     if not -rank <= axis < rank:
         choice = f"expected {-rank} to {rank - 1}" if rank else "a scalar has no axes"
-        raise PopxlError(f"axis {axis} does not exist in a tensor of rank {rank}; {choice}.")
+        raise PopxlError(f"{what} {axis} does not exist in a tensor of rank {rank}; {choice}.")
     return axis % rank

@@ -8,8 +8,9 @@ Only arrays of the host are handled here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,6 +60,23 @@ class Parts:
         rows[:, : known.shape[1]] = known
         pieces = rows.reshape(groups, count, self.length)
         return pieces[self.grouping.assignment, [place % count for _, place in self._families()]]
+
+    def row(self, elements: Callable[[int, int], np.ndarray], replica: int) -> np.ndarray:
+        """The part of one replica, of values that are made where they are asked for.
+
+        Args:
+            elements: gives the elements of all values on the host, one after the other, from one number to another.
+            replica: whose part.
+        """
+        place = self._places[replica] % (self.count or 1)
+        value = self.grouping.assignment[replica] * self.size
+        start = min(place * self.length, self.size)
+        found = elements(value + start, value + min(start + self.length, self.size))
+        return np.pad(found, (0, self.length - len(found)))
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [place for _, place in self._families()]
 
     def values(self, parts: np.ndarray, all_replicas: bool = False) -> np.ndarray:
         """The values of which the replicas hold `parts`: one for each group, or for each replica.

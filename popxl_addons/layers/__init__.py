@@ -1,5 +1,6 @@
 """Layers: modules with their variables, and how torch names these."""
 
+from popxl_addons.layers._values import undrawn_weights
 from popxl_addons.layers.conv import Conv2D
 from popxl_addons.layers.embedding import Embedding, TiedEmbedding
 from popxl_addons.layers.group_norm import GroupNorm
@@ -23,4 +24,5 @@ __all__ = [
     "Stretch",
     "TiedEmbedding",
     "TransformerBlock",
+    "undrawn_weights",
 ]

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
 import popxl
+from popxl import initial
+from popxl.initial import Initial
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
+
+_is_drawn = ContextVar("_is_drawn", default=True)
+
+
+@contextmanager
+def undrawn_weights() -> Iterator[None]:
+    """Layers whose graphs are made while the block lasts begin with zeros, where they would begin with random numbers.
+
+    To draw numbers takes long for a large model. Nobody needs them where weights are loaded, or are another session's.
+
+    Example:
+        >>> from popxl_addons.layers import Linear
+        >>> with popxl.Ir().main_graph, undrawn_weights():
+        ...     facts, graph = Linear(3).create_graph(popxl.TensorSpec((5, 4), popxl.float32))
+        ...     variables = facts.init()
+        >>> bool(variables.weight.data.any())
+        False
+    """
+    before = _is_drawn.set(False)
+    try:
+        yield
+    finally:
+        _is_drawn.reset(before)
 
 
 def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
@@ -22,10 +50,30 @@ def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
         >>> values.shape, bool((abs(values) <= 0.04).all())
         ((3, 4), True)
     """
+    if not _is_drawn.get():
+        return np.broadcast_to(np.float32(0), shape)  # one number in memory
     from scipy.special import ndtr, ndtri  # JAX needs SciPy, too
 
     shares = ndtr(-2) + np.random.uniform(size=shape) * (ndtr(2) - ndtr(-2))
     return ndtri(shares) * std
+
+
+DESCRIBED_FROM = 1 << 20
+"""Weights of so many elements and more are described, and nobody draws them before they are needed."""
+
+
+def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
+    """What weights begin with: `truncated_normal`, for many a description of it, of a seed from the same generator.
+
+    Example:
+        >>> weights(2, 3).shape, weights(50257, 4096).kind
+        ((2, 3), 'truncated_normal')
+    """
+    if not _is_drawn.get():
+        return initial.zeros(shape)
+    if math.prod(shape) < DESCRIBED_FROM:
+        return truncated_normal(*shape, std=std)
+    return initial.truncated_normal(shape, std=std, seed=int(np.random.randint(2**63 - 1)))
 
 
 def torch_weights(

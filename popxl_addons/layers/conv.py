@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.ops.conv import PadType
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights, truncated_normal
+from popxl_addons.layers._values import torch_weights, weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -78,7 +78,7 @@ class Conv2D(Module):
             raise AssertionError(f"Conv2D: `x` has the shape {x.shape}; expected images (N, C, H, W).")
         weight = self.add_variable_input(
             "weight",
-            partial(truncated_normal, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
+            partial(weights, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
             x.dtype,
             replica_grouping=self.replica_grouping,
         )
@@ -98,7 +98,10 @@ class Conv2D(Module):
         if not self.bias:
             return y
         return y + self.add_variable_input(
-            "bias", partial(np.zeros, (1, self.out_channels, 1, 1)), x.dtype, replica_grouping=self.replica_grouping
+            "bias",
+            partial(initial.zeros, (1, self.out_channels, 1, 1)),
+            x.dtype,
+            replica_grouping=self.replica_grouping,
         )
 
     @staticmethod

@@ -9,7 +9,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import truncated_normal
+from popxl_addons.layers._values import weights
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 
@@ -78,9 +78,10 @@ class Embedding(Module):
         """Integer `indices` of any shape to (\\*indices.shape, hidden_size)."""
         weight = self.add_variable_input(
             "weight",
-            partial(truncated_normal, self.vocab_shard_size, self.hidden_size),
+            partial(weights, self.vocab_shard_size, self.hidden_size),
             self.dtype,
             replica_grouping=self.replica_grouping,
+            group_axis=0,
         )
         return ops.gather(weight, indices, axis=self.axis, zero_OOR=self.n_shards > 1)
 
@@ -138,7 +139,5 @@ class TiedEmbedding(Module):
 
     def build(self, indices: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
         """Integer `indices` of any shape to (\\*indices.shape, hidden_size); and the table."""
-        table = self.add_variable_input(
-            "weight", partial(truncated_normal, self.vocab_size, self.hidden_size), self.dtype
-        )
+        table = self.add_variable_input("weight", partial(weights, self.vocab_size, self.hidden_size), self.dtype)
         return ops.gather(table, indices), table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.module import Module
@@ -55,10 +55,10 @@ class GroupNorm(Module):
         if x.rank < 2:
             raise ValueError(f"GroupNorm: `x` has the shape {x.shape}; expected (N, C, ...).")
         weight = self.add_variable_input(
-            "weight", partial(np.ones, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
+            "weight", partial(initial.ones, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
         )
         bias = self.add_variable_input(
-            "bias", partial(np.zeros, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
+            "bias", partial(initial.zeros, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
         )
         return ops.group_norm(x, weight, bias, self.num_groups, self.eps)
 

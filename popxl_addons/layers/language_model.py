@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
 from popxl_addons.layers.layer_norm import LayerNorm
@@ -97,6 +96,80 @@ class LanguageConfig(BaseModel):
         raise ValueError(
             f"LanguageConfig: the model is of the type {kind!r}; expected gpt2, llama, mistral, qwen2 or qwen3."
         )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """What a `config.json` beside the weights of such a model says, for other programs that read them.
+
+        `ValueError` if no model of Hugging Face's that is known here is made so.
+
+        Example:
+            >>> config = LanguageConfig(vocabulary=100, width=32, layers=2, heads=4)
+            >>> config.to_hugging_face()["model_type"]
+            'gpt2'
+        """
+        said = _as_gpt2(self) if self.rotary is None else _as_llama(self)
+        again, own = type(self).from_hugging_face(said)._spelled(), self._spelled()
+        if lost := [name for name in own if own[name] != again[name]]:
+            raise ValueError(
+                f"LanguageConfig.to_hugging_face: a {said['model_type']} is never made with "
+                f"{', '.join(f'{name}={own[name]!r}' for name in lost)}."
+            )
+        return said
+
+    def _spelled(self) -> dict[str, Any]:
+        """All of it, with what is meant by what is left out."""
+        meant = {"key_heads": self.heads, "channels": self.width // self.heads, "hidden": 4 * self.width}
+        said = self.model_dump()
+        return said | {name: value for name, value in meant.items() if said[name] is None}
+
+
+def _as_gpt2(config: LanguageConfig) -> dict[str, Any]:
+    activations = {"gelu": "gelu_new", "geluerf": "gelu", "relu": "relu"}
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocabulary,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.hidden,
+        "n_positions": config.context,
+        "layer_norm_epsilon": config.eps,
+        "activation_function": activations.get(config.activation, "gelu_new"),
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _as_llama(config: LanguageConfig) -> dict[str, Any]:
+    kind = "qwen3" if config.head_norm else "qwen2" if config.bias == "qkv" else "llama"
+    spelled, stretch = config._spelled(), config.stretch
+    turning: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary}
+    if stretch is not None:
+        turning |= {"rope_type": "llama3" if stretch.length else "linear", "factor": stretch.factor}
+    if stretch is not None and stretch.length:
+        turning |= {
+            "low_freq_factor": stretch.low,
+            "high_freq_factor": stretch.high,
+            "original_max_position_embeddings": stretch.length,
+        }
+    return {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": spelled["key_heads"],
+        "head_dim": spelled["channels"],
+        "intermediate_size": spelled["hidden"],
+        "max_position_embeddings": config.context,
+        "rope_parameters": turning,
+        "rms_norm_eps": config.eps,
+        "hidden_act": "silu",
+        "attention_bias": config.bias is True,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tied,
+    }
 
 
 def _known(said: Mapping[str, Any], **expected: tuple[Any, ...]) -> None:
@@ -184,9 +257,8 @@ class _Remembering(TransformerBlock):
         attention = self.attention
         channels = attention.channels or x.shape[-1] // attention.heads
         shape = (x.shape[0], attention.key_heads, self.room, channels)
-        keys, values = (
-            self.add_variable_input(name, partial(np.zeros, shape), x.dtype, by_ref=True) for name in ("keys", "values")
-        )
+        empty = partial(initial.zeros, shape)
+        keys, values = (self.add_variable_input(name, empty, x.dtype, by_ref=True) for name in ("keys", "values"))
         return super().build(x, cache=(keys, values, first))
 
 

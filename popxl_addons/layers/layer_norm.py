@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -34,8 +34,8 @@ class LayerNorm(Module):
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
         if not x.rank:
             raise ValueError("LayerNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
-        weight = self.add_variable_input("weight", partial(np.ones, x.shape[-1]), x.dtype)
-        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[-1]), x.dtype)
+        weight = self.add_variable_input("weight", partial(initial.ones, x.shape[-1]), x.dtype)
+        bias = self.add_variable_input("bias", partial(initial.zeros, x.shape[-1]), x.dtype)
         if x.rank == 2:
             return ops.layer_norm(x, weight, bias, eps)
         return ops.layer_norm(x.reshape((-1, x.shape[-1])), weight, bias, eps).reshape(x.shape)

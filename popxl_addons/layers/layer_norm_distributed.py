@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 import popxl
+from popxl import initial
 from popxl.replica_grouping import Groups
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
@@ -45,6 +44,10 @@ class LayerNormDistributed(Module):
             )
         divided = resolved(self.replica_grouping, "LayerNormDistributed: `replica_grouping`")
         shared_by = divided.transpose()
-        weight = self.add_variable_input("weight", partial(np.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by)
-        bias = self.add_variable_input("bias", partial(np.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by)
+        weight = self.add_variable_input(
+            "weight", partial(initial.ones, x.shape[-1]), x.dtype, replica_grouping=shared_by, group_axis=0
+        )
+        bias = self.add_variable_input(
+            "bias", partial(initial.zeros, x.shape[-1]), x.dtype, replica_grouping=shared_by, group_axis=0
+        )
         return layer_norm_distributed(x, weight, bias, epsilon=eps, group=divided)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
+from popxl import initial
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights, truncated_normal
+from popxl_addons.layers._values import torch_weights, weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -28,6 +29,8 @@ class Linear(Module):
         out_features: size of the last axis of the result.
         bias: whether there is a bias.
         replica_grouping: that of the variables: a grouping, or names of axes.
+        group_axis: the axis of the weight that groups of replicas divide between them, if they do: 0 or 1; see
+            `Variable.group_axis`. With 1 they divide the bias, too.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -36,11 +39,23 @@ class Linear(Module):
         ((4, 3), (3,), popxl.dtypes.float16)
     """
 
-    def __init__(self, out_features: int, bias: bool = True, replica_grouping: Groups | None = None):
+    def __init__(
+        self,
+        out_features: int,
+        bias: bool = True,
+        replica_grouping: Groups | None = None,
+        group_axis: int | None = None,
+    ):
         super().__init__()
+        if group_axis not in (None, 0, 1):
+            raise ValueError(
+                f"{type(self).__name__}: `group_axis` is {group_axis!r}; expected 0 or 1, an axis of the weight (in, "
+                "out_features), or None."
+            )
         self.out_features = out_features
         self.bias = bias
         self.replica_grouping = replica_grouping
+        self.group_axis = group_axis
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (..., in) to (..., out_features)."""
@@ -49,16 +64,21 @@ class Linear(Module):
     def _weight(self, x: popxl.Tensor) -> popxl.Tensor:
         return self.add_variable_input(
             "weight",
-            partial(truncated_normal, x.shape[-1], self.out_features),
+            partial(weights, x.shape[-1], self.out_features),
             x.dtype,
             replica_grouping=self.replica_grouping,
+            group_axis=self.group_axis,
         )
 
     def _with_bias(self, y: popxl.Tensor) -> popxl.Tensor:
         if not self.bias:
             return y
         return y + self.add_variable_input(
-            "bias", partial(np.zeros, self.out_features), y.dtype, replica_grouping=self.replica_grouping
+            "bias",
+            partial(initial.zeros, self.out_features),
+            y.dtype,
+            replica_grouping=self.replica_grouping,
+            group_axis=0 if self.group_axis == 1 else None,
         )
 
     @staticmethod

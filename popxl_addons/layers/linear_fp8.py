@@ -24,7 +24,7 @@ class LinearFP8(Linear):
     by hand, and keeps operands in float8; so outline the layer with `call_module`, or use its own graph.
 
     Args:
-        out_features, bias, replica_grouping: as for `Linear`.
+        out_features, bias, replica_grouping, group_axis: as for `Linear`.
         scale_metric: how the scales of `x`, `weight` and the gradient are chosen: ``"amax"`` (`fp8_amax_scale`),
             ``"mse"`` (`fp8_mse_scale`), or ``"manual_scale"``.
         scale: the power of two for ``"manual_scale"``, from -31 to 31.
@@ -47,8 +47,9 @@ class LinearFP8(Linear):
         scale_metric: ScaleMetric = "amax",
         scale: int = 0,
         replica_grouping: Groups | None = None,
+        group_axis: int | None = None,
     ):
-        super().__init__(out_features, bias, replica_grouping)
+        super().__init__(out_features, bias, replica_grouping, group_axis)
         if scale_metric not in get_args(ScaleMetric):
             raise ValueError(f"LinearFP8: `scale_metric` is {scale_metric!r}; expected one of {get_args(ScaleMetric)}.")
         if not min_scaling_bias <= scale <= max_scaling_bias:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import popxl
+from popxl import initial
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.layers.linear import Linear
@@ -82,7 +83,9 @@ class LinearGQ(Linear):
         return self._with_bias(x @ group_quantize_decompress(packed, scale, bias, self.dim))
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: popxl.dtype) -> popxl.Tensor:
-        return self.add_variable_input(name, partial(np.zeros, shape), dtype, replica_grouping=self.replica_grouping)
+        return self.add_variable_input(
+            name, partial(initial.zeros, shape), dtype, replica_grouping=self.replica_grouping
+        )
 
     @staticmethod
     def torch_mapping(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 import popxl
-from popxl import OpKind
+from popxl import OpKind, initial
 from popxl.errors import PopxlError
 from popxl.ops.precision import wide_dtype
 from popxl_addons.layers._values import torch_weights
@@ -80,7 +80,7 @@ class RMSNorm(Module):
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
         if not x.rank:
             raise ValueError("RMSNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
-        weight = self.add_variable_input("weight", partial(np.ones, x.shape[-1]), x.dtype)
+        weight = self.add_variable_input("weight", partial(initial.ones, x.shape[-1]), x.dtype)
         return _rms_norm(x, weight, eps=float(eps))
 
     @staticmethod

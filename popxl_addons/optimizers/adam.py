@@ -4,10 +4,8 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.var_updates.factors import factor
 from popxl.replica_grouping import Groups
@@ -52,6 +50,7 @@ class AdamOptimizerStep(Module):
         loss_scaling: float | popxl.Tensor = 1,
         global_norm: popxl.Tensor | None = None,
         global_norm_max: float | popxl.Tensor | None = None,
+        group_axis: int | None = None,
     ) -> None:
         """With g the gradient in true units, and m and v the state:
 
@@ -76,6 +75,7 @@ class AdamOptimizerStep(Module):
             global_norm: the norm of all gradients, in true units. Where it exceeds `global_norm_max` the gradient is
                 scaled down, to that norm.
             global_norm_max: see above.
+            group_axis: that of the variable, for the state.
 
         Raises:
             AssertionError: if `global_norm` is given without `global_norm_max`.
@@ -84,10 +84,11 @@ class AdamOptimizerStep(Module):
             raise AssertionError(
                 "AdamOptimizerStep: `global_norm` is given without `global_norm_max`; pass the norm to clip to."
             )
-        first_order = self._state("first_order", var, first_order_dtype, replica_grouping)
-        second_order = self._state("second_order", var, popxl.float32, replica_grouping)
+        groups: dict[str, Any] = {"replica_grouping": replica_grouping, "group_axis": group_axis}
+        first_order = self._state("first_order", var, first_order_dtype, groups)
+        second_order = self._state("second_order", var, popxl.float32, groups)
         step = (
-            self.add_variable_input("step", partial(np.zeros, ()), popxl.float32, by_ref=True)
+            self.add_variable_input("step", partial(initial.zeros, ()), popxl.float32, by_ref=True)
             if bias_correction
             else None
         )
@@ -99,19 +100,17 @@ class AdamOptimizerStep(Module):
         )
         ops.scaled_add_(var, update, b=-factor(lr, "AdamOptimizerStep: `lr`"))
 
-    def _state(self, name: str, var: popxl.Tensor, dtype: popxl.dtype, replica_grouping: Groups | None) -> popxl.Tensor:
+    def _state(self, name: str, var: popxl.Tensor, dtype: popxl.dtype, groups: dict[str, Any]) -> popxl.Tensor:
         """Zeros like `var`."""
         if not var.meta_shape:
-            return self.add_variable_input(
-                name, partial(np.zeros, var.shape), dtype, by_ref=True, replica_grouping=replica_grouping
-            )
+            return self.add_variable_input(name, partial(initial.zeros, var.shape), dtype, by_ref=True, **groups)
         return self.add_replica_sharded_variable_input(
             name,
-            partial(np.zeros, var.meta_shape),
+            partial(initial.zeros, var.meta_shape),
             dtype,
             by_ref=True,
-            replica_grouping=replica_grouping,
             shard_over=math.ceil(math.prod(var.meta_shape) / math.prod(var.shape)),
+            **groups,
         )
 
 

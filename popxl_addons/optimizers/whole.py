@@ -55,6 +55,7 @@ class _Trained:
         gradient: of the shape of the tensor.
         grouping: that of the variable.
         pieces: how many there are of each value.
+        group_axis: along which the values of the groups are parts of one, if they are.
     """
 
     name: str
@@ -62,6 +63,7 @@ class _Trained:
     gradient: popxl.Tensor
     grouping: popxl.ReplicaGrouping
     pieces: int
+    group_axis: int | None
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -77,8 +79,15 @@ class _Trained:
         """A variable that belongs to it: in groups and pieces as it is, if of its shape."""
         data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
         pieces = self.pieces if shape is None else 1
-        factory = VariableFactory(lambda: np.array(data), dtype, name, False, self.grouping, pieces)
+        factory = VariableFactory(
+            lambda: np.array(data), dtype, name, False, self.grouping, pieces, self._group_axis_of(data.shape)
+        )
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
+
+    def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
+        """The axis along which groups divide state of this shape: none, if the values' axis is reduced there."""
+        axis = self.group_axis
+        return axis if axis is not None and axis < len(shape) and shape[axis] == self.whole_shape[axis] else None
 
 
 def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Trained]:
@@ -115,10 +124,11 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
 
 
 def _of(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> _Trained:
-    grouping = owner.replica_grouping if isinstance(owner, Variable) else popxl.gir().replica_grouping()
+    variable = owner if isinstance(owner, Variable) else None
+    grouping = popxl.gir().replica_grouping() if variable is None else variable.replica_grouping
     group = grouping.const_rg.group_size
     pieces = piece_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
-    return _Trained(name, t, gradient, grouping, pieces)
+    return _Trained(name, t, gradient, grouping, pieces, None if variable is None else variable.group_axis)
 
 
 def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Tensor]:

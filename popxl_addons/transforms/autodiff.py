@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.replica_grouping import Groups
 from popxl.transforms.autodiff import GradGraphInfo, make_grad_graph_info
 from popxl_addons.dot_tree import sanitise
@@ -126,7 +124,7 @@ def autodiff_with_accumulation(
     factories = NamedVariableFactories()
 
     def state(name: str, shape: tuple[int, ...], dtype: popxl.dtype, group: Groups | None) -> popxl.Tensor:
-        t, factory = add_variable_input(name, partial(np.zeros, shape), dtype, by_ref=True, replica_grouping=group)
+        t, factory = add_variable_input(name, partial(initial.zeros, shape), dtype, by_ref=True, replica_grouping=group)
         grad.args.insert(name, t, overwrite=True)
         factories.insert(name, factory, overwrite=True)
         return t

@@ -13,10 +13,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
-import numpy as np
-
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.context import get_current_context
 from popxl.ops.call import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
@@ -280,7 +278,7 @@ class Stash(Module):
     @popxl.in_sequence()
     def build(self, t: popxl.Tensor, stash_size: int) -> None:
         counter = _counter(self)
-        empty = partial(np.zeros, (stash_size, *t.shape))
+        empty = partial(initial.zeros, (stash_size, *t.shape))
         stash = self.add_variable_input("stash", empty, t.dtype, by_ref=True)
         ops.dynamic_update_(stash, counter, t.reshape((1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
         ops.increment_mod_(counter, 1, stash_size)
@@ -309,4 +307,4 @@ class Restore(Module):
 
 def _counter(module: Module) -> popxl.Tensor:
     """The number of the slot that comes next."""
-    return module.add_variable_input("counter", partial(np.zeros, ()), popxl.uint32, by_ref=True)
+    return module.add_variable_input("counter", partial(initial.zeros, ()), popxl.uint32, by_ref=True)

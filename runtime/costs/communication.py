@@ -1,12 +1,14 @@
 """`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
 
 XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
-All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
+It may leave out those whose results nobody needs. All else is a difference: an exchange that nobody asked for, or one
+that is not there, or of other bytes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -17,7 +19,7 @@ from popxl.looking.communication import Communication, communication_of
 from runtime.costs.cost import account_of_program
 from runtime.program.program import CompiledProgram
 
-Verdict = Literal["the same", "merged", "as all-reduce", "differs"]
+Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "differs"]
 
 
 class Exchange(BaseModel):
@@ -27,9 +29,12 @@ class Exchange(BaseModel):
         kind: what chips do together: "all-reduce".
         group_size: how many are together.
         said, said_bytes: how many of them a run carries out as the program says, and their bytes.
+        needed_bytes: those of them whose results somebody needs.
         compiled, compiled_bytes: the same, of what was compiled.
+        repeated_bytes: those of them that are sent again, as there was no memory to keep what had come.
         verdict: what became of them: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a TPU sums
-            or gathers small pieces, as nothing is quicker; `"differs"`, if something else.
+            or gathers small pieces, as nothing is quicker; `"not all needed"`, without some whose results nobody needs;
+            `"differs"`, if something else.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -38,8 +43,10 @@ class Exchange(BaseModel):
     group_size: int
     said: int
     said_bytes: int
+    needed_bytes: int
     compiled: int
     compiled_bytes: int
+    repeated_bytes: int
     verdict: Verdict
 
 
@@ -69,7 +76,7 @@ class Sent(OnPage, BaseModel):
         """What differs, in sentences."""
         return tuple(
             f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
-            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled."
+            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_again(e)}."
             for e in self.exchanges
             if e.verdict == "differs"
         )
@@ -91,47 +98,67 @@ class Sent(OnPage, BaseModel):
         )
 
 
+def _again(exchange: Exchange) -> str:
+    if not exchange.repeated_bytes:
+        return ""
+    again = bytes_text(exchange.repeated_bytes)
+    return f"; {again} of these are sent again, as there is not enough memory to keep what has come"
+
+
 def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
     """What a compiled program sends, beside what its Ir says. See `Session.communication`."""
     said, count = communication_of(ir), program.replicas.count
     if program.replicas.mesh is None:
         return Sent(said=said, is_sent=False, exchanges=())
-    counts, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    totals: dict[tuple[str, int], _Totals] = {}
     for each in said.collectives:
-        counts[each.kind, each.group_size] += each.turns
-        sizes[each.kind, each.group_size] += each.turns * each.bytes
-    made, made_sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        of = totals.setdefault((each.kind, each.group_size), _Totals())
+        of.said += each.turns
+        of.said_bytes += each.turns * each.bytes
+        of.needed_bytes += each.needed * each.bytes
     for found in account_of_program(program).collectives:
-        key = (found.kind, found.group_size or count)
-        made[key] += found.runs
-        made_sizes[key] += found.runs * found.bytes
+        of = totals.setdefault((found.kind, found.group_size or count), _Totals())
+        of.compiled += found.runs
+        of.compiled_bytes += found.runs * found.bytes
+        of.repeated_bytes += found.runs * found.bytes * found.is_again
     exchanges = tuple(
-        Exchange(
-            kind=kind,
-            group_size=size,
-            said=counts[kind, size],
-            said_bytes=sizes[kind, size],
-            compiled=made[kind, size],
-            compiled_bytes=made_sizes[kind, size],
-            verdict=_verdict(kind, size, counts, sizes, made, made_sizes),
-        )
-        for kind, size in dict.fromkeys((*counts, *made))
+        Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals))
+        for (kind, size), of in totals.items()
     )
     return Sent(said=said, is_sent=True, exchanges=exchanges)
 
 
-Totals = Counter[tuple[str, int]]
+@dataclass(eq=False)
+class _Totals:
+    """Sums over all exchanges of one kind, in groups of one size, as `Exchange` has them."""
+
+    said: int = 0
+    said_bytes: int = 0
+    needed_bytes: int = 0
+    compiled: int = 0
+    compiled_bytes: int = 0
+    repeated_bytes: int = 0
 
 
-def _verdict(kind: str, size: int, counts: Totals, sizes: Totals, made: Totals, made_sizes: Totals) -> Verdict:
+def _verdict(kind: str, size: int, totals: Mapping[tuple[str, int], _Totals]) -> Verdict:
     """What became of the exchanges of one kind."""
-    whole, number, bytes = ("all-reduce", size), counts[kind, size], sizes[kind, size]
-    moved = [key for key in (("reduce-scatter", size), ("all-gather", size)) if sizes[key] > made_sizes[key]]
-    if moved and made_sizes[whole] == sizes[whole] + sum(sizes[key] - made_sizes[key] for key in moved):
-        if (kind, size) in moved:
+    of = totals[kind, size]
+    most, bytes, least = of.said, of.said_bytes, of.needed_bytes
+    small = [totals.get((each, size), _Totals()) for each in ("reduce-scatter", "all-gather")]
+    moved = [each for each in small if each.compiled_bytes < each.needed_bytes]
+    whole = totals.get(("all-reduce", size), _Totals())
+    is_made_up_for = (
+        whole.needed_bytes + sum(each.needed_bytes - each.compiled_bytes for each in moved)
+        <= whole.compiled_bytes
+        <= whole.said_bytes + sum(each.said_bytes - each.compiled_bytes for each in moved)
+    )
+    if moved and is_made_up_for:
+        if of in moved:
             return "as all-reduce"
-        if (kind, size) == whole:
-            number, bytes = number + sum(counts[key] for key in moved), made_sizes[whole]
-    if made_sizes[kind, size] != bytes or made[kind, size] > number:
+        if of is whole:
+            most, bytes, least = most + sum(each.said for each in moved), of.compiled_bytes, of.compiled_bytes
+    if not least <= of.compiled_bytes <= bytes or of.compiled > most:
         return "differs"
-    return "the same" if made[kind, size] == number else "merged"
+    if of.compiled_bytes < bytes:
+        return "not all needed"
+    return "the same" if of.compiled == most else "merged"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -13,11 +14,11 @@ from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, second
 from popxl.looking.flops import moved
 from popxl.looking.memory import runs_of
 from runtime.costs.hlo import read
-from runtime.costs.work import Account, Collective, Work, account_of
+from runtime.costs.work import Account, Collective, Product, Work, account_of
 from runtime.plan.plan import Plan
 from runtime.program.program import CompiledProgram
 from runtime.targets import chip
-from runtime.targets.chip import Chip
+from runtime.targets.chip import Chip, Tpu
 
 Bound = Literal["compute", "memory", "network", "host"]
 
@@ -80,6 +81,21 @@ class GraphCost(_Part):
     bound: Bound | None
 
 
+class PrecisionCost(_Part):
+    """What a run would cost if float32 products were computed at a precision, and no more exactly. It is an estimate,
+    by the chip's published figures: of the passes that products take, and of nothing else.
+
+    Attributes:
+        products: seconds for the products of float32.
+        cycles: the same in cycles, for TPUs; `None` elsewhere.
+        seconds: for a run, as in `Cost.seconds`: it takes no longer where something else bounds it.
+    """
+
+    products: float
+    cycles: int | None
+    seconds: float
+
+
 class Cost(OnPage, _Part):
     """What a compiled program costs: sizes as XLA says them, and one run of it, on one chip.
 
@@ -102,6 +118,8 @@ class Cost(OnPage, _Part):
         compile_seconds: how long compiling took, with all around it.
         graphs: the graphs, the longest first.
         seconds: how long a run takes by the chip's published figures; `None` for a device without such figures.
+        precisions: the same for the precision that float32 products have, and for faster ones: "highest", "high" and
+            "default". Nothing for a device without figures, and for programs without such products.
 
     Example:
         >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
@@ -126,6 +144,7 @@ class Cost(OnPage, _Part):
     compile_seconds: float
     graphs: tuple[GraphCost, ...]
     seconds: float | None
+    precisions: Mapping[str, PrecisionCost] = {}
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
@@ -161,7 +180,31 @@ class Cost(OnPage, _Part):
             f"{seconds_text(self.seconds)} for a run, if a {self.chip} did all that its published figures promise, and "
             "computed, read, sent and fetched at the same time. It is an estimate; nothing was measured."
         )
-        return [*parts, Page("Time, estimated", [told, *Table.cut(columns, rows)])]
+        return [*parts, Page("Time, estimated", [told, *Table.cut(columns, rows)]), *self._by_precision()]
+
+    def _by_precision(self) -> list[Page]:
+        """What the precision of products costs."""
+        if not self.precisions:
+            return []
+        own, *faster = self.precisions.values()
+        told = f"Products of float32 are computed at the precision {next(iter(self.precisions))!r}."
+        if faster:
+            less = seconds_text(own.seconds - faster[-1].seconds)
+            told += (
+                f" By their passes, a run would take {less} less at 'default', which computes with fewer digits: "
+                "`ir.options.precision`. It is an estimate."
+            )
+        rows = [
+            [
+                level,
+                seconds_text(each.products),
+                *([] if each.cycles is None else [count_text(each.cycles)]),
+                seconds_text(each.seconds),
+            ]
+            for level, each in self.precisions.items()
+        ]
+        columns = ["at most", "products", *([] if own.cycles is None else ["in cycles"]), "a run"]
+        return [Page("Precision of float32, estimated", [told, Table(columns, rows)])]
 
 
 def cost_of(program: CompiledProgram) -> Cost:
@@ -181,10 +224,11 @@ def cost_of(program: CompiledProgram) -> Cost:
         copies=total.copies,
         collectives=_by_kind(account.collectives),
         uses=_by_line(account.collectives, program.replicas.count),
-        cycles=total.cycles if program.layout.target.platform == "tpu" else None,
+        cycles=total.cycles if program.layout.destination.platform == "tpu" else None,
         compile_seconds=program.compiled.seconds,
         graphs=graphs,
         seconds=sum(graph.seconds or 0 for graph in graphs) if figures is not None else None,
+        precisions={} if figures is None else precisions_of(account, host, figures, program.replicas.count),
     )
 
 
@@ -357,6 +401,38 @@ def _times(work: Work, sent: int, crossing: int, figures: Chip) -> dict[Bound, f
         "network": sent / figures.network_bandwidth,
         "host": crossing / figures.host_bandwidth,
     }
+
+
+_LEVELS = ("highest", "high", "default")
+"""JAX's precisions, the slowest first."""
+
+
+def precisions_of(
+    account: Account, host: Mapping[str, int], figures: Chip, all_replicas: int
+) -> dict[str, PrecisionCost]:
+    """What runs would cost at the precision that float32 products have, and at faster ones."""
+    levels = {key.precision for work in account.graphs.values() for key in work.products if key.dtype == "f32"}
+    first = min(map(_LEVELS.index, levels), default=len(_LEVELS))
+    found = {}
+    for level in _LEVELS[first:]:
+        limited = Account({name: _at_most(level, work) for name, work in account.graphs.items()}, account.collectives)
+        products = (item for work in limited.graphs.values() for item in work.products.items())
+        seconds = sum(count / figures.rate("float32", key.precision) for key, count in products if key.dtype == "f32")
+        found[level] = PrecisionCost(
+            products=seconds,
+            cycles=round(seconds * figures.clock) if isinstance(figures, Tpu) else None,
+            seconds=sum(graph.seconds or 0 for graph in _graphs(limited, host, figures, all_replicas)),
+        )
+    return found
+
+
+def _at_most(level: str, work: Work) -> Work:
+    """Work whose float32 products are computed at a precision, or at the faster one that they have."""
+    products: Counter[Product] = Counter()
+    for key, count in work.products.items():
+        reached = max(level, key.precision, key=_LEVELS.index) if key.dtype == "f32" else key.precision
+        products[key._replace(precision=reached)] += count
+    return replace(work, products=products)
 
 
 def _dtype(of_xla: str) -> str:

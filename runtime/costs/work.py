@@ -49,6 +49,7 @@ class Collective(NamedTuple):
         source: the user's line; "" where it is not known.
         graph: the graph that it is in.
         runs: how often a run carries it out.
+        is_again: whether it is carried out a second time, as there was no memory to keep what the first one gave.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Collective(NamedTuple):
     source: str
     graph: str
     runs: int
+    is_again: bool = False
 
 
 class Product(NamedTuple):
@@ -358,6 +360,7 @@ def _collective(computation: Computation, instruction: Instruction, graph: str, 
         source_of(instruction.scope),
         graph,
         times,
+        re.search(r"\.remat\d*$", instruction.name) is not None,
     )
 
 

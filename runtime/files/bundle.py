@@ -26,7 +26,7 @@ class Header(BaseModel):
         digest: SHA-256 of all the rest, this line included.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     kind: str
     format: int

@@ -30,8 +30,8 @@ from popxl.ir import Ir
 from popxl.program.writing import fingerprint
 from runtime.files.bundle import pack, unpack
 from runtime.interrupts import scratch_folder
+from runtime.targets.destination import Destination
 from runtime.targets.devices import Device, DeviceType
-from runtime.targets.target import Target
 
 SUFFIX = ".popef"
 KIND = "popxl executables"
@@ -103,7 +103,7 @@ def _path(ir: Ir, device: Device) -> Path | None:
         return None
     known = {
         "program": program,
-        "made for": Target(device.jax_devices).made_for.model_dump(),
+        "made for": Destination(device.jax_devices).made_for.model_dump(),
         "devices": [each.id for each in device.jax_devices],
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
     }

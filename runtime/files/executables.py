@@ -26,7 +26,7 @@ from popxl.errors import PopxlError
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class Placement(_Part):

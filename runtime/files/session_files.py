@@ -25,9 +25,9 @@ from runtime.files.executables import Executable, described, restored
 from runtime.interrupts import scratch_folder
 from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
 from runtime.program.program import Program
+from runtime.targets.destination import VERSIONS, MadeFor, made_for
 from runtime.targets.devices import Device, find_device
 from runtime.targets.offline import Target
-from runtime.targets.target import VERSIONS, MadeFor, made_for
 
 _log = Logger("session")
 
@@ -47,7 +47,7 @@ class About(BaseModel):
         executables: the executables, in the order of `Compiled.executables`.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     target: MadeFor
     device: str
@@ -76,7 +76,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
-        target=program.layout.target.made_for,
+        target=program.layout.destination.made_for,
         device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=compiled.layout.calls,
         executables=executables,

@@ -196,7 +196,7 @@ class GraphFunction:
         """
         known = present or {}
         own = {p.name: p.default for p in self._parameters.values() if p.default is not None}
-        return {name: _on_device(v, known.get(v, v.data)) for name, v in own.items()}
+        return {name: _on_device(v, known[v] if v in known else v.numbers()) for name, v in own.items()}
 
     # Arguments ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class GraphFunction:
             if name in given:
                 values[name] = self._fitted(p, given[name])
             elif p.default is not None:
-                values[name] = _on_device(p.default, p.default.data)
+                values[name] = _on_device(p.default, p.default.numbers())
         return values
 
     def _fitted(self, parameter: _Parameter, value: Any) -> Array:

@@ -3,7 +3,7 @@
 A buffer is an array with one row for each slot, a value that a program takes and returns like the variables that it
 changes. Loads and stores are slices of it.
 
-On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.target`. There a
+On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.destination`. There a
 slot is whole blocks, in which TPUs keep arrays: they cut nothing out of a block, and fetch a whole buffer that they
 would rather lay out in another way.
 """
@@ -31,8 +31,8 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
+from runtime.targets.destination import HOST
 from runtime.targets.replicas import Replicas, is_on_host
-from runtime.targets.target import HOST
 
 Array = Any
 
@@ -212,7 +212,7 @@ def filled(
     whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
     slots = whole.reshape(replicas.count, buffer.entries, -1)  # of the same numbers
     for v in variables:
-        parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data), v.dtype))
+        parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data if v.initial is None else v.numbers()), v.dtype))
         parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
         slots[:, v.location_info.entry, : buffer.slot_nelms] = parts.reshape(replicas.count, -1)
     return replicas.place(whole, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from popxl.base.nesting import done
 from popxl.core.tensor import Tensor
@@ -12,8 +12,10 @@ from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, Choice
 from runtime.plan.placement import Places
 from runtime.plan.planning import Steps
-from runtime.plan.rolling.rolling import Rolling
-from runtime.targets.target import Target
+from runtime.targets.destination import Destination
+
+if TYPE_CHECKING:
+    from runtime.plan.rolling.rolling import Rolling
 
 ROLLED = 500
 """Calls are rolled where they are not kept if XLA would otherwise compile this many ops again: what is less it compiles
@@ -41,23 +43,23 @@ class Decision(NamedTuple):
 def decide(
     main: Graph,
     options: SessionOptions,
-    target: Target,
+    destination: Destination,
     held: Collection[Tensor],
     changed: Sequence[Tensor],
     calls: str | None,
 ) -> Decision:
-    """How a program is compiled for a target.
+    """How a program is compiled for a destination.
 
     Args:
         main: the graph that it runs.
         options: those of its Ir.
-        target: what it is compiled for.
+        destination: what it is compiled for.
         held: what holds its variables.
         changed: of these, what it changes.
         calls: how called graphs were compiled, if that is in a file.
     """
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
-    places, of_places = _placement(main, options, target, changed, smallest)
+    places, of_places = _placement(main, options, destination, changed, smallest)
     choice = Choice(main, smallest, places)
     if places is not None:
         return Decision("dispatched", of_places, choice, places)
@@ -67,7 +69,7 @@ def decide(
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
         rolling = _rolling(main, held, options.calledGraphs)
         return Decision(options.calledGraphs, reason, choice, rolling=rolling)
-    if target.platform != "cpu":
+    if destination.platform != "cpu":
         return _on_accelerators(main, held, choice, of_places)
     repeated = (
         f"In one program XLA would compile {choice.repeated} ops again that it has compiled already; a plan pays from "
@@ -83,7 +85,7 @@ def decide(
 
 def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
     """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
-    rolling = Rolling(main, held, from_saved=REPEATED)
+    rolling = _rolled(main, held, REPEATED)
     if rolling.saved >= ROLLED and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
         return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
     if choice.is_worth_it():
@@ -97,14 +99,21 @@ def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_p
 
 def _rolling(main: Graph, held: Collection[Tensor], calls: str) -> Rolling | None:
     """The loops of a program, if that is the way."""
-    return Rolling(main, held) if calls == "rolled" else None
+    return _rolled(main, held) if calls == "rolled" else None
+
+
+def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rolling:
+    """The loops of a program."""
+    from runtime.plan.rolling.rolling import Rolling  # of no use on CPUs, unless it is asked for
+
+    return Rolling(main, held, from_saved)
 
 
 def _placement(
-    main: Graph, options: SessionOptions, target: Target, changed: Sequence[Tensor], smallest: int | None
+    main: Graph, options: SessionOptions, destination: Destination, changed: Sequence[Tensor], smallest: int | None
 ) -> tuple[Places | None, str]:
     """The IPUs of the program, if each is a device of its own; and why, or why not, in a sentence."""
-    count, found = target.replicas.count, len(target.devices)
+    count, found = destination.replicas.count, len(destination.devices)
     places = Places(main, count)
     needed = len(places.ipus) * count
     if len(places.ipus) <= 1:
@@ -113,7 +122,7 @@ def _placement(
         why = "`ir.options.placement` says so"
     elif found < needed:
         why = f"with {count} replica(s) they would need {needed}, and {found} can be used"
-    elif options.placement == "auto" and target.platform == "cpu" and not _pays(main, changed, smallest, places):
+    elif options.placement == "auto" and destination.platform == "cpu" and not _pays(main, changed, smallest, places):
         why = "there is so little work that a CPU would take longer to share it out than to do it"
     else:
         shown = ", ".join(map(str, places.ipus))

@@ -27,7 +27,7 @@ from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import Terms
-from runtime.targets.target import HOST
+from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
 Array = Any
@@ -200,12 +200,12 @@ class Piece(Step):
 
         piece.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
         spread = terms.replicas.spread(piece)
-        lowered = lower(lambda: terms.target.lower(donating(spread, 0, 3), *self._arguments(terms)))
+        lowered = lower(lambda: terms.destination.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
 
         def compile() -> Compiled:
             start = perf_counter()
-            executable = terms.target.compile(lowered)
+            executable = terms.destination.compile(lowered)
             if buffers and terms.has_slots_on_host:
                 remote.check_places(
                     executable.as_text(), self._results(lowered.out_info), self.ops[0].graph.ir.main_graph

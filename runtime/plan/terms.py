@@ -7,40 +7,40 @@ from functools import cached_property
 from typing import Any
 
 from popxl.options import SessionOptions
+from runtime.targets.destination import HOST, Destination
 from runtime.targets.replicas import Replicas
-from runtime.targets.target import HOST, Target
 
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms ops are compiled: for which target, and what the Ir asks of all of them.
+    """On what terms ops are compiled: for which destination, and what the Ir asks of all of them.
 
     Attributes:
-        target: what is compiled for.
+        destination: what is compiled for.
         options: those of the Ir.
         wide: whether 64 bits are kept.
     """
 
-    target: Target
+    destination: Destination
     options: SessionOptions
     wide: bool
 
     @cached_property
     def replicas(self) -> Replicas:
         """Those that run the program."""
-        return self.target.replicas
+        return self.destination.replicas
 
     @cached_property
     def slots(self) -> Any:
         """Where the arrays of remote buffers are: beside other arrays, or in the host's memory."""
         where = self.options.remoteBuffers
-        is_beside = where == "device" or (where == "auto" and self.target.platform == "cpu")
-        return self.replicas.sharding() if is_beside else self.target.on_host
+        is_beside = where == "device" or (where == "auto" and self.destination.platform == "cpu")
+        return self.replicas.sharding() if is_beside else self.destination.on_host
 
     @property
     def has_slots_on_host(self) -> bool:
         """Whether the arrays of remote buffers are in a memory of their own."""
-        return self.target.platform != "cpu" and self.slots.memory_kind == HOST
+        return self.destination.platform != "cpu" and self.slots.memory_kind == HOST
 
     def key(self) -> tuple[Any, ...]:
         """What makes a difference."""

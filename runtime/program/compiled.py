@@ -28,7 +28,7 @@ from runtime.plan.structure import Structure, forget
 from runtime.plan.terms import Terms
 from runtime.program.layout import Layout
 from runtime.progress import Watch
-from runtime.targets.target import HOST
+from runtime.targets.destination import HOST
 
 Array = Any
 Ends = Mapping[int, tuple[Any, Any]]
@@ -127,7 +127,7 @@ def can_be_kept(layout: Layout) -> bool:
     several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
     """
     is_spread = any(terms.replicas.mesh is not None for terms in layout.terms.values())
-    if layout.target.platform != "cpu" or not is_spread:
+    if layout.destination.platform != "cpu" or not is_spread:
         return True
     parts = (part for graph in reachable(layout.main) for op in graph.ops for part in op.parts)
     return not any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)
@@ -147,7 +147,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
     lowered = _lowered(layout)
 
     def compile() -> Any:
-        executable = layout.target.compile(lowered)
+        executable = layout.destination.compile(lowered)
         if layout.buffers and layout.terms_for(None).has_slots_on_host:
             results = [None] * len(layout.changing) + [*layout.buffers]
             fetched = len(jax.tree.leaves(lowered.out_info)) - len(results)
@@ -160,7 +160,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 
 def lowered_for(layout: Layout, platform: str) -> Any:
     """The whole program as one, as JAX has lowered it for a platform: "tpu", "cuda". No such machine and no compiler is
-    needed; what the program is laid out for has to say that it is one, as `Target.platform` does."""
+    needed; what the program is laid out for has to say that it is one, as `Destination.platform` does."""
     with layout.precision(), room_to_recurse(layout.main):
         return _lowered(layout, platform)
 
@@ -188,7 +188,7 @@ def _lowered(layout: Layout, platform: str = "") -> Any:
 
     feeds = layout.feed_specs(layout.replicas, layout.channels)
     arguments = (layout.changing_specs(), layout.constant_specs(), feeds)
-    return lower(lambda: layout.target.lower(donating(step, 0), *arguments, platform=platform))
+    return lower(lambda: layout.destination.lower(donating(step, 0), *arguments, platform=platform))
 
 
 def one_run(
@@ -271,12 +271,12 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
         return layout.transfers_first(fetched, channels)
 
     beginning = jax.jit(begin, out_shardings=replicas.sharding())
-    started = lower(lambda: terms.target.lower(beginning, layout.feed_specs(replicas, channels)))
+    started = lower(lambda: terms.destination.lower(beginning, layout.feed_specs(replicas, channels)))
     results = [
         jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
         for c, (transfers, _) in zip(channels, started.out_info, strict=True)
         if not isinstance(c, HostToDeviceStream)
     ]
-    ended = lower(lambda: terms.target.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
+    ended = lower(lambda: terms.destination.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
     with Aside(1) as aside:
-        return aside.begin(lambda: (terms.target.compile(started), terms.target.compile(ended))).result()
+        return aside.begin(lambda: (terms.destination.compile(started), terms.destination.compile(ended))).result()

@@ -30,8 +30,8 @@ from runtime.plan.decision import decide
 from runtime.plan.planning import Steps
 from runtime.plan.terms import Terms
 from runtime.program.blocks import Block, blocks_of
+from runtime.targets.destination import HOST, Destination
 from runtime.targets.replicas import DividedReplicas, Replicas
-from runtime.targets.target import HOST, Target
 
 Array = Any
 
@@ -45,11 +45,11 @@ class Layout:
 
     Args:
         ir: the program.
-        target: what it is compiled for.
+        destination: what it is compiled for.
         calls: how called graphs are compiled, if that has been decided before.
 
     Attributes:
-        target: as given.
+        destination: as given.
         replicas: those that run the program.
         divided: the same, if several processes drive them.
         main: the graph that is run.
@@ -78,10 +78,10 @@ class Layout:
             none is.
     """
 
-    def __init__(self, ir: Ir, target: Target, calls: str | None = None) -> None:
+    def __init__(self, ir: Ir, destination: Destination, calls: str | None = None) -> None:
         main = self.main = ir.main_graph
-        self.target = target
-        self.replicas = target.replicas
+        self.destination = destination
+        self.replicas = destination.replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         self.options = ir.options
         channels = channels_of(main)
@@ -117,7 +117,7 @@ class Layout:
         for t in tensors:
             if t.dtype.is_complex:
                 raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
-        decided = decide(main, ir.options, target, self.held, self.changed, calls)
+        decided = decide(main, ir.options, destination, self.held, self.changed, calls)
         self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
         self._choice = decided.choice if self.calls == "dispatched" else None
         together = () if self.rolling is None else self.rolling.together
@@ -125,14 +125,14 @@ class Layout:
         changing = {t for block in self.changing for t in block.tensors}
         self.constant = blocks_of((t for t in self.read if t not in changing), together)
         ipus = (0,) if places is None else places.ipus
-        targets = [target] if places is None else [target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
+        destinations = [destination] if places is None else [destination.of_ipu(i, len(ipus)) for i in range(len(ipus))]
         self.terms: Mapping[int, Terms] = {
-            ipu: Terms(each, self.options, self.wide) for ipu, each in zip(ipus, targets, strict=True)
+            ipu: Terms(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
         }
-        is_asked_for = self.options.remoteBuffers != "device" and target.platform != "cpu"
+        is_asked_for = self.options.remoteBuffers != "device" and destination.platform != "cpu"
         if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
             remote.check_room(self.buffers, main, self.replicas)
-        if is_asked_for and target.platform == "tpu":
+        if is_asked_for and destination.platform == "tpu":
             remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
@@ -168,7 +168,7 @@ class Layout:
     def devices(self) -> tuple[jax.Device, ...]:
         """The JAX devices that it runs on."""
         used = {device for terms in self.terms.values() for device in terms.replicas.sharding().device_set}
-        return tuple(device for device in self.target.devices if device in used)
+        return tuple(device for device in self.destination.devices if device in used)
 
     @property
     def ipus(self) -> tuple[int, ...]:

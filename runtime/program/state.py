@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
+from popxl.utils import to_numpy
 from popxl.values.sharding import parts_of
 from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
@@ -37,6 +40,11 @@ class Loan:
 def _places_of(loan: Loan, loans: Mapping[_Place, Loan]) -> set[_Place]:
     """Where this array is, of those that are lent."""
     return {place for place, each in loans.items() if each == loan}
+
+
+def _holder(v: Variable) -> Tensor:
+    """What holds a variable on the device: itself, or its piece."""
+    return v if v.piece is None else v.piece
 
 
 class State:
@@ -88,65 +96,66 @@ class State:
 
         `ValueError` if they do not lie in arrays of the same form, on the same devices.
         """
+        wanted = {_holder(mine): _holder(theirs) for mine, theirs in variables.items()}
         found: dict[_Place, Loan] = {}
-        for mine, theirs in variables.items():
-            place, there = self._place(mine), lender._place(theirs)
-            if place is None:
+        for place, block in self._blocks().items():
+            if not (mine := [t for t in block.tensors if t in wanted]):
                 continue
-            loan = None if there is None else Loan(lender, there)
-            replicas, own_replicas = lender._layout.replicas.count, self._layout.replicas.count
-            if there is None or loan is None or there in lender.loans:
-                problem = "has it from a third one; take it from there" if there else "does not use it"
-            elif place[0] and not there[0]:
-                problem = "only reads it, and this one changes it: let the other session take it from this one"
-            elif replicas != own_replicas:
-                problem = (
-                    f"has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
-                    "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
+            theirs = [wanted.get(t) for t in block.tensors]
+            there = next(
+                (p for p, other in lender._blocks().items() if not set(theirs).isdisjoint(other.tensors)), None
+            )
+            if problem := self._problem(place, theirs, lender, there):
+                first = mine[0]
+                raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
+            assert there is not None
+            loan = Loan(lender, there)
+            also = _places_of(loan, self.loans | found) - {place}
+            if also and any(changes for changes, _ in also | {place}):
+                raise ValueError(
+                    f"Session.use_variables_of: {mine[0]!r} cannot be {wanted[mine[0]]!r}: another variable is that "
+                    "one already, and this session changes one of the two. Give each a variable of its own."
                 )
-            elif [variables.get(v) for v in self._rows(place)] != lender._rows(there):
-                other, ours = (", ".join(v.name for v in rows) for rows in (lender._rows(there), self._rows(place)))
-                problem = (
-                    f"has one array for {other}, and this one for {ours}. Pass all of them, and have them in the same "
-                    "order; or build both programs with `ir.options.calledGraphs = 'kept'`"
-                )
-            elif self._form(place) != lender._form(there):
-                problem = f"has it as {lender._form(there)}, and this one as {self._form(place)}"
-            elif (also := _places_of(loan, self.loans | found) - {place}) and any(
-                changes for changes, _ in also | {place}
-            ):
-                problem = "has one variable where this one changes one of several"
-            else:
-                found[place] = loan
-                continue
-            raise ValueError(f"Session.use_variables_of: {mine!r} cannot be {theirs!r}: the other session {problem}.")
+            found[place] = loan
         self.loans.update(found)
         if self.is_loaded:
             self._put_back()
 
-    def _place(self, v: Variable) -> _Place | None:
-        layout, t = self._layout, v if v.piece is None else v.piece
-        for changes, blocks in ((True, layout.changing), (False, layout.constant)):
-            for i, block in enumerate(blocks):
-                if t in block.tensors:
-                    return changes, i
-        return None
+    def _problem(self, place: _Place, theirs: Sequence[Tensor | None], lender: State, there: _Place | None) -> str:
+        """Why an array cannot be another state's, where `theirs` are to be its variables; nothing, if it can."""
+        if there is None:
+            return "the other session does not use it"
+        if list(lender._blocks()[there].tensors) != theirs:
+            return (
+                "calls are rolled into loops, so it lies in one array with others, and these are not in the same order "
+                "in one array of the other session. Set `ir.options.calledGraphs = 'kept'` for both programs"
+            )
+        if there in lender.loans:
+            return "the other session has it from a third one; take it from there"
+        if place[0] and not there[0]:
+            return "the other session only reads it, and this one changes it: let that session take it from this one"
+        replicas, own_replicas = lender._layout.replicas.count, self._layout.replicas.count
+        if replicas != own_replicas:
+            return (
+                f"the other session has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
+                "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
+            )
+        ours, other = self._form(place), lender._form(there)
+        return "" if ours == other else f"the other session has it as {other}, and this one as {ours}"
 
-    def _rows(self, place: _Place) -> list[Variable]:
-        """The variables that are in an array: one, or those that loops go through."""
-        changes, i = place
-        block = (self._layout.changing if changes else self._layout.constant)[i]
-        return [self._layout.held[t] for t in block.tensors]
+    def _blocks(self) -> dict[_Place, Block]:
+        """The arrays of variables, by their places."""
+        both = ((True, self._layout.changing), (False, self._layout.constant))
+        return {(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}
 
     def _form(self, place: _Place) -> tuple[Any, ...]:
-        """Which variable's array it is, as far as that matters to another program: shape, dtype and where it lies."""
-        changes, i = place
-        layout = self._layout
-        block = (layout.changing if changes else layout.constant)[i]
+        """What an array is, as far as that matters to another program: shape, dtype, and where it lies."""
+        layout, block = self._layout, self._blocks()[place]
         replicas = layout.terms_for(block.tensors[0]).replicas
         shared = layout.is_shared(block)
         shape = block.shape if shared else replicas.shape(block.shape)
-        return shape, str(np.dtype(block.dtype)), replicas.sharding(None if shared else 0)
+        # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
+        return shape, str(np.dtype(block.dtype)), replicas.devices
 
     def take(self) -> None:
         """Have the arrays that are other states', for a run. `PopxlError` if one of these has none."""
@@ -166,10 +175,10 @@ class State:
     def give_back(self) -> None:
         """Let other states have their arrays, as a run has left them."""
         for (changes, i), loan in self.loans.items():
-            if changes and self.changing is None:
-                loan.lender.changing = None  # given up in a run that failed
-            elif changes:
+            if changes and self.changing is not None:
                 loan.lender._replace({loan.place: self.changing[i]})
+            elif changes:
+                loan.lender.changing = None  # given up in a run that failed
         self._put_back()
 
     def _put_back(self) -> None:
@@ -212,6 +221,13 @@ class State:
     def _put(self, block: Block) -> Array:
         layout = self._layout
         replicas = layout.terms_for(block.tensors[0]).replicas
+        alike = layout.is_shared(block) or all(map(self._is_alike, block.tensors))
+        if not alike and replicas.mesh is not None and any(layout.held[t].initial for t in block.tensors):
+            rows = [self._rows(t) for t in block.tensors]  # nobody makes what other processes have
+            return replicas.made(
+                replicas.shape(block.shape),
+                lambda replica: np.stack([row(replica) for row in rows]).reshape(block.shape),
+            )
         whole = [self._whole(t) for t in block.tensors]
         if layout.is_shared(block):
             return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
@@ -225,7 +241,18 @@ class State:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
         v = self._layout.held[t]
-        return to_device(np.array(v.data), v.dtype)
+        return to_device(v.numbers(), v.dtype)
+
+    def _rows(self, t: Tensor) -> Callable[[int], np.ndarray]:
+        """What gives the numbers that a replica has of a variable at first."""
+        v, initial = self._layout.held[t], self._layout.held[t].initial
+
+        def elements(start: int, stop: int) -> np.ndarray:
+            if initial is None:
+                return to_device(v.data.reshape(-1)[start:stop], v.dtype)
+            return to_device(to_numpy(initial.elements(start, stop), v.dtype), v.dtype)
+
+        return partial(parts_of(v).row, elements)
 
     def _is_alike(self, t: Tensor) -> bool:
         """Whether all replicas have the same of a variable at first."""
@@ -307,6 +334,8 @@ class State:
     def _take(self, taken: Iterable[_Taken]) -> None:
         """Make what the replicas hold of variables their host copies."""
         for v, values, of_all in taken:
+            if v.initial is not None and values.size == math.prod(v.shape_on_host):
+                v.data = np.array(values).reshape(v.shape_on_host)  # nobody needs what it began with
             v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
             if of_all is not None:
                 whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]

@@ -32,7 +32,7 @@ class Chip(BaseModel):
         host_bandwidth: bytes between it and the memory of its host, in one direction.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     sources: tuple[str, ...] = Field(min_length=1)
@@ -103,7 +103,7 @@ class Gpu(Chip):
     per_host: PositiveInt = 8
 
     def rate(self, dtype: str, precision: str = "default") -> float:
-        return super().rate("tfloat32" if (dtype, precision) == ("float32", "default") else dtype)
+        return super().rate("tfloat32" if dtype == "float32" and precision != "highest" else dtype)
 
     @property
     def device_kind(self) -> str:

@@ -42,10 +42,25 @@ _HARDWARE = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "accel/*", "vfio/[0-9]*")
 
 @cache
 def start_jax() -> None:
-    """Have JAX start, and load its plugins, without what these have to tell of hardware that is not here."""
-    if _plugins() or _has_libtpu():
-        with quiet(is_more):
+    """Have JAX start, and load its plugins, without what these have to tell of hardware that is not here.
+
+    Raises:
+        RuntimeError: if JAX was told to look for nothing but what is not here.
+    """
+    try:
+        if _plugins() or _has_libtpu():
+            with quiet(is_more):
+                jax.default_backend()
+        else:
             jax.default_backend()
+    except AssertionError as problem:  # all that JAX says then
+        told = jax.config.values["jax_platforms"]
+        if not told:
+            raise
+        raise RuntimeError(
+            f"Session: JAX is told to use {told!r}, and finds no such device here. Set JAX_PLATFORMS to 'cpu', or to "
+            f"nothing, which is whatever there is; or install what JAX needs for {told!r}."
+        ) from problem
 
 
 def _plugins() -> list[str]:
@@ -121,9 +136,9 @@ def _set(**variables: str) -> None:
 
 @cache
 def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
+    start_jax()  # or JAX would do so before it compiles anything, and its plugins write, too
     with _lock, quiet():
         found = topologies.get_topology_desc(name, platform, **dict(told))
-        jax.default_backend()  # JAX asks before it compiles anything; then it loads all plugins, and these write, too
         return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))
 
 

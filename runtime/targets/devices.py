@@ -172,6 +172,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
     Raises:
         RuntimeError: if there is no hardware of this kind.
     """
+    compilers.start_jax()
     try:
         found = _local_devices(kind)
     except RuntimeError as problem:

@@ -66,7 +66,8 @@ class Replicas:
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,), dimensions: Sequence[Dimension] = ()) -> None:
         self.count = count
-        self.mesh, self.axis = None, (AXIS,)
+        self.mesh: Mesh | None = None
+        self.axis: tuple[str, ...] = (AXIS,)
         if 1 < count <= len(devices):
             stand = dimensions or (Dimension(AXIS, count),)
             self.axis = tuple(dimension.name for dimension in stand)
@@ -170,6 +171,11 @@ class Replicas:
     def place(self, array: np.ndarray, sharding: Any) -> Array:
         """An array of all replicas, from the host."""
         return jax.device_put(array, sharding)
+
+    def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> Array:
+        """An array of all replicas on a mesh, of what a function gives for each replica of this process."""
+        first: Callable[[Any], np.ndarray] = lambda index: part(index[0].start or 0)[None]  # noqa: E731
+        return jax.make_array_from_callback(shape, self.sharding(), first)
 
     def fetched(self, array: Array) -> np.ndarray:
         """An array of all replicas, whose first dimension counts them, on the host."""

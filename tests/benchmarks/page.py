@@ -21,6 +21,7 @@ TABLES = {
     "Called blocks": "blocks",
     "Called blocks of other shapes": "shape_",
     "A GPT": "gpt",
+    "Text": "generate",
     "A small network": "train_|inference",
     "PyTorch models": "poptorch_",
     "Several devices": "parallel_|sharded_|pipeline_",

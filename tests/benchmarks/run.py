@@ -33,6 +33,7 @@ from tests.benchmarks import (
     blocks,
     building,
     empty_run,
+    generation,
     gpt,
     importing,
     models,
@@ -45,7 +46,7 @@ from tests.benchmarks import (
 from tests.benchmarks.harness import HEADER, Result, Row, Size, measure, progress
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (network, blocks, gpt, models, pipeline, parallel, remote, building, empty_run, importing)
+FILES = (network, blocks, gpt, generation, models, pipeline, parallel, remote, building, empty_run, importing)
 ROWS = tuple(row for file in FILES for row in file.ROWS)
 
 

@@ -95,7 +95,8 @@ def test_binds_the_rest():
     binder = Binder(variadic)
     bound = binder.bind((1, 2, 3), {"mask": 4})
     assert bound == {"x": 1, "args": (2, 3), "scale": 1.0, "kwargs": {"mask": 4}}
-    assert binder.unbind(bound) == ((1, 2, 3), {"scale": 1.0, "mask": 4})
+    assert binder.unbind(bound, 3, {"mask"}) == ((1, 2, 3), {"mask": 4})
+    assert binder.unbind(bound, 3, {"mask", "scale"}) == ((1, 2, 3), {"scale": 1.0, "mask": 4})
 
 
 def test_a_function_without_a_signature_takes_positional_arguments():

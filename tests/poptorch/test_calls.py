@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -147,6 +148,18 @@ def test_an_object_that_holds_itself() -> None:
     box.me = box
     with pytest.raises(poptorch.Error, match="argument given is a Box that holds tensors"):
         poptorch.inferenceModel(lambda given: given.x + 1)(box)
+
+
+def test_a_function_around_forward_says_what_was_not_given() -> None:
+    def forward(x: torch.Tensor, scale: float = 2.0, shift: torch.Tensor = X) -> torch.Tensor:
+        return x * scale + shift
+
+    @functools.wraps(forward)
+    def around(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **{"scale": 3.0, **kwargs})
+
+    assert poptorch.inferenceModel(around)(X).tolist() == (4 * X).tolist()
+    assert poptorch.inferenceModel(around)(X, scale=5.0).tolist() == (6 * X).tolist()
 
 
 def test_dataclasses_come_back() -> None:

@@ -9,6 +9,7 @@ import os
 import weakref
 from pathlib import Path
 
+import jax
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -223,6 +224,20 @@ def test_executors_go_when_nobody_has_them(module: Model) -> None:
     finally:
         gc.enable()
     assert optimizer.state_dict()["param_groups"]
+
+
+def test_destroying_gives_the_memory_of_the_device_free(module: Model) -> None:
+    """At once, not when the garbage collector comes by."""
+    model = poptorch.inferenceModel(module)
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        model(X)
+        assert len(jax.live_arrays()) > before
+        model.destroy()
+        assert len(jax.live_arrays()) <= before
+    finally:
+        gc.enable()
 
 
 def test_results(module: Model) -> None:

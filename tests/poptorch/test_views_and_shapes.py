@@ -77,7 +77,7 @@ _x = torch.ones(2, 3)
 )
 def test_what_a_program_cannot_know(function: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
-        poptorch.inferenceModel(function)(_x)
+        poptorch.inferenceModel(function, poptorch.Options().keptPrograms(1))(_x)
 
 
 # What PyTorch does not differentiate ----------------------------------------------------------------------------------

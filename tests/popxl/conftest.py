@@ -49,7 +49,7 @@ def poprun(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     """
 
     def poprun(
-        *arguments: str, program: str = "", environment: dict[str, str] | None = None, limit: float = 60.0
+        *arguments: str, program: str = "", environment: dict[str, str] | None = None, limit: float = 150.0
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", textwrap.dedent(program)] if program else []
         for name, value in {"PYTHONPATH": str(Path(__file__).parents[2]), **(environment or {})}.items():

@@ -10,8 +10,8 @@ import jax
 import popxl
 from runtime.program.compiled import lowered_for
 from runtime.program.layout import Layout
+from runtime.targets.destination import Destination
 from runtime.targets.replicas import Replicas
-from runtime.targets.target import Target
 
 
 class StandIns(Replicas):
@@ -23,8 +23,8 @@ class StandIns(Replicas):
 
 
 @dataclass(frozen=True)
-class Elsewhere(Target):
-    """A target whose devices stand for those of another platform."""
+class Elsewhere(Destination):
+    """A destination whose devices stand for those of another platform."""
 
     stands_for: str = "tpu"
 
@@ -40,7 +40,7 @@ class Elsewhere(Target):
 def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
     """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
     found, count = tuple(jax.local_devices(backend="cpu")[:devices]), ir.instance_replication_factor
-    return Layout(ir, Target(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=platform))
+    return Layout(ir, Destination(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=platform))
 
 
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:

@@ -162,6 +162,32 @@ def test_compiled_as_the_program_says(calls: str) -> None:
     assert "Nothing is sent that the program does not say." in str(sent)
 
 
+def test_what_nobody_needs_may_be_left_out() -> None:
+    """The second result of a graph, in one of two calls; it counts as said, and as not needed."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((3,), popxl.float32))
+        graph = ir.create_graph(lambda x: (C.replicated_all_reduce(x), C.replicated_all_reduce(x * 2, "max")), x)
+        a, _ = ops.call(graph, x)
+        _, b = ops.call(graph, a)
+        C.replicated_all_gather(b)
+        ops.host_store(popxl.d2h_stream(b.shape, b.dtype), b)
+    found = [(e.kind, e.bytes, e.turns, e.needed) for e in ir.communication().collectives]
+    assert found == [
+        ("all-gather", 24, 1, 0),
+        ("all-reduce", 12, 2, 1),
+        *[("all-reduce", 12, 2, 1)] * 2,
+    ]
+    for calls in ("inlined", "kept"):
+        ir.options.calledGraphs = calls  # type: ignore[assignment]
+        sent = popxl.Session(ir, device(2)).communication()
+        assert not sent.differences, sent
+        verdicts = {e.kind: e.verdict for e in sent.exchanges}
+        assert verdicts["all-gather"] == "not all needed"
+        if calls == "inlined":
+            assert verdicts["all-reduce"] == "not all needed"
+
+
 def test_on_one_device_nothing_is_sent() -> None:
     sent = popxl.Session(training(2, 1), device(1)).communication()
     assert (sent.is_sent, sent.exchanges, sent.differences) == (False, (), ())
@@ -214,6 +240,31 @@ ENTRY %main (x: f32[4]) -> f32[8] {{
     )
     (found,) = account_of(module).collectives
     assert (found.kind, found.bytes, found.group_size, found.runs) == ("all-gather", 32, 2, 1)
+
+
+def test_what_is_sent_again_for_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA computes something a second time, if there is no room to keep it: collectives, too."""
+    sum_of = "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
+    module = read(
+        f"""
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %all-reduce.27 = {sum_of}
+  ROOT %all-reduce.27.remat2 = {sum_of}
+}}
+"""
+    )
+    account = account_of(module)
+    assert [each.is_again for each in account.collectives] == [False, True]
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        y = C.replicated_all_reduce(ops.host_load(popxl.h2d_stream((8,), popxl.float32)))
+        ops.host_store(popxl.d2h_stream((8,), popxl.float32), y)
+    monkeypatch.setattr("runtime.costs.communication.account_of_program", lambda program: account)
+    assert popxl.Session(ir, device(2)).communication().differences == (
+        "all-reduce in groups of 2: the program says 1 of 32 B in all, and 2 of 64 B were compiled; 32 B of these are "
+        "sent again, as there is not enough memory to keep what has come.",
+    )
 
 
 def drawn(seed: int, axes: dict[str, int]) -> popxl.Ir:

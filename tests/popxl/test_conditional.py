@@ -515,6 +515,6 @@ def test_the_gradient_of_a_long_branch_takes_one_look_at_each_op() -> None:
         flag, a = popxl.variable(True), popxl.variable(1.0)
         graph = ir.create_graph(many, a)
         whole = ir.create_graph(lambda flag, x: ops.conditional(flag, graph, graph, [x], [x]), flag, a)
-        start = time.perf_counter()
+        start = time.thread_time()
         autodiff(whole, grads_required=whole.inputs[1:])
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5

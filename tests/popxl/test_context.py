@@ -135,7 +135,7 @@ def test_a_setting_is_of_one_thread(enter, read):
 
 def test_threads_build_side_by_side(ir):
     """Two threads, each in a graph of its own at the same time: a barrier makes them overlap."""
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=60)
     graphs = [ir.create_empty_graph(), popxl.Ir().main_graph]
     names = [[], []]
 

@@ -12,6 +12,7 @@ import pytest
 
 import popxl
 from popxl import ops
+from runtime.costs.cost import precisions_of
 from runtime.costs.hlo import Shape, read, shapes
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
@@ -140,6 +141,30 @@ def test_rates_are_of_the_precision_that_is_asked_for() -> None:
     assert of_device("TPU v5 lite") is tpu and of_device("abacus") is None
 
 
+def test_what_precision_costs() -> None:
+    """The passes of products. A run that the memory bounds is no quicker for fewer of them."""
+
+    def function(x: Any, w: Any, v: Any) -> Any:
+        return jnp.dot(x, w, precision="highest").sum(), jnp.dot(x, v, precision="default").sum()
+
+    size, flops = (512, 512), 2 * 512**3
+    account, _ = analysed(function, *(jnp.ones(size),) * 3)
+    assert account.total.products == {Product("f32", level): flops for level in ("highest", "default")}
+    tpu = shipped(Tpu, "v5e")
+    found = precisions_of(account, {}, tpu, 1)
+    once = flops / tpu.rate("bfloat16")
+    assert {level: each.products / once for level, each in found.items()} == pytest.approx(
+        {"highest": 7, "high": 4, "default": 2}
+    )
+    assert found["high"].cycles == round(4 * once * tpu.clock)
+    memory = account.total.memory_bytes / tpu.memory_bandwidth
+    assert [each.seconds for each in found.values()] == pytest.approx([max(n * once, memory) for n in (7, 4, 2)])
+    assert found["default"].seconds == memory > 2 * once
+    on_gpu = precisions_of(account, {}, shipped(Gpu, "h100"), 1)
+    assert on_gpu["highest"].cycles is None and on_gpu["high"] == on_gpu["default"]
+    assert precisions_of(account_of(read("HloModule empty\n\nENTRY %main () -> f32[] {\n}\n")), {}, tpu, 1) == {}
+
+
 @pytest.mark.targets
 @pytest.mark.parametrize(("description", "name"), [("tpu v5e:1x2", "TPU v5e"), ("gpu h100:2", "NVIDIA H100 80GB HBM3")])
 def test_a_target_has_a_time_and_what_bounds_it(description: str, name: str) -> None:
@@ -160,7 +185,14 @@ def test_a_target_has_a_time_and_what_bounds_it(description: str, name: str) -> 
     )
     assert (target.used, target.chips, target.fits) == (2, 2, True)
     assert target.with_buffers == target.without_buffers == session.memory().device
-    for told in ("Nothing has run: the machine is not here.", "It is an estimate; nothing was measured.", "Figures: "):
+    assert [*cost.precisions] == ["highest", "high", "default"]
+    assert cost.precisions["highest"].seconds == pytest.approx(cost.seconds)
+    for told in (
+        "Nothing has run: the machine is not here.",
+        "It is an estimate; nothing was measured.",
+        "Precision of float32, estimated",
+        "Figures: ",
+    ):
         assert told in str(report)
 
 

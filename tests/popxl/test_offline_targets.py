@@ -17,7 +17,7 @@ from popxl import ops
 from runtime.files.bundle import unpack
 from runtime.targets import compilers
 from runtime.targets.chip import Gpu, names, shipped
-from runtime.targets.target import Target as MadeForDevices
+from runtime.targets.destination import Destination
 
 V5E, H100 = "tpu v5e:2x2", "gpu h100:4"
 
@@ -166,9 +166,9 @@ def test_what_does_not_fit_is_said() -> None:
 
     device = jax.devices("cpu")[0]
     with pytest.raises(popxl.errors.PopxlError, match="does not fit into the memory of a cpu: RESOURCE_EXHAUSTED: Ran"):
-        MadeForDevices((device,), is_here=False).compile(TooLarge())
+        Destination((device,), is_here=False).compile(TooLarge())
     with pytest.raises(jax.errors.JaxRuntimeError):
-        MadeForDevices((device,)).compile(TooLarge())
+        Destination((device,)).compile(TooLarge())
 
 
 @pytest.mark.targets

@@ -292,7 +292,7 @@ TRAIN = """
         out = popxl.d2h_stream(v.shape, v.dtype)
         ops.host_store(out, v)
     with popxl.Session(ir, "ipu_hw") as session:
-        for k in range(3000):
+        for k in range(100_000):
             np.asarray(session.run()[out])
             if k == 2:
                 print("third run", flush=True)
@@ -307,9 +307,9 @@ def train(poprun: Run) -> Run:
 
     def train(what: str, *options: str) -> tuple[Any, str]:
         program = textwrap.dedent(TRAIN).replace("{what}", textwrap.dedent(what))
-        begin = time.monotonic()
-        done = poprun("--num-instances=2", "--num-replicas=4", "--timeout=20", *options, program=program)
-        assert time.monotonic() - begin < LIMIT / 2
+        done = poprun(
+            "--num-instances=2", "--num-replicas=4", "--timeout=60", *options, program=program, limit=2 * LIMIT
+        )
         return done, done.stderr.splitlines()[-1]
 
     return train
@@ -323,7 +323,22 @@ def test_an_instance_is_killed(train: Run, who: int) -> None:
     assert said == f"poprun: instance {who} was killed by SIGKILL; the others are stopped."
 
 
-@pytest.mark.thorough(but_each=9)
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_fails_first_is_told(poprun: Run, who: int) -> None:
+    """Of programs that need no collectives, so that they start quickly."""
+    program = f"""
+        import os, time
+        if os.environ["POPDIST_INSTANCE_INDEX"] == "{who}":
+            raise OSError("no such data")
+        time.sleep(1000)
+    """
+    done = poprun("--num-instances=2", program=program)
+    assert done.returncode == 1
+    assert f"[{who}] OSError: no such data" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"poprun: instance {who} failed with exit code 1; the others are stopped."
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_instance_raises(train: Run, who: int) -> None:
     done, said = train(f"def in_the_third_run(*_): 1 / (me - {who})")
@@ -344,6 +359,24 @@ def test_the_first_instance_exits_while_another_waits_for_it(train: Run) -> None
     assert done.returncode == 3
     assert "instance 0 failed with exit code 3" in said
     assert "Instances waited at the end of the program: instance 1 did not come within 4 seconds" in said
+
+
+def test_the_first_instance_ends_last(poprun: Run, tmp_path: Path) -> None:
+    """What connects all of them is in its process."""
+    program = f"""
+        import atexit, pathlib, time
+        import popdist
+        ended = pathlib.Path({str(tmp_path / "ended")!r})
+        if popdist.getInstanceIndex() == 0:
+            atexit.register(ended.touch)  # runs after what is registered later
+        popdist.init()
+        if popdist.getInstanceIndex() == 1:
+            time.sleep(0.5)
+            assert not ended.exists()
+    """
+    done = poprun("--num-instances=2", program=program)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.thorough
@@ -458,8 +491,17 @@ def test_all_are_stopped_at_once() -> None:
     assert time.monotonic() - begin < 2 * GRACE
 
 
-def test_an_instance_that_has_ended_may_be_waited_for(poprun: Run) -> None:
-    program = "import os, sys, time; time.sleep(2 * (os.environ['POPDIST_INSTANCE_INDEX'] == '0'))"
+def test_an_instance_that_has_ended_may_be_waited_for(poprun: Run, tmp_path: Path) -> None:
+    program = f"""
+        import os, pathlib, time
+        ends = pathlib.Path({str(tmp_path / "ends")!r})
+        if os.environ["POPDIST_INSTANCE_INDEX"] == "1":
+            ends.touch()
+        else:
+            while not ends.exists():
+                time.sleep(0.01)
+            time.sleep(1.5)
+    """
     done = poprun("--num-instances=2", "--timeout=0.3", program=program)
     assert done.returncode == 0
     assert "poprun: instances that have ended: 1; that still run, 0.3 seconds later: 0." in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ import pytest
 import popdist
 import popxl
 from popxl import ops
-from popxl.base.distributed import Instance, launched
+from popxl.base.distributed import LOOPBACK, Instance, launched
 from popxl.errors import PopxlError
+from runtime.processes import held_port
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
 
 IN_MANY = ("training", "grouped variables", "sharded variables", "seeds", "pipeline")
-"""Programs to run in more than two processes; the others differ from these in what each process does by itself."""
+"""Programs that are run always, and in more than two processes; the others differ from these in what each process does
+by itself."""
 
 
-@pytest.mark.thorough(but_each=2)
-@pytest.mark.parametrize(("processes", "names"), [(2, tuple(PROGRAMS)), (4, IN_MANY)], ids=["2", "4"])
+@pytest.mark.thorough(but_each=3)
+@pytest.mark.parametrize(
+    ("processes", "names"), [(2, IN_MANY), (2, tuple(PROGRAMS)), (4, IN_MANY)], ids=["2", "2, all programs", "4"]
+)
 def test_the_numbers_of_one_process(processes: int, names: tuple[str, ...], poprun: Run, tmp_path: Path) -> None:
     """What is known to all, every process has; what replicas stored, the process that drives them."""
     options = (f"--num-instances={processes}", f"--num-replicas={REPLICAS}", "--timeout=60")
@@ -72,6 +77,15 @@ def test_a_single_process_is_the_only_instance() -> None:
 def test_a_launcher_is_needed() -> None:
     with pytest.raises(PopxlError, match="takes the number of replicas from `poprun`, which has not started this"):
         popxl.Ir(replication="popdist")
+
+
+def test_a_port_is_held_for_what_listens_later() -> None:
+    """JAX's service comes to it, when all instances are there; until then no other process is given it."""
+    with held_port(LOOPBACK) as port:
+        with pytest.raises(OSError), socket.create_server((LOOPBACK, port)):
+            pass
+        with socket.create_server((LOOPBACK, port), reuse_port=True):
+            pass
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:

@@ -247,7 +247,7 @@ def test_a_signal_handler_may_use_the_session(interrupted):
         for i in range(200):
             interrupted(i * 1e-6, lambda: session.run(feeds))
         assert session.get_tensor_data(program.count)[0] == 1 + 200 * program.growth
-    assert len(seen) > 100
+    assert len(seen) > 20  # so many microseconds a run takes at least
     assert {(value - 1) % program.growth for value in seen} == {0.0}
 
 

@@ -175,6 +175,7 @@ def test_an_empty_ir_needs_nothing(ir: popxl.Ir) -> None:
 # Reports -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.here
 def test_report_of_one_program() -> None:
     ir, _ = network(2)
     report = popxl.Session(ir).report
@@ -217,6 +218,7 @@ def test_report_of_a_plan() -> None:
     assert "known before" in str(later)
 
 
+@pytest.mark.here
 def test_report_is_a_page(golden: Any) -> None:
     structure.forget()
     ir, _ = network(9, "dispatched")
@@ -264,6 +266,7 @@ def test_the_memory_of_a_report_is_what_xla_says() -> None:
         assert report.streams[0].bytes == 3 * 24
 
 
+@pytest.mark.here
 def test_replicas_on_one_device_have_copies_there() -> None:
     for calls in ("kept", "dispatched"):
         ir, _ = network(8, calls, replicas=9)
@@ -277,6 +280,7 @@ def test_replicas_on_one_device_have_copies_there() -> None:
         assert [m.held for m in report.memory.moments] == [9 * m.held for m in alone.moments]
 
 
+@pytest.mark.here
 def test_remote_variables_in_a_report(ir: popxl.Ir) -> None:
     with ir.main_graph, popxl.in_sequence():
         buffer = popxl.remote_buffer((3,), popxl.float32, 5)
@@ -305,6 +309,7 @@ def test_runs_of_graphs_in_loops(ir: popxl.Ir) -> None:
     assert [(g.ops, g.runs) for g in popxl.Session(ir).report.graphs] == [(1, 1), (1, 5), (2, 5), (1, 10)]
 
 
+@pytest.mark.here
 def test_report_of_a_session_from_a_file(tmp_path: Any) -> None:
     ir, _ = network(2)
     with popxl.Session(ir) as session:
@@ -523,6 +528,7 @@ def test_memory_of_a_session() -> None:
     assert "In the host's memory: 72 B for variables." in str(memory)
 
 
+@pytest.mark.here
 def test_each_device_has_its_own_memory(ir: popxl.Ir) -> None:
     ir.options.placement = "several"
     with ir.main_graph:
@@ -570,6 +576,7 @@ def test_size_with_and_without_outlining() -> None:
     assert sizes["kept"].text_written_out == pytest.approx(inlined.text, rel=0.25)
 
 
+@pytest.mark.here
 def test_the_text_of_a_program_from_a_file_is_not_known(tmp_path: Any) -> None:
     ir, _ = network(2)
     with popxl.Session(ir) as session:

@@ -8,24 +8,36 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlError
 from popxl.tensor import Variable
+from runtime.targets.devices import Device
 
 SHAPE = (37, 11)
+
+
+def grow(w: popxl.TensorByRef, count: popxl.TensorByRef) -> None:
+    ops.add_(w, ops.slice(count, 0, 1))
+    ops.add_(count, 1.0)
 
 
 class Program:
     """`w += count`, `count += 1` if it changes them; and it gives `w * factor`, or another tensor."""
 
     def __init__(
-        self, changes: bool, factor: float = 1.0, shape: tuple[int, ...] = SHAPE, replication: int = 1
+        self,
+        changes: bool,
+        factor: float = 1.0,
+        shape: tuple[int, ...] = SHAPE,
+        replication: int = 1,
+        calls: str = "auto",
     ) -> None:
         self.ir = popxl.Ir(replication=replication)
+        self.ir.options.calledGraphs = calls  # type: ignore[assignment]
         with self.ir.main_graph, popxl.in_sequence():
             self.w = popxl.variable(np.full(shape, 5.0), popxl.float32, "w")
             self.count = popxl.variable(np.full(2, 1.0), popxl.float32, "count")
             self.own = popxl.variable(np.full(3, 7.0), popxl.float32, "own")
             if changes:
-                ops.add_(self.w, ops.slice(self.count, 0, 1))
-                ops.add_(self.count, 1.0)
+                grown = self.ir.create_graph(grow, self.w, self.count)
+                ops.call(grown, self.w, self.count)
             ops.add_(self.own, 1.0)
             self.out = popxl.d2h_stream(shape, popxl.float32, "out")
             ops.host_store(self.out, self.w * factor)
@@ -64,9 +76,10 @@ def test_one_reads_what_the_other_changes_without_a_copy() -> None:
     assert (sampling.w.data == 0).all() and training.w.data[0, 0] == 2
 
 
-def test_both_change_it() -> None:
+@pytest.mark.parametrize("calls", ["kept", "dispatched"])
+def test_both_change_it(calls: str) -> None:
     """And what is said to be the other's is left there at the end."""
-    first, second = Program(changes=True), Program(changes=True, factor=10.0)
+    first, second = Program(changes=True, calls=calls), Program(changes=True, factor=10.0)
     with first.session() as one, second.session() as two:
         assert (first.run(one), second.run(two)) == (6, 60)
         two.use_variables_of(one, {second.w: first.w, second.count: first.count})
@@ -75,6 +88,46 @@ def test_both_change_it() -> None:
         two.weights_from_host()
         assert second.run(two) == 200
     assert first.w.data[0, 0] == 20 and first.count.data[0] == 6 and second.own.data[0] == 7 + 4
+
+
+class Layers:
+    """`x = x @ w` for all layers, and `w += 1`, in calls that become turns of a loop; and it gives `x`."""
+
+    def __init__(self, calls: str) -> None:
+        self.ir = popxl.Ir()
+        self.ir.options.calledGraphs = calls  # type: ignore[assignment]
+        with self.ir.main_graph, popxl.in_sequence():
+            self.w = [popxl.variable(np.full((2, 2), i + 1.0), popxl.float32, f"w{i}") for i in range(4)]
+            x = popxl.constant(np.eye(2, dtype=np.float32))
+            graph = self.ir.create_graph(multiply, x, self.w[0])
+            for w in self.w:
+                (x,) = ops.call(graph, x, w)
+            self.out = popxl.d2h_stream((2, 2), popxl.float32, "out")
+            ops.host_store(self.out, x)
+        self.session = popxl.Session(self.ir, "cpu")
+
+    def run(self) -> float:
+        return float(self.session.run()[self.out][0, 0])
+
+
+def multiply(x: popxl.Tensor, w: popxl.TensorByRef) -> popxl.Tensor:
+    y = x @ w
+    ops.add_(w, 1.0)
+    return y
+
+
+def test_what_lies_in_one_array_is_shared_with_one_array() -> None:
+    """In the same order, or not at all."""
+    one, two, kept = Layers("rolled"), Layers("rolled"), Layers("kept")
+    assert [loop.turns for loop in two.session.report.loops] == [4]
+    message = "it lies in one array with others, .* Set `ir.options.calledGraphs = 'kept'`"
+    for mine, theirs, other in [(two.w[:3], one.w[:3], one), (two.w, one.w[::-1], one), (two.w, kept.w, kept)]:
+        with pytest.raises(ValueError, match=message):
+            two.session.use_variables_of(other.session, dict(zip(mine, theirs, strict=True)))
+    two.session.use_variables_of(one.session, dict(zip(two.w, one.w, strict=True)))
+    with one.session, two.session:
+        first = [8.0 * 1 * 2 * 3 * 4, 8.0 * 2 * 3 * 4 * 5, 8.0 * 3 * 4 * 5 * 6]
+        assert [one.run(), two.run(), one.run()] == first
 
 
 def test_what_is_refused() -> None:
@@ -136,29 +189,33 @@ def test_one_variable_for_two() -> None:
     program = Program(changes=True)
     (reading, *tied), (changing, *apart) = session(changes=False), session(changes=True)
     reading.use_variables_of(program.session(), dict.fromkeys(tied, program.own))
-    with pytest.raises(ValueError, match="one variable where this one changes one of several"):
+    with pytest.raises(ValueError, match="another variable is that one already"):
         changing.use_variables_of(program.session(), dict.fromkeys(apart, program.own))
 
 
-def test_rows_of_one_array() -> None:
-    """Where calls are turns of a loop, layers lie in one array: each session finds its own in the same place."""
-
-    def chain(*order: int) -> tuple[popxl.Ir, dict[int, Variable]]:
-        ir = popxl.Ir()
-        ir.options.calledGraphs = "rolled"
-        with ir.main_graph:
-            h = popxl.constant(np.zeros(3), popxl.float32)
-            graph = ir.create_graph(lambda h, w: ops.tanh(h + w), h, h.spec)
-            weights = {i: popxl.variable(np.full(3, 0.1 * i), popxl.float32, f"w{i}") for i in order}
-            for i in order:
-                (h,) = ops.call(graph, h, weights[i])
-            ops.host_store(popxl.d2h_stream((3,), popxl.float32, "h"), h)
-        return ir, weights
-
-    (ir, mine), (same, theirs), (turned, others) = chain(1, 2, 3), chain(1, 2, 3), chain(3, 1, 2)
-    session, there = popxl.Session(ir, "cpu"), popxl.Session(same, "cpu")
-    with pytest.raises(ValueError, match="has one array for w3, w1, w2, and this one for w1, w2, w3. Pass all"):
-        session.use_variables_of(popxl.Session(turned, "cpu"), {mine[i]: others[i] for i in mine})
-    with pytest.raises(ValueError, match="and this one for w1, w2, w3. Pass all of them"):
-        session.use_variables_of(there, {mine[1]: theirs[1]})
-    session.use_variables_of(there, {mine[i]: theirs[i] for i in mine})
+def test_programs_with_other_groups_have_variables_in_common() -> None:
+    """The mesh of one has two dimensions, that of the other has one."""
+    device = Device("ipu_model", tuple(jax.devices("cpu")[:4]))
+    if len(device.jax_devices) < 4:
+        pytest.skip("JAX was started with fewer devices")
+    programs = []
+    for groups in (("data", "tensor"), ()):
+        ir = popxl.Ir(axes={"data": 2, "tensor": 2} if groups else None, replication=4)
+        with ir.main_graph, popxl.in_sequence():
+            w = popxl.variable(
+                np.arange(4, dtype=np.float32), name="w", replica_grouping=ir.replica_grouping(group_size=1)
+            )
+            for group in groups:
+                ops.add_(w, ops.collectives.replicated_all_reduce(w, group=group))
+            out = popxl.d2h_stream((), popxl.float32)
+            ops.host_store(out, w * 1.0)
+        programs.append((popxl.Session(ir, device), w, out))
+    (trained, w, out), (session, other, seen) = programs
+    with trained, session:
+        session.use_variables_of(trained, {other: w})
+        assert len(trained.program.replicas.mesh.shape) == 2 and len(session.program.replicas.mesh.shape) == 1
+        expected = trained.run()[out]
+        np.testing.assert_array_equal(session.run()[seen], expected)
+        a = np.arange(4.0).reshape(2, 2)
+        a = a + a.sum(0)
+        np.testing.assert_array_equal(expected, (a + a.sum(1, keepdims=True)).ravel())

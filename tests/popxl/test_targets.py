@@ -12,7 +12,8 @@ import popxl
 from popxl import ops
 from runtime.program.compiled import compiled, compiled_afresh
 from runtime.program.layout import Layout
-from runtime.targets.target import Target
+from runtime.targets import compilers
+from runtime.targets.destination import Destination
 
 
 @pytest.fixture
@@ -21,24 +22,27 @@ def devices() -> tuple[jax.Device, ...]:
     return tuple(jax.local_devices(backend="cpu")[:6])
 
 
-def test_targets_are_values(devices: tuple[jax.Device, ...]) -> None:
-    assert Target(devices, 2) == Target(devices, 2)
-    assert len({Target(devices, 2), Target(devices, 2), Target(devices, 3), Target(devices[:1], 2)}) == 3
+def test_destinations_are_values(devices: tuple[jax.Device, ...]) -> None:
+    assert Destination(devices, 2) == Destination(devices, 2)
+    assert (
+        len({Destination(devices, 2), Destination(devices, 2), Destination(devices, 3), Destination(devices[:1], 2)})
+        == 3
+    )
     with pytest.raises(AttributeError):
-        Target(devices).count = 2  # type: ignore[misc]
+        Destination(devices).count = 2  # type: ignore[misc]
 
 
 def test_each_ipu_of_a_replica_has_its_device(devices: tuple[jax.Device, ...]) -> None:
     """Replica `r` has the devices that begin with number ``r * ipus``."""
-    target = Target(devices, 2)
-    assert [target.of_ipu(i, 3).devices for i in range(3)] == [devices[::3], devices[1::3], devices[2::3]]
-    assert [target.of_ipu(i, 3).replicas.device for i in range(3)] == [*devices[:3]]
-    assert target.of_ipu(1, 3).replicas.count == 2
+    destination = Destination(devices, 2)
+    assert [destination.of_ipu(i, 3).devices for i in range(3)] == [devices[::3], devices[1::3], devices[2::3]]
+    assert [destination.of_ipu(i, 3).replicas.device for i in range(3)] == [*devices[:3]]
+    assert destination.of_ipu(1, 3).replicas.count == 2
 
 
 def test_what_is_compiled_for_a_device_is_made_for_all_of_its_kind(devices: tuple[jax.Device, ...]) -> None:
-    made_for = Target(devices[:1]).made_for
-    assert made_for == Target(devices[1:2], 2).made_for != Target(devices[:2]).made_for
+    made_for = Destination(devices[:1]).made_for
+    assert made_for == Destination(devices[1:2], 2).made_for != Destination(devices[:2]).made_for
     assert (made_for.jax, made_for.platform, made_for.kinds) == (jax.__version__, "cpu", ["cpu"])
 
 
@@ -53,7 +57,7 @@ def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.
         y = ops.host_load(x_in) * w + b
         ops.var_updates.copy_var_update_(w, y)
         ops.host_store(popxl.d2h_stream((3,), popxl.float32, "y"), y)
-    layout = Layout(ir, Target(devices[:1]))
+    layout = Layout(ir, Destination(devices[:1]))
     assert (layout.changed, layout.read, layout.calls) == ((w,), (b,), calls)
     made, again = compiled(layout, nullcontext(False)), compiled_afresh(layout)
     assert {*map(id, made.executables())}.isdisjoint(map(id, again.executables()))
@@ -64,3 +68,21 @@ def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.
     np.testing.assert_array_equal(held[0], fetched)
     np.testing.assert_array_equal([w.data, b.data], [[2] * 3, [5] * 3])
     assert made.is_fresh and made.executables()
+
+
+def test_what_jax_was_told_to_use_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX says nothing but that an assertion failed."""
+
+    def none() -> str:
+        raise AssertionError
+
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable([1.0, 2.0])
+        ops.var_updates.copy_var_update_(x, x + 1)
+    compilers.start_jax.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", none)
+    with pytest.raises(
+        RuntimeError, match="JAX is told to use 'cpu', and finds no such device here. Set JAX_PLATFORMS"
+    ):
+        popxl.Session(ir, "ipu_hw")

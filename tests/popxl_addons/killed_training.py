@@ -2,9 +2,9 @@
 
 python -m tests.popxl_addons.killed_training --kills 50
 
-Four processes train, and write a checkpoint every third step. Whenever they have trained for a random moment, one of
-them is killed. In the end the loss of each step, each time that it was made, is that of a training that nobody killed,
-bit for bit.
+Four processes train, and write a checkpoint every third step, every other one while they train on. Whenever they have
+trained for a random moment, one of them is killed. In the end the loss of each step, each time that it was made, is
+that of a training that nobody killed, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PROGRAM = """
                     file.write(f"{step} {float(found.flat[0]).hex()}\\n")
             session.session_state["step"] = step + 1
             if step % 3 == 2:
-                session.save_checkpoint(folder / "state")
+                session.save_checkpoint(folder / "state", wait=step % 2 == 0)
 """
 
 

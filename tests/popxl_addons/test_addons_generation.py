@@ -56,20 +56,24 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
     assert before != after and all(len(set(text)) > 2 for text in before)
     with popxl.Session(ir, "cpu") as other:
         given = (other, variables)
+        random = np.random.get_state()[2]
         generator = addons.Generator(model, 3, 5, tokens=4, temperature=0.7, top_k=1, end=end, weights=given)
+        assert np.random.get_state()[2] == random  # no numbers are drawn that nobody needs
         with generator as generate:
             assert generate(PROMPTS, 10) == [until(text, end) for text in before]
             assert generate(PROMPTS[1:], 3) == [until(text[:3], end) for text in before[1:]]
-            other.run()
+            with generator:
+                other.run()
             assert generate(PROMPTS, 10) == [until(text, end) for text in after]
             for prompts, count, message in [
                 ([[1]] * 4, 1, "there are 4 prompts; expected 1 to 3"),
                 ([[1] * 6, []], 1, r"the prompts have \[6, 0\] tokens; expected 1 to 5"),
+                ([[1]], -1, "`count` is -1"),
                 ([[1, 2]], 511, "would have 513 places, and there is `room` for 512"),
                 ([[1, 37]], 1, r"tokens that the model does not know: \[37\]"),
             ]:
                 with pytest.raises(ValueError, match=message):
-                    generate(prompts, count)
+                    generate.pieces(prompts, count)
         cache = 2 * 2 * 3 * 3 * 512 * 4 * 4
         assert generator.writing.memory().temporaries < cache / 2  # which is changed in place
         with pytest.raises(ValueError, match=r"`weights` lacks variables of the model: \['norm.weight'\]"):
@@ -125,6 +129,23 @@ def test_what_is_trained_is_what_speaks() -> None:
             for _ in range(60):
                 trained.run({tokens: said[None, :-1], labels: said[None, 1:]})
             assert generate([said[:4]], 12)[0] == said[4:].tolist() != first
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("device", ["tpu v5e:1x1", "gpu h100"])
+def test_a_generator_is_compiled_for_a_machine_elsewhere(device: str) -> None:
+    """Where the cache is changed in place, too; and nothing is shared with a session that is here."""
+    config = LanguageConfig(vocabulary=37, width=16, layers=2, heads=2, context=512)
+    generator = addons.Generator(LanguageModel(config, popxl.bfloat16), 3, 5, tokens=4, device_desc=device)
+    assert generator.writing.memory().temporaries < 2 * 2 * 3 * 512 * 16 * 2 / 2
+    with pytest.raises(popxl.errors.PopxlError, match="is not here"), generator as generate:
+        generate([[1, 2]], 3)
+    ir = popxl.Ir()
+    with ir.main_graph:
+        here = popxl.variable(np.zeros((37, 16)), popxl.bfloat16)
+        ops.add_(here, 1.0)
+    with pytest.raises(ValueError, match="one of them is not here"):
+        generator.writing.use_variables_of(popxl.Session(ir, "cpu"), {generator.variables.embedding.weight: here})
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------

@@ -119,6 +119,12 @@ def test_activations_of_another_graph_are_refused(affine, x, v):
         grad.grad_graph_info.inputs_dict(ops.call_with_info(other, x, v.w, v.b))
 
 
+def test_a_graph_is_no_operand(affine, x, v):
+    for graph in (affine, affine.bind(v)):
+        with pytest.raises(TypeError, match="call it first"):
+            ops.add(x, graph)
+
+
 def test_bind_wants_named_tensors(affine, v):
     with pytest.raises(TypeError, match="`args` is a dict, expected NamedTensors"):
         affine.bind(dict(v.to_dict()))

@@ -3,7 +3,10 @@
 import json
 import logging
 import os
+import subprocess
 import sys
+import textwrap
+import threading
 import types
 from pathlib import Path
 
@@ -250,6 +253,129 @@ def test_the_first_of_several_processes_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("POPDIST_INSTANCE_INDEX", "0")
     session.save_checkpoint(tmp_path / "c")
     assert os.listdir(tmp_path) == ["c"]
+
+
+# In a thread --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that is slow: what is to be brought to it waits for `disk.goes_on`, and fails with `disk.problem`."""
+    disk = types.SimpleNamespace(goes_on=threading.Event(), problem=None)
+    to_disk, program = os.fsync, threading.current_thread()
+
+    def fsync(file):
+        assert threading.current_thread() is not program and disk.goes_on.wait(60)
+        if disk.problem is not None:
+            raise disk.problem
+        to_disk(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    yield disk
+    disk.goes_on.set()
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_the_session_runs_on_while_a_checkpoint_is_written(tmp_path, disk, format):
+    session = make()
+    session.dataloader = loader = Loader()
+    with session:
+        run(session, 1, 2)
+        session.save_checkpoint(tmp_path / "c", format, wait=False)
+        run(session, 10)
+        loader.position = 7
+        np.testing.assert_array_equal(weights(session), np.full((2, 3), 13.0))  # what was to be written is another's
+        assert not (tmp_path / "c").exists()
+        disk.goes_on.set()
+        session.load_checkpoint(tmp_path / "c", "error")  # waits for it
+        np.testing.assert_array_equal(weights(session), np.full((2, 3), 3.0))
+    assert session.session_state == {"steps": 2} and loader.position == 0
+
+
+@pytest.mark.parametrize("last", ["leave", "wait_for_checkpoint", "save"])
+def test_what_waits_for_a_checkpoint(tmp_path, disk, last):
+    session = make(max_checkpoints=2)
+    threading.Timer(0.01, disk.goes_on.set).start()
+    with session:
+        for name in "abc":
+            session.save_checkpoint(tmp_path / name, wait=False)
+        if last == "wait_for_checkpoint":
+            session.wait_for_checkpoint()
+            assert sorted(os.listdir(tmp_path)) == ["b", "c"]
+        if last == "save":
+            session.save_checkpoint(tmp_path / "d", wait=False)
+    assert sorted(os.listdir(tmp_path)) == (["c", "d"] if last == "save" else ["b", "c"])
+
+
+@pytest.mark.parametrize("ask", ["leave", "wait_for_checkpoint", "save", "load"])
+def test_what_goes_wrong_in_a_thread_is_raised_by_the_next_who_waits(tmp_path, disk, ask):
+    session = make()
+    disk.problem = OSError("the disk is full")
+    disk.goes_on.set()
+    with pytest.raises(OSError, match="the disk is full") as problem, session:
+        session.save_checkpoint(tmp_path / "c", wait=False)
+        if ask == "wait_for_checkpoint":
+            session.wait_for_checkpoint()
+        elif ask == "save":
+            session.save_checkpoint(tmp_path / "d", wait=False)
+        elif ask == "load":
+            session.load_checkpoint(tmp_path / "c")
+    assert f"the checkpoint `{tmp_path}/c` was written" in problem.value.__notes__[0]
+    assert os.listdir(tmp_path) == []
+    disk.problem = None
+    session.save_checkpoint(tmp_path / "c", wait=False)  # it was told once
+    session.wait_for_checkpoint()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_goes_wrong_in_a_thread_does_not_hide_what_went_wrong_before(tmp_path, disk):
+    session = make()
+    disk.problem = OSError("the disk is full")
+    with pytest.raises(ZeroDivisionError), session:
+        session.save_checkpoint(tmp_path / "c", wait=False)
+        disk.goes_on.set()
+        _ = 1 / 0
+    with pytest.raises(OSError, match="the disk is full"):
+        session.wait_for_checkpoint()
+
+
+def test_what_is_wrong_at_once_is_raised_at_once(tmp_path, disk):
+    session = make()
+    with pytest.raises(ValueError, match="format of a checkpoint is 'pt'"):
+        session.save_checkpoint(tmp_path / "c", "pt", wait=False)
+    session.session_state["what"] = object()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        session.save_checkpoint(tmp_path / "c", wait=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_memory_maps_are_copied_before_the_session_runs_on(tmp_path, disk):
+    session, stream = make_mapped(tmp_path / "maps")
+    with session:
+        session.run({stream: 3.0})
+        session.save_checkpoint(tmp_path / "c", wait=False)
+        session.run({stream: 1.0})
+        session.weights_to_host()
+        disk.goes_on.set()
+    assert np.fromfile(tmp_path / "c/model/net.fc.w.npy", np.float32).tolist() == [3.0] * 6
+
+
+def test_the_end_of_a_process_waits_and_tells(tmp_path):
+    program = """
+        import os, sys, threading
+        from popxl_addons import checkpoint
+        class Owner: pass
+        owners = [Owner(), Owner()]
+        writers = [checkpoint.Writer(owner) for owner in owners]
+        ended = threading.main_thread().join  # which is when the program has come to its last line
+        writers[0].do(lambda: (ended(), open(sys.argv[1], "x").close()), "one", wait=False)
+        writers[1].do(lambda: (ended(), 1 / 0), "another", wait=False)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "done")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (tmp_path / "done").exists()
+    assert "Nobody has asked" in done.stderr and "ZeroDivisionError" in done.stderr
+    assert "when another was written" in done.stderr
 
 
 # What does not fit --------------------------------------------------------------------------------------------------

@@ -95,8 +95,28 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]
     for v in program.variables.values_flat():
         v.data[...] *= 0.5
     addons.save_safetensors(program.variables, tmp_path, made_of.names, file_bytes=4000)
+    (tmp_path / "config.json").write_text(json.dumps(made_of.to_hugging_face()))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     np.testing.assert_allclose(program.logits(), logits(again), rtol=1e-5, atol=1e-5)
+
+
+def test_a_description_can_be_given_back() -> None:
+    """If there is a model that is made so."""
+    linear = {**hf.LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10.0, "factor": 2.0}}
+    for said in (hf.GPT2, hf.LLAMA, hf.LLAMA3, hf.QWEN2, hf.QWEN3, linear):
+        config = LanguageConfig.from_hugging_face(said)
+        back = config.to_hugging_face()
+        assert {name: back[name] for name in said if said[name] is not None} == {
+            n: v for n, v in said.items() if v is not None
+        }
+        assert LanguageConfig.from_hugging_face(back) == config
+    for change, message in [
+        ({"norm": "layer", "bias": "qkv"}, "a qwen2 is never made with norm='layer'"),
+        ({"rotary": None, "stretch": None, "bias": False}, "a gpt2 is never made with .*bias=False"),
+    ]:
+        odd = LanguageConfig.from_hugging_face(hf.LLAMA).model_copy(update=change)
+        with pytest.raises(ValueError, match=message):
+            odd.to_hugging_face()
 
 
 # What goes where ------------------------------------------------------------------------------------------------------
@@ -104,7 +124,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]
 
 def variables(**shapes: tuple[int, ...]) -> addons.NamedTensors:
     with popxl.Ir().main_graph:
-        made = {name: popxl.variable(np.zeros(shape), popxl.float32, name) for name, shape in shapes.items()}
+        made = {name: popxl.variable(np.zeros(shape), popxl.float32) for name, shape in shapes.items()}
         return addons.NamedTensors.from_dict(made)
 
 
@@ -152,18 +172,21 @@ def test_a_bare_model_of_narrow_numbers_has_no_prefix_and_is_widened(tmp_path: P
 def test_each_group_of_replicas_reads_its_part(tmp_path: Path) -> None:
     """Of a weight that is transposed in the file; one that all have is read for all. And both are written again."""
     there = {"w": np.arange(24, dtype=np.float32).reshape(8, 3), "b": np.arange(3, dtype=np.float32)}
+    there["s"] = np.array(7, np.float32)
     safetensors.numpy.save_file(there, tmp_path / "w.safetensors")
     ir = popxl.Ir(replication=4)
     with ir.main_graph:
         pairs = ir.replica_grouping(group_size=2)
         w = popxl.variable(np.zeros((2, 3, 4)), popxl.float32, "w", replica_grouping=pairs)
         b = popxl.variable(np.zeros((2, 3)), popxl.float32, "b", replica_grouping=pairs)
+        s = popxl.variable(np.zeros(2), popxl.float32, "s", replica_grouping=pairs)
         whole, _ = popxl.replica_sharded_variable(np.zeros((8, 3)), popxl.float32, "whole")
-    own = {"w": w, "b": b, "whole": whole}
-    names = {"w": Stored("w", transposed=True), "b": "b", "whole": "w"}
+    own = {"w": w, "b": b, "s": s, "whole": whole}
+    names: dict[str, str | Stored] = {"w": Stored("w", transposed=True), "b": "b", "s": "s", "whole": "w"}
     addons.load_safetensors(own, tmp_path, names)
     np.testing.assert_array_equal(w.data, [there["w"][:4].T, there["w"][4:].T])
     np.testing.assert_array_equal(b.data, [there["b"]] * 2)
+    np.testing.assert_array_equal(s.data, [7, 7])
     np.testing.assert_array_equal(whole.data, there["w"])
     own.pop("whole")
     with pytest.raises(ValueError, match=r"the 2 groups of replicas of .* to be written as `w`. Say which axis"):
@@ -226,18 +249,33 @@ def test_an_index_is_followed_within_its_folder(tmp_path: Path) -> None:
 
 
 def test_several_files_have_an_index_and_leave_none_of_before(tmp_path: Path) -> None:
-    own = variables(a=(4,), b=(3,), c=(2,))
+    """By their own names, if there is no table."""
+    shapes = {"a": (4,), "layers.0.b": (3,), "layers.1.b": (2,)}
+    own, again = variables(**shapes), variables(**shapes)
     for i, v in enumerate(own.values_flat()):
         v.data[...] = i + 1
     addons.save_safetensors(own, tmp_path)
     addons.save_safetensors(own, tmp_path, file_bytes=20)
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == files
-    again = variables(a=(4,), b=(3,), c=(2,))
+    assert safetensors.numpy.load_file(tmp_path / files[0]).keys() == {"a"}
     addons.load_safetensors(again, tmp_path)
     assert [v.data[0] for v in again.values_flat()] == [1, 2, 3]
     addons.save_safetensors(own, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_numbers_are_rounded_and_never_become_infinite(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    with popxl.Ir().main_graph:
+        own = {name: popxl.variable(np.zeros(2), popxl.float16, name) for name in ("a", "b")}
+    there = {"a": np.array([1 / 3, -np.inf], np.float32), "b": np.array([1, 7e4], np.float32)}
+    safetensors.numpy.save_file(there, file)
+    with pytest.raises(ValueError, match=r"`b` is float32\[2\]: some numbers are above 65504, the largest of float16"):
+        addons.load_safetensors(own, file, narrow=True)
+    assert not own["a"].data.any()
+    addons.load_safetensors({"a": own["a"]}, file, narrow=True, partial=True)
+    np.testing.assert_array_equal(own["a"].data, there["a"].astype(np.float16))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

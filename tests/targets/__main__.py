@@ -4,7 +4,8 @@
     python -m tests.targets --part 3/100 --areas ops collectives --print
 
 It needs the extras `tpu` and `gpu`, and neither a TPU nor a GPU. Nothing is run: a test has done its part when it
-reaches its first run. Each area and target is a process of its own, as XLA may end one.
+reaches its first run. Each area and target is a process of its own, as XLA may end one. With `--add FILE`, what was
+found before is in that file, and on the page, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ AREAS: Mapping[str, Sequence[str]] = {
 }
 """What is compiled, and the tests that are taken for it; of tutorials, the programs."""
 
+Found = dict[tuple[str, str], dict[str, Any]]
+
 SECONDS = 3 * 3600
 """No area takes longer."""
 
@@ -57,20 +61,27 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", default=[*TARGETS], metavar="MACHINE", help="which machines")
     parser.add_argument("--part", metavar="K/N", default="", help="the K-th of N parts of each area")
     parser.add_argument("--thorough", action="store_true", help="all dtypes, sizes and seeds, rather than some")
+    parser.add_argument("--add", metavar="FILE", type=Path, help="keep what is found there, with what is there already")
     parser.add_argument("--print", action="store_true", help="print the page, rather than write it to docs/targets.md")
     options = parser.parse_args()
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: Found = {}
+    if options.add is not None and options.add.is_file():
+        found = {(each["area"], each["target"]): each for each in json.loads(options.add.read_text(encoding="utf-8"))}
     for area in options.areas:
         for target in options.targets:
             start = time.perf_counter()
             result = tutorials(target) if area == "tutorials" else tested(area, target, options.part, options.thorough)
-            found[area, target] = result | {"seconds": time.perf_counter() - start}
+            how = {"part": options.part if area != "tutorials" else "", "thorough": options.thorough}
+            when = {"day": date.today().isoformat(), "seconds": time.perf_counter() - start}
+            found[area, target] = {"area": area, "target": target} | result | how | when
             print(f"{area} for {target}: {told(found[area, target])}", file=sys.stderr)
-            if not options.print:  # each time: it takes hours
+            if options.add is not None:  # each time: it takes hours
+                options.add.write_text(json.dumps([*found.values()]), encoding="utf-8")
+            if not options.print:
                 PAGE.parent.mkdir(exist_ok=True)
-                PAGE.write_text(page(found, options.part, options.thorough), encoding="utf-8")
+                PAGE.write_text(page(found), encoding="utf-8")
     if options.print:
-        print(page(found, options.part, options.thorough))
+        print(page(found))
     return int(any(result["failed"] for result in found.values()))
 
 
@@ -112,21 +123,23 @@ def tutorials(target: str) -> dict[str, Any]:
 
 
 def told(result: Mapping[str, Any]) -> str:
-    """One cell: programs that were compiled, and tests that failed."""
+    """One cell: programs that were compiled, of which tests, and on which day; and tests that failed."""
     failed = f", **{len(result['failed'])} failed**" if result["failed"] else ""
-    return f"{result['programs']} programs of {result['tests']} tests{failed} ({result['seconds']:.0f} s)"
+    which = f"part {result['part']}" if result["part"] else "all"
+    how = f"{which}{', thorough' * result['thorough']}; {result['day']}"
+    return f"{result['programs']} programs of {result['tests']} tests{failed} ({how})"
 
 
-def page(found: Mapping[tuple[str, str], Mapping[str, Any]], part: str, thorough: bool) -> str:
-    """The table, and below it why tests failed."""
+def page(found: Found) -> str:
+    """The table, and below it what was left out, and why tests failed."""
     targets = [*dict.fromkeys(target for _, target in found)]
-    how = [f"part {part} of each area" if part else "all", "with" if thorough else "without"]
     lines = [
         "# Compiled for machines that are not here",
         "",
-        f"Written by `python -m tests.targets`, with popxl {VERSION} and jax {jax.__version__}: {how[0]}, {how[1]} the "
-        "tests marked `thorough`. Nothing was run: a test goes as far as its first run, and what that would run has "
-        "been compiled. Numbers were not checked.",
+        f"Written by `python -m tests.targets`, with popxl {VERSION} and jax {jax.__version__}. Of each area all tests "
+        "were taken, or a part of them, drawn by their names; those marked `thorough` only where it says so. Nothing "
+        "was run: a test goes as far as its first run, and what that would run has been compiled. Numbers were not "
+        "checked.",
         "",
         "| | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",
@@ -134,6 +147,9 @@ def page(found: Mapping[tuple[str, str], Mapping[str, Any]], part: str, thorough
     for area in dict.fromkeys(area for area, _ in found):
         cells = (told(found[area, target]) if (area, target) in found else "–" for target in targets)
         lines.append(f"| {area} | " + " | ".join(cells) + " |")
+    for target in targets:
+        missing = [area for area in AREAS if (area, target) not in found]
+        lines += ["", f"Not compiled for {target}: {', '.join(missing)}."] if missing else []
     for target in targets:
         why = Counter(
             reason(message)

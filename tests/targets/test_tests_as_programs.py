@@ -23,10 +23,14 @@ def test_a_process_that_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_page() -> None:
-    good = {"programs": 7, "tests": 9, "reached": 6, "failed": {}, "seconds": 3.2}
+    how = {"part": "1/9", "thorough": False, "day": "2031-02-03"}
+    good = {"programs": 7, "tests": 9, "reached": 6, "failed": {}, "seconds": 3.2} | how
     bad = good | {"failed": {"a": "ValueError: at 0x7f00 %add.3 | no", "b": "ValueError: at 0x8f11 %add.4 | no"}}
-    text = command.page({("ops", "tpu v5e"): good, ("ops", "gpu h100"): bad, ("loops", "tpu v5e"): good}, "1/9", False)
-    assert "part 1/9 of each area, without the tests marked `thorough`" in text
-    assert "| ops | 7 programs of 9 tests (3 s) | 7 programs of 9 tests, **2 failed** (3 s) |" in text
-    assert "| loops | 7 programs of 9 tests (3 s) | – |" in text
+    whole = good | {"part": "", "thorough": True}
+    text = command.page({("ops", "tpu v5e"): good, ("ops", "gpu h100"): bad, ("loops", "tpu v5e"): whole})
+    of_ops = "7 programs of 9 tests (part 1/9; 2031-02-03)"
+    assert f"| ops | {of_ops} | {of_ops.replace(' (', ', **2 failed** (')} |" in text
+    assert "| loops | 7 programs of 9 tests (all, thorough; 2031-02-03) | – |" in text
+    assert "Not compiled for tpu v5e: collectives, variables" in text
+    assert "Not compiled for gpu h100: collectives, variables, conditionals, loops" in text
     assert "What failed for gpu h100:\n\n| tests | |\n|---|---|\n| 2 | ValueError: at … … \\| no |\n" in text

@@ -154,9 +154,9 @@ def torchvision_module(train: Digits, test: Digits, to_tensor: Callable) -> Modu
 
 
 def printed() -> str:
-    """What the program prints. One epoch over the few training digits is short, so they are there 16 times over."""
+    """What the program prints. One epoch over the few training digits is short, so they are there twice."""
     train, test = sklearn_digits()
-    train = Digits(np.tile(train.images, (16, 1, 1)), np.tile(train.labels, 16))
+    train = Digits(np.tile(train.images, (2, 1, 1)), np.tile(train.labels, 2))
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         if importlib.util.find_spec("torch"):

@@ -24,11 +24,12 @@ from popxl.values.spec import TensorSpec
 # The direction ------------------------------------------------------------------------------------------------------
 
 
-def _correction(beta: Any, steps: Any) -> Any:
-    """1 - beta ** steps, in a form that keeps its digits where beta is close to 1."""
+def _decay(beta: Any, steps: Any) -> Any:
+    """beta ** steps - 1, in a form that keeps its digits where beta is close to 1. What it divides takes its sign: a
+    TPU would negate a single number by itself."""
     with np.errstate(divide="ignore", invalid="ignore"):  # of 0, which is fine, and of less, which gives NaN
         logarithm = float(np.log(beta)) if isinstance(beta, float) else jnp.log(beta)
-    return -jnp.expm1(steps * logarithm)
+    return jnp.expm1(steps * logarithm)
 
 
 def _direction(
@@ -48,9 +49,9 @@ def _direction(
     time_step = None if time_step is None else time_step + 1
     if time_step is not None:
         steps = number(time_step, dtype)
-        m = m / _correction(number(beta1, dtype), steps)
+        m = -m / _decay(number(beta1, dtype), steps)
         if mode != "adamax":
-            v = v / _correction(number(beta2, dtype), steps)
+            v = -v / _decay(number(beta2, dtype), steps)
     x = m / ((v if mode == "adamax" else jnp.sqrt(v)) + number(epsilon, dtype))
     if weight is not None:
         x = x + number(weight_decay, dtype) * weight.astype(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ def _call(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: getattr(F, name)(x)
 
 
+def _all_but(names: Sequence[str]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    return lambda x: [getattr(F, name)(x) for name in _PLAIN if name not in names]
+
+
 def _modules(x: torch.Tensor) -> list[torch.Tensor]:
     modules = (
         nn.ReLU(), nn.ReLU6(), nn.ELU(0.5), nn.SELU(), nn.GELU(), nn.SiLU(), nn.Mish(), nn.Hardtanh(-2, 0.5),
@@ -48,7 +52,8 @@ def _modules(x: torch.Tensor) -> list[torch.Tensor]:
 
 ROWS = [
     *(Row(name, _call(name), (normal(2, 3) * 3,), half=name not in _NOT_IN_HALF) for name in _PLAIN),
-    *(Row(f"{name} at bends", _call(name), (_BENDS,), half=name not in _NOT_IN_HALF) for name in _PLAIN),
+    Row("bends", _all_but(_NOT_IN_HALF), (_BENDS,)),
+    Row("bends_of_others", lambda x: [getattr(F, name)(x) for name in _NOT_IN_HALF], (_BENDS,), half=False),
     *(
         Row(
             f"{name} in place",

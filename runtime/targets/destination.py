@@ -1,4 +1,4 @@
-"""`Target`: what a program is compiled for; `MadeFor`: the same in words, for what is kept in files."""
+"""`Destination`: what a program is compiled for; `MadeFor`: the same in words, for what is kept in files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MadeFor(BaseModel):
         kinds: the kind of each device.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     popxl: str
     jax: str
@@ -64,7 +64,7 @@ def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
 
     It is a value: nothing is on its devices because of it, and two that are equal are as good as each other.
@@ -78,10 +78,10 @@ class Target:
             more, all of them by this process, whichever hosts they would be on.
 
     Example:
-        >>> target = Target(tuple(jax.devices()), 2)
-        >>> replicas = target.replicas
+        >>> destination = Destination(tuple(jax.devices()), 2)
+        >>> replicas = destination.replicas
         >>> lowered = jax.jit(replicas.spread(jnp.sin)).lower(replicas.spec((3,), "f4"))
-        >>> target.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
+        >>> destination.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
         (2, 3)
     """
 
@@ -90,8 +90,8 @@ class Target:
     is_here: bool = True
     dimensions: tuple[Dimension, ...] = ()
 
-    def of_ipu(self, number: int, ipus: int) -> Target:
-        """The target of one IPU, where each replica has so many, one after the other, and each is a device."""
+    def of_ipu(self, number: int, ipus: int) -> Destination:
+        """The destination of one IPU, where each replica has so many, one after the other, and each is a device."""
         chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
         return replace(self, devices=tuple(chosen))
 
@@ -107,7 +107,7 @@ class Target:
 
     @property
     def made_for(self) -> MadeFor:
-        """What is compiled here for this target is made with and for."""
+        """What is compiled here for this destination is made with and for."""
         return made_for(self.devices, self.is_here)
 
     @cached_property

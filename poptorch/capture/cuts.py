@@ -1,0 +1,111 @@
+"""`Cuts`: where a function needs numbers that a run decides on, and what the host makes of these there.
+
+    places = mask.nonzero()    # the shape of what it makes depends on numbers
+    count = lengths.max().item()  # a number of Python's
+
+A program has fixed shapes, and Python chooses while it is captured. So the program ends there, the host does what is to
+be done with the numbers, as PyTorch would, and goes on with a program for the shapes and numbers that come of it. A cut
+is the same concept for both: an operation of the host's between two programs.
+
+To capture what comes after a cut one has to know what is made there. So the host computes what it looks at by itself,
+from what is written down so far: each op once, and only what is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from poptorch.capture.constants import computed
+from poptorch.capture.trace import Value
+from popxl.base.source import SourceLocation
+
+__all__ = ["Cut", "Cuts"]
+
+
+@dataclass(eq=False)
+class Cut:
+    """An operation of the host's between two programs.
+
+    Attributes:
+        at: how many ops were written down before it.
+        given: the values that it is given.
+        run: what it does with their numbers.
+        source: the user's line.
+        key: what the program after it is for: the shapes of the tensors that were made, and the numbers.
+        made: the values of these tensors, in the program after it.
+    """
+
+    at: int
+    given: list[Value]
+    run: Callable[[Sequence[torch.Tensor]], Any]
+    source: SourceLocation
+    key: tuple[Any, ...] = ()
+    made: list[Value] = field(default_factory=list)
+
+    def numbers(self, given: Sequence[torch.Tensor]) -> Any:
+        """What it makes of these tensors, which may have narrower types than PyTorch says."""
+        with torch.no_grad():
+            return self.run([t.to(value.dtype) for t, value in zip(given, self.given, strict=True)])
+
+    @staticmethod
+    def key_of(made: Any) -> tuple[Any, ...]:
+        """What is the same for all that one program is for."""
+        return tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
+            for leaf in pytree.tree_leaves(made)
+        )
+
+    @staticmethod
+    def tensors_in(made: Any) -> list[torch.Tensor]:
+        """The tensors among what was made."""
+        return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+
+
+class Cuts:
+    """The cuts of a function that is being captured, in order.
+
+    Args:
+        inputs: its arguments, with numbers.
+        answers: what has been made at the first cuts in a run. What is made at others the host finds out.
+
+    Attributes:
+        found: those that there were.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], answers: Sequence[Any] = ()) -> None:
+        self.found: list[Cut] = []
+        self._inputs, self._answers = list(inputs), list(answers)
+        self._known: dict[Value, torch.Tensor] = {}
+
+    def begin(self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor]) -> None:
+        """Begin a capture, for the first time or anew.
+
+        Args:
+            inputs: the values of its arguments.
+            state: the numbers of parameters and buffers.
+        """
+        self.found.clear()
+        self._known = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
+
+    def cut(
+        self, at: int, given: list[Value], run: Callable[[Sequence[torch.Tensor]], Any], source: SourceLocation
+    ) -> tuple[Cut, Any]:
+        """Cut here. Returns the cut, whose `made` is to be filled, and what was made."""
+        cut = Cut(at, given, run, source)
+        number = len(self.found)
+        if number < len(self._answers):
+            made = self._answers[number]
+        else:
+            made = cut.numbers([computed(value, self._known) for value in given])
+        cut.key = Cut.key_of(made)
+        self.found.append(cut)
+        return cut, made
+
+    def know(self, cut: Cut, made: Any) -> None:
+        """Note the numbers of the values that were made at a cut."""
+        self._known.update(zip(cut.made, Cut.tensors_in(made), strict=True))

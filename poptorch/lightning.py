@@ -1,0 +1,470 @@
+"""Lightning's `Trainer` for models that run as poptorch's programs: `Trainer(accelerator="ipu")`.
+
+    import lightning
+    import poptorch.lightning
+
+    trainer = lightning.Trainer(accelerator="ipu", max_epochs=3)
+    trainer.fit(module, data)
+
+Importing this file tells Lightning of the accelerator and the strategy; nothing else in poptorch does. It needs the
+extra `lightning`. Each step of a `LightningModule` becomes a program: `training_step` with the backward pass and the
+optimizer, `validation_step`, `test_step` and `predict_step` without. What they log is a result of the program, which is
+logged when it has come home.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from poptorch.base.logging_ import logger
+from poptorch.data.loader import DataLoader
+from poptorch.errors import createPoptorchError
+from poptorch.ops import identity_loss
+from poptorch.options import Options
+from poptorch.program.batching import Batching
+from poptorch.run.devices import ipuHardwareIsAvailable
+from poptorch.run.executor import PoplarExecutor, inferenceModel, trainingModel
+
+__all__ = ["IPUAccelerator", "IPUStrategy"]
+
+_HOST = torch.device("cpu")
+"""Where modules and batches are, as Lightning sees them. What runs elsewhere is the program."""
+
+
+class IPUAccelerator(Accelerator):
+    """The devices that poptorch's programs run on. `Trainer(accelerator="ipu", devices=4)` makes four replicas."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing: a device is attached when the first step is compiled."""
+
+    def teardown(self) -> None:
+        """Nothing: the strategy lets the devices go."""
+
+    @staticmethod
+    def parse_devices(devices: int | str | Sequence[int]) -> int:
+        """How many devices are meant by the argument of the trainer."""
+        if isinstance(devices, str):
+            devices = [int(each) for each in devices.split(",")] if "," in devices else int(devices)
+        return devices if isinstance(devices, int) else len(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        """The host, as often as there are devices."""
+        return [_HOST] * devices
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """One: more of them take larger batches."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Always: programs run on the CPU where there is nothing else."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """The name for `Trainer(accelerator=...)`."""
+        return "ipu"
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """Whether there is one. What a program needs is in `poptorch.sessionOf(strategy.training).cost()`."""
+        return {"accelerator": float(ipuHardwareIsAvailable())}
+
+
+class IPUStrategy(SingleDeviceStrategy):
+    """How a `Trainer` runs the steps of a module: each as a program of poptorch, which follows the same weights.
+
+    A batch of the trainer is what one call takes: loaders give `batch_size` rows for each replica, each device
+    iteration and each pass of gradient accumulation. `Trainer(accumulate_grad_batches=8)` is gradient accumulation
+    within a call.
+
+    The steps are captured, as all models are: shapes do not depend on numbers, and neither does Python. `batch_idx` is
+    a tensor in a step. Optimization is automatic and has one optimizer, from `torch.optim` or `poptorch.optim`.
+    Gradients are clipped by optimizers of `poptorch.optim`, with `max_grad_norm`.
+
+    Args:
+        device_iterations: steps in each call, where no options are given.
+        training_opts: the options of training; by default, these are `device_iterations`, a replica for each of the
+            trainer's devices, and its gradient accumulation.
+        inference_opts: the same for validation, tests and predictions.
+        autoreport: write a report of each program.
+        autoreport_dir: the folder for reports; by default, the current one.
+        accelerator: an `IPUAccelerator`, where the trainer is not given one.
+        parallel_devices: set by the trainer.
+        cluster_environment: without effect.
+        checkpoint_io: how the trainer writes checkpoints.
+        precision_plugin: which dtypes the module has. `16-true` and `bf16-true` are dtypes of its weights; `bf16-mixed`
+            is `torch.autocast` around it.
+
+    Attributes:
+        training: the wrapped model that is trained, once it has begun; `poptorch.sessionOf` takes it.
+
+    Raises:
+        poptorch.Error: while it runs, for what it cannot do: manual optimization,
+            `gradient_clip_val`, several processes.
+
+    Example:
+        >>> options = poptorch.Options().deviceIterations(4)
+        >>> strategy = IPUStrategy(training_opts=options, inference_opts=poptorch.Options())
+        >>> trainer = lightning.Trainer(strategy=strategy, max_epochs=1)
+    """
+
+    strategy_name = "ipu_strategy"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        device_iterations: int = 1,
+        autoreport: bool = False,
+        autoreport_dir: str | os.PathLike[str] | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        training_opts: Options | None = None,
+        inference_opts: Options | None = None,
+    ) -> None:
+        for name, options in (("training_opts", training_opts), ("inference_opts", inference_opts)):
+            if options is not None and not isinstance(options, Options):
+                raise createPoptorchError(
+                    f"IPUStrategy: `{name}` should be poptorch.Options; got {type(options).__name__}."
+                )
+            if options is not None and options.Distributed.numProcesses > 1:
+                raise createPoptorchError(
+                    f"IPUStrategy: `{name}` are those of one of several processes. A trainer runs in one; use "
+                    "options.replicationFactor(...), or a loop of your own in each process."
+                )
+        super().__init__(_HOST, accelerator, checkpoint_io, precision_plugin)
+        self.parallel_devices = parallel_devices
+        self.cluster_environment = cluster_environment
+        self.training: PoplarExecutor | None = None
+        self._device_iterations = device_iterations
+        self._given = {True: training_opts, False: inference_opts}
+        self._made: dict[bool, Options] = {}
+        self._accumulation = 1
+        self._steps: dict[Any, tuple[PoplarExecutor, _Step]] = {}
+        self._reports = os.fspath(autoreport_dir or ".") if autoreport else None
+
+    # Options ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def replication_factor(self) -> int:
+        """The number of replicas, in the stage that runs."""
+        return self._options(self._is_training).replication_factor
+
+    @property
+    def training_opts(self) -> Options:
+        """The options of training."""
+        return self._options(True)
+
+    @property
+    def inference_opts(self) -> Options:
+        """The options of validation, tests and predictions."""
+        return self._options(False)
+
+    def _options(self, is_training: bool) -> Options:
+        if is_training in self._made:
+            return self._made[is_training]
+        if (given := self._given[is_training]) is not None:
+            options = given.clone()
+        else:
+            options = Options().deviceIterations(self._device_iterations)
+            options.replicationFactor(len(self.parallel_devices or [_HOST]))
+            if is_training:
+                options.Training.gradientAccumulation(self._accumulation)
+        if self._reports is not None:
+            options.enableProfiling(self._reports)
+        self._made[is_training] = options
+        return options
+
+    @property
+    def _is_training(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.stage is RunningStage.TRAINING
+
+    # Before and after -------------------------------------------------------------------------------------------------
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """It does: it is a part of the program."""
+        return True
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Which dtypes the module has."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if isinstance(precision_plugin, MixedPrecision):
+            if precision_plugin.precision != "bf16-mixed":
+                raise createPoptorchError(
+                    f'Trainer: precision="{precision_plugin.precision}" scales losses on the host, which knows '
+                    'no gradients here. Use "bf16-mixed", or "16-true" with '
+                    "options.Training.setAutomaticLossScaling(True)."
+                )
+            precision_plugin = MixedPrecision("bf16-mixed", "cpu")  # what a capture takes as its own
+        self._precision_plugin = precision_plugin
+
+    def setup_environment(self) -> None:
+        """Take over what the trainer says of gradients, before loaders are made."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.gradient_clip_val:
+            raise createPoptorchError(
+                "Trainer: `gradient_clip_val` is set, but gradients are in the program. Use an optimizer of "
+                f"poptorch.optim with max_grad_norm={trainer.gradient_clip_val}."
+            )
+        if trainer.accumulate_grad_batches == 1:
+            return
+        if self._given[True] is not None:
+            raise createPoptorchError(
+                "Trainer: `accumulate_grad_batches` is set beside `training_opts`. Leave it out, and set "
+                f"training_opts.Training.gradientAccumulation({trainer.accumulate_grad_batches})."
+            )
+        self._accumulation = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = 1  # for the trainer, a batch is what a call takes: a step of the optimizer
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizer. (Lightning refuses a second one.)"""
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise createPoptorchError(
+                f"{type(module).__name__}: `automatic_optimization` is False, but the optimizer is a part of the "
+                "program. Leave it True."
+            )
+        super().setup_optimizers(trainer)
+
+    def teardown(self) -> None:
+        """Bring the weights home, and let the devices go."""
+        self._forget()
+        if self._accumulation != 1 and self.lightning_module is not None:
+            self.lightning_module.trainer.accumulate_grad_batches = self._accumulation
+            self._accumulation = 1
+        self._made.clear()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Bring the weights home."""
+        self._forget()
+
+    def _forget(self) -> None:
+        for model, _ in self._steps.values():
+            model.destroy()
+        self._steps.clear()
+        self.training = None
+
+    # Data -------------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader of PyTorch, as one of poptorch with the options of the stage; others as they are."""
+        if not isinstance(dataloader, torch.utils.data.DataLoader) or isinstance(dataloader, DataLoader):
+            return dataloader
+        return _loader(dataloader, self._options(self._is_training), self._is_training)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as many steps of training as a call takes."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.accumulate_grad_batches != 1:
+            raise createPoptorchError(
+                "Trainer: `accumulate_grad_batches` changes while it trains, but it is a part of the program. "
+                "Set it once, without a GradientAccumulationScheduler."
+            )
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch of validation."""
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch of a test."""
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch of predictions."""
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", args, kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Nothing: the program has done it."""
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the training step, of which the optimizer is a part."""
+        return closure()
+
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step: as a program for tensors of these shapes, which is made where there is none yet."""
+        assert self.lightning_module is not None
+        is_training = name == "training_step"
+        options = self._options(is_training)
+        (batch, *indices), calls = args, Batching.of(options, is_training).factor
+        indices += kwargs.values()
+        inputs = (batch, *(torch.full((calls,), index, dtype=torch.int32) for index in indices))
+        key = name if is_training else (name, *_shapes(inputs))
+        if key not in self._steps:
+            step = _Step(self.lightning_module, name, tuple(kwargs))
+            if self._reports is not None and not options.model_name:
+                options = options.clone().modelName(name)  # a report for each step
+            if is_training:
+                model = self.training = trainingModel(step, options, self.optimizers[0])
+            else:
+                model = inferenceModel(step, options)
+            model.compile(*inputs)
+            self._steps[key] = model, step
+        model, step = self._steps[key]
+        result, logged = model(*inputs)
+        for metric, value in zip(step.logged.names, logged, strict=True):
+            self.lightning_module.log(metric, value.float().mean(), **step.logged.how[metric])
+        if not is_training:
+            return result
+        return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()
+
+
+class _Logged:
+    """What a step logs: names and how, as they were when it was captured, and the tensors of a capture."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.how: dict[str, dict[str, Any]] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Forget what was logged before."""
+        self.names, self.how, self.tensors = [], {}, []
+
+    def log(self, name: str, value: Any, *args: Any, **how: Any) -> None:
+        """In place of `LightningModule.log`."""
+        if not isinstance(value, torch.Tensor):
+            raise createPoptorchError(
+                f"log: {name!r} is {value!r} ({type(value).__name__}) in a step, which is captured once: it would be "
+                "logged as it was then. Log a tensor that is computed in the step, and others in a hook such as "
+                "`on_train_batch_end`. Metrics that are modules have functions that do the same."
+            )
+        if args:
+            raise createPoptorchError(f"log: give the arguments for {name!r} behind its value by their names.")
+        if name in self.how:
+            raise createPoptorchError(f"log: {name!r} is logged twice in a step.")
+        self.names.append(name)
+        self.how[name] = how
+        self.tensors.append(value.detach().float().mean())
+
+
+class _Step(torch.nn.Module):
+    """A step of a `LightningModule`, as a model: its results, and what it logs.
+
+    Args:
+        module: the module.
+        name: which of its steps.
+        keywords: what the last of the indices are called.
+    """
+
+    def __init__(self, module: LightningModule, name: str, keywords: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module, self.step, self.keywords = module, name, keywords
+        self.logged = _Logged()
+        self.training = module.training
+
+    def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        numbers = [index[0] for index in indices]
+        positional = len(numbers) - len(self.keywords)
+        self.logged.begin()
+        vars(self.module)["log"] = self.logged.log
+        try:
+            result = getattr(self.module, self.step)(
+                batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
+            )
+        finally:
+            del vars(self.module)["log"]
+        if self.step == "training_step":
+            result = self._with_loss(result)
+        return result, tuple(self.logged.tensors)
+
+    def _with_loss(self, result: Any) -> Any:
+        """The result of a training step, whose loss is that of the model."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, torch.Tensor):
+            raise createPoptorchError(
+                f"{type(self.module).__name__}.training_step should return the loss, or a dict with it as 'loss'; got "
+                f"{type(result).__name__}. A step that is captured cannot be skipped."
+            )
+        # The first of them all: what is logged may be a loss in itself, which is not to be a second one of the model.
+        loss = torch.stack([loss, *(each.to(loss.dtype) for each in self.logged.tensors)])[0]
+        loss = identity_loss(loss, "none")
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+
+
+def _shapes(inputs: Any) -> tuple[Any, ...]:
+    """What a program is made for: how tensors are arranged, their shapes and dtypes, and what else is there."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    return structure, *((tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves)
+
+
+def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_training: bool) -> DataLoader:
+    """The same elements in the same order, in batches for a whole call.
+
+    A program that trains has one shape: it leaves out what remains at the end.
+    """
+    loading: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers:
+        loading["prefetch_factor"] = loader.prefetch_factor
+    sampler = getattr(loader, "batch_sampler", None)
+    if loader.batch_size is None and type(sampler) is not BatchSampler and sampler is not None:
+        return DataLoader(options, loader.dataset, batch_sampler=sampler, drop_last=is_training, **loading)
+    if loader.batch_size is not None:
+        loading["drop_last"] = is_training or loader.drop_last
+    if is_training and loader.batch_size is not None and not loader.drop_last:
+        logger.info("Trainer: training leaves out what remains of the data set and is no whole batch.")
+    if not isinstance(loader.dataset, IterableDataset):
+        if type(loader.sampler) in (RandomSampler, SequentialSampler):
+            loading["shuffle"] = type(loader.sampler) is RandomSampler
+        else:
+            loading["sampler"] = loader.sampler
+    return DataLoader(options, loader.dataset, loader.batch_size, **loading)
+
+
+# What Lightning knows -------------------------------------------------------------------------------------------------
+
+AcceleratorRegistry.register(IPUAccelerator.name(), IPUAccelerator, description=IPUAccelerator.__doc__ or "")
+StrategyRegistry.register(IPUStrategy.strategy_name, IPUStrategy, description=IPUStrategy.__doc__ or "")
+
+_choose_strategy = _AcceleratorConnector._choose_strategy
+
+
+def _choose(connector: _AcceleratorConnector) -> Any:
+    """Lightning's choice of a strategy where the user has named none; for its own accelerators, as before."""
+    if isinstance(connector.accelerator, IPUAccelerator):
+        return IPUStrategy.strategy_name
+    return _choose_strategy(connector)
+
+
+_AcceleratorConnector._choose_strategy = _choose

@@ -1,0 +1,407 @@
+"""`InParts`: a model whose program is cut where the host has to look at numbers.
+
+What it does is a tree. Each node is a program, and what the host does after it. The branch to go on by is named by what
+the host makes: shapes of tensors, and numbers of Python's. A branch that is not there yet is captured and compiled when
+a call comes to it; those used last are kept. Values that later programs need are handed on by the host.
+
+A capture goes through all of `forward`, so it makes all programs of a way. They are the same up to where ways part:
+the same function does the same there. So a value is known, in all of them, by its `Place`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+import popxl
+from poptorch.base.logging_ import logger
+from poptorch.base.structures import Answer, Structure
+from poptorch.capture.cuts import Cut
+from poptorch.capture.model import Captured
+from poptorch.capture.trace import Node, Trace, Value
+from poptorch.errors import createPoptorchError
+from poptorch.options import Options
+from poptorch.program.batching import Batching
+from poptorch.run.arguments import Signature
+from poptorch.run.captured import constant_of
+from poptorch.run.compiled import Compiled, Ends
+from poptorch.run.times import Times
+
+__all__ = ["InParts", "Way"]
+
+Place = tuple[Any, ...]
+"""Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a cut."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model, captured for what the host makes at its cuts.
+
+    Attributes:
+        captured: the model.
+        answer: the structure of what it returns.
+        cuts: where it is cut.
+    """
+
+    captured: Captured
+    answer: Structure
+    cuts: Sequence[Cut]
+
+
+@dataclass(eq=False)
+class _Part:
+    """The program between two cuts.
+
+    Attributes:
+        given, wanted: what it takes from before, and what it gives to what comes after it.
+        ops: what `forward` does there, by name.
+        compiled: the program; `None` if there is nothing to do.
+        cut: what the host does after it, and with what; `None` at the end.
+        after: what comes then.
+        way: at the end, how the model was captured to there.
+        used: the number of the run that it was used in last.
+    """
+
+    given: list[Place] = field(default_factory=list)
+    wanted: list[Place] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
+    compiled: Compiled | None = None
+    is_made: bool = False
+    cut: Cut | None = None
+    asked: list[Place] = field(default_factory=list)
+    after: dict[tuple[Any, ...], _Part] = field(default_factory=dict)
+    way: Way | None = None
+    used: int = 0
+
+    def all(self) -> Iterator[_Part]:
+        """It, and all that come after it."""
+        yield self
+        for part in self.after.values():
+            yield from part.all()
+
+
+class _Places:
+    """Where the values of a way come from."""
+
+    def __init__(self, way: Way) -> None:
+        captured = way.captured
+        self.value: dict[Place, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
+        self.state = {("state", name): value for name, value in captured.state.items()}
+        self.value |= self.state
+        for i, cut in enumerate(way.cuts):
+            self.value |= {("cut", i, j): value for j, value in enumerate(cut.made)}
+        for i, node in enumerate(captured.trace.nodes):
+            self.value |= {("op", i, j): value for j, value in enumerate(node.results)}
+        self._of: dict[int, Place] = {}
+        for place, value in self.value.items():
+            self._of.setdefault(id(value), place)
+
+    def __getitem__(self, value: Value) -> Place:
+        return self._of[id(value)]
+
+
+class InParts:
+    """A model for inference that is compiled in parts. It has what `Compiled` has, as far as there is no one program.
+
+    Args:
+        capture: captures the model once more: for these tensors, and what was made at the first cuts.
+        capturing: a context in which that may be done.
+        way: how it was captured first.
+        signature: what its arguments look like.
+        batching: how rows are dealt; there is one micro-batch.
+        options: the options.
+        host: gives the values of parameters and buffers.
+        seed: what random numbers begin with.
+
+    Raises:
+        poptorch.Error: if there are several micro-batches, or the model overwrites buffers.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[Sequence[torch.Tensor], Sequence[Any]], Way],
+        capturing: Callable[[], AbstractContextManager[Any]],
+        way: Way,
+        signature: Signature,
+        batching: Batching,
+        options: Options,
+        host: Callable[[], Mapping[str, np.ndarray]],
+        seed: int,
+    ) -> None:
+        self.signature, self.seed = signature, seed
+        self.read = dict(way.captured.read)
+        self.anchored: dict[str, torch.Tensor] = {}
+        self.times = Times()
+        self._capture, self._capturing, self._host = capture, capturing, host
+        self._batching, self._options = batching, options
+        self._root = _Part()
+        self._runs = 0
+        self._is_attached = False
+        self._has_told = False
+        _check(way, batching, options)
+        self._grow(way)
+
+    # Parts ----------------------------------------------------------------------------------------------------------
+
+    def _grow(self, way: Way) -> bool:
+        """Make the programs of a way that are missing. Returns whether one that was there before gives more now."""
+        parts = [self._root]
+        for cut in way.cuts:
+            parts[-1].cut = parts[-1].cut or cut
+            parts.append(parts[-1].after.setdefault(cut.key, _Part(used=self._runs)))
+        parts[-1].way = way
+        for part, ops in zip(parts, _ops(way), strict=True):
+            if part.is_made and part.ops != ops:
+                raise createPoptorchError(
+                    f"`forward` does something else than before, up to where the host looks ({way.cuts[0].source}), "
+                    "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
+                )
+            part.ops = ops
+        places = _Places(way)
+        needed = self._needed(way, places, parts)
+        changed = False
+        for part, (nodes, given, wanted) in zip(parts, needed, strict=True):
+            if part.is_made and part.wanted == wanted:
+                continue
+            changed |= part.is_made
+            if part.compiled is not None:
+                part.compiled.close()
+            part.given, part.wanted, part.is_made = given, wanted, True
+            part.compiled = self._made(way, places, part, nodes) if wanted else None
+        for part, cut in zip(parts, way.cuts, strict=False):
+            part.asked = [places[value] for value in cut.given]
+        self._forget_some()
+        return changed
+
+    @staticmethod
+    def _needed(way: Way, places: _Places, parts: Sequence[_Part]) -> list[tuple[list[Node], list[Place], list[Place]]]:
+        """Of each part, from the last one on: its ops, and where what it takes and gives comes from.
+
+        What is the same in every run each part makes by itself.
+        """
+        trace, (begins, ends) = way.captured.trace, _bounds(way)
+        ordered = {place: i for i, place in enumerate(places.value)}
+        constants = {id(node) for node in trace.nodes if node.made_of == frozenset() and not node.has_effect}
+        needed = {v for v in _outputs(way) if constant_of(v) is None}
+        found: list[tuple[list[Node], list[Place], list[Place]]] = []
+        for i in reversed(range(len(parts))):
+            if i < len(way.cuts):
+                needed |= set(way.cuts[i].given)
+            ops = [node for node in trace.nodes[: begins[i]] if id(node) in constants]
+            ops += trace.nodes[begins[i] : ends[i]]
+            here = {id(value) for node in ops for value in node.results}
+            here |= {id(value) for value in needed if places[value][0] == "state"}
+            wanted = {places[value] for value in needed if id(value) in here} | set(parts[i].wanted)
+            ordered_wanted = sorted(wanted, key=ordered.__getitem__)
+            values = [places.value[place] for place in ordered_wanted]
+            nodes = Trace(nodes=ops).without_unused(values)
+            made = {id(value) for node in nodes for value in node.results}
+            inputs = dict.fromkeys(value for node in nodes for value in node.inputs if id(value) not in made)
+            given = [value for value in inputs if places[value][0] != "state"]
+            needed = {value for value in needed if id(value) not in here} | set(given)
+            found.append((nodes, [places[value] for value in given], ordered_wanted))
+        return found[::-1]
+
+    def _made(self, way: Way, places: _Places, part: _Part, nodes: list[Node]) -> Compiled:
+        """The program of a part."""
+        values = [places.value[place] for place in part.given]
+        wanted = [places.value[place] for place in part.wanted]
+        used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
+        state = {name: value for name, value in way.captured.state.items() if id(value) in used}
+        tensors = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        results = [torch.empty(value.shape, dtype=value.dtype) for value in wanted]
+        captured = Captured(
+            trace=Trace(inputs=[*values, *state.values()], nodes=nodes, outputs=wanted),
+            inputs=values,
+            state=state,
+            written={},
+            written_inputs={},
+            result=results,
+            hooks=[],
+            read={},
+            frozen=[],
+        )
+        host = {name: array for name, array in self._host().items() if name in state}
+        compiled = Compiled.of(
+            popxl.Ir(replication=1),
+            captured,
+            Answer(results, {}, []),
+            Signature(lambda *given: None, tuple(tensors), {}),
+            self._batching,
+            self._options,
+            host=host,
+            seed=self.seed,
+        )
+        if self._is_attached:
+            compiled.attach(host)
+        return compiled
+
+    def _forget_some(self) -> None:
+        """Keep the ends that were used last, as many as the options say."""
+        while True:
+            ends = [part for part in self._root.all() if part.way is not None]
+            if len(ends) <= self._options.kept_programs:
+                return
+            oldest = min(ends, key=lambda part: part.used)
+            line = self._forget(oldest)
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "The model is compiled for each shape and number that the host finds on the way (%s), and these "
+                    "are more than %d. Each new one costs a compilation. Pad to a few shapes, or choose with "
+                    "`torch.where` in place of a number; or keep more programs: `options.keptPrograms(%d)`.",
+                    line,
+                    self._options.kept_programs,
+                    2 * self._options.kept_programs,
+                )
+
+    def _forget(self, end: _Part) -> Any:
+        """Give up the programs that lead to an end alone. Returns the line where they part from others."""
+        while True:
+            if end.compiled is not None:
+                end.compiled.close()
+            before = next(part for part in self._root.all() if end in part.after.values())
+            before.after = {key: part for key, part in before.after.items() if part is not end}
+            if before.after or before is self._root:
+                assert before.cut is not None
+                return before.cut.source
+            end = before
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
+        """Run the programs on the tensors of a call, one after the other; see `Compiled.run`."""
+        self._runs += 1
+        while (done := self._run(tensors, objects)) is None:
+            continue
+        return done[0]
+
+    def _run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[Any] | None:
+        """The result; `None` if a program had to be made anew on the way, so that all has to begin again."""
+        known: dict[Place, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
+        answers: list[Any] = []
+        part = self._root
+        while True:
+            part.used = self._runs
+            if part.compiled is not None:
+                made = part.compiled.run([known[place].detach() for place in part.given])
+                known |= zip(part.wanted, made, strict=True)
+            if part.way is not None:
+                return (self._result(part.way, known, tensors, objects),)
+            assert part.cut is not None
+            made = part.cut.numbers([known[place] for place in part.asked])
+            known |= {("cut", len(answers), j): t for j, t in enumerate(Cut.tensors_in(made))}
+            answers.append(made)
+            key = Cut.key_of(made)
+            if key not in part.after:
+                with self._capturing():
+                    way = self._capture(tensors, answers)
+                    if self._grow(way):
+                        return None
+            part = part.after[key]
+
+    def _result(
+        self, way: Way, known: Mapping[Place, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> Any:
+        captured, places = way.captured, _Places(way)
+
+        def numbers(value: Value) -> torch.Tensor:
+            constant = constant_of(value)
+            return constant.clone() if constant is not None else known[places[value]]
+
+        with torch.no_grad():
+            rewritten = [(i, numbers(value)) for i, value in captured.written_inputs.items()]
+            results = [numbers(value) for value in captured.trace.outputs]
+            for i, content in rewritten:
+                tensors[i].copy_(content)
+        return way.answer.rebuild(results, objects)
+
+    # What `Compiled` has --------------------------------------------------------------------------------------------
+
+    @property
+    def _programs(self) -> list[Compiled]:
+        return [part.compiled for part in self._root.all() if part.compiled is not None]
+
+    @property
+    def session(self) -> popxl.Session:
+        """That of the last program of the way that was used last."""
+        newest = max(self._root.all(), key=lambda part: (part.used, part.compiled is not None, part.way is not None))
+        if newest.compiled is None:
+            raise createPoptorchError("The model has no program: the host does all that there is to do.")
+        return newest.compiled.session
+
+    @property
+    def ends(self) -> Ends:
+        """Those of the last program."""
+        return Ends(names=tuple(chain.from_iterable(each.ends.names for each in self._programs)))
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has a device."""
+        return self._is_attached
+
+    def attach(self, host: Mapping[str, np.ndarray]) -> None:
+        """Take a device, with these values of parameters and buffers there."""
+        for each in self._programs:
+            each.attach(host)
+        self._is_attached = True
+
+    def detach(self) -> None:
+        """Let go of the device."""
+        for each in self._programs:
+            each.detach()
+        self._is_attached = False
+
+    def close(self) -> None:
+        """Let go of the device, for good."""
+        for each in self._programs:
+            each.close()
+        self._is_attached = False
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The values of parameters and buffers that the device has, by name."""
+        return {name: array for each in self._programs for name, array in each.weights().items()}
+
+    def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
+        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        for each in self._programs:
+            each.write_weights(host)
+
+
+def _bounds(way: Way) -> tuple[list[int], list[int]]:
+    """Where the ops of each part begin, and end."""
+    inner = [cut.at for cut in way.cuts]
+    return [0, *inner], [*inner, len(way.captured.trace.nodes)]
+
+
+def _ops(way: Way) -> list[list[str]]:
+    names = [node.op for node in way.captured.trace.nodes]
+    return [names[begin:end] for begin, end in zip(*_bounds(way), strict=True)]
+
+
+def _outputs(way: Way) -> list[Value]:
+    return [*way.captured.trace.outputs, *way.captured.written_inputs.values()]
+
+
+def _check(way: Way, batching: Batching, options: Options) -> None:
+    """Check that a model may be cut."""
+    where = way.cuts[0].source
+    if batching.micro_batches * batching.groups.replicas > 1:
+        raise createPoptorchError(
+            f"{where}: the host has to look at numbers here, to know a shape or what Python does next. Each "
+            "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch in "
+            "a call: `deviceIterations(1)`, `replicationFactor(1)`."
+        )
+    if way.captured.written:
+        raise createPoptorchError(
+            f"{where}: the host has to look at numbers here, so the model is several programs. They cannot overwrite "
+            f"buffers, as it does with {', '.join(way.captured.written)}."
+        )
+    if options.anchored_tensors:
+        raise createPoptorchError(f"{where}: a model that is cut here, for the host to look, has no anchored tensors.")

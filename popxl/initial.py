@@ -1,0 +1,313 @@
+"""How a variable begins, in words: zeros, a number, a distribution and its seed, a part of a file.
+
+A description takes no memory. `popxl.variable` takes one in place of numbers, and nobody makes these before they are
+needed: building, printing, costing, saving a program and compiling it for a target do without. A session makes them
+where they are needed: for each device of its process what that device holds.
+
+Element number i of a description is the same wherever it is made, and whatever else is made with it.
+
+Example:
+    >>> ir = popxl.Ir()
+    >>> with ir.main_graph:
+    ...     w = popxl.variable(popxl.initial.normal((12288, 49152), std=0.02, seed=7), popxl.float32, "w")
+    >>> w.shape, w.initial.seed
+    ((12288, 49152), 7)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+
+from popxl import dtypes
+from popxl.dtypes import dtype as dtype_
+from popxl.utils import to_numpy
+from popxl.values.shapes import integer, integer_or_integers, number
+
+__all__ = ["Full", "Initial", "PartOfFile", "Random", "Saved", "Stacked", "file", "full", "normal", "ones", "stacked"]
+__all__ += ["truncated_normal", "uniform", "zeros"]
+
+Array = np.ndarray
+
+PIECE = 1 << 20
+"""So many elements are made at once, where all are wanted: the rest need not be there in a wider dtype meanwhile."""
+
+
+class Initial(BaseModel, ABC):
+    """The numbers of an array, described.
+
+    Attributes:
+        shape: that of the array.
+
+    Example:
+        >>> zeros = popxl.initial.zeros((2, 3))
+        >>> zeros.elements(4, 6), np.asarray(zeros).shape
+        (array([0., 0.], dtype=float32), (2, 3))
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shape: tuple[NonNegativeInt, ...]
+
+    @property
+    def dtype(self) -> dtype_:
+        """The element type, unless another one is asked for."""
+        return dtypes.float32
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the description says all: it needs no file, and can be saved with a program."""
+        return True
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @abstractmethod
+    def elements(self, start: int, stop: int) -> Array:
+        """The elements from one number to another, in the order of the array's rows."""
+
+    def numbers(self, dtype: dtype_ | None = None) -> Array:
+        """All of them, as an array of this element type."""
+        wanted = self.dtype if dtype is None else dtype
+        found = np.empty(self.size, wanted.as_numpy())
+        for start in range(0, self.size, PIECE):
+            stop = min(start + PIECE, self.size)
+            found[start:stop] = to_numpy(self.elements(start, stop), wanted)
+        return found.reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        numbers = self.numbers()
+        return numbers if dtype is None else numbers.astype(dtype)
+
+    def __call__(self) -> Self:
+        """The description itself, where a function is wanted that gives initial values."""
+        return self
+
+
+class Full(Initial):
+    """One number everywhere.
+
+    Attributes:
+        value: the number.
+    """
+
+    kind: Literal["full"] = "full"
+    value: int | float
+
+    def elements(self, start: int, stop: int) -> Array:
+        return np.full(stop - start, self.value, np.float32 if isinstance(self.value, float) else None)
+
+
+class Random(Initial):
+    """Draws of a distribution: of generators that count, so that any element can be drawn by itself.
+
+    Attributes:
+        kind: `"uniform"` between `low` and `high`; `"normal"` around `low` with the deviation `high`;
+            `"truncated_normal"` likewise, and cut off at two deviations.
+        low, high: see above.
+        seed: where draws begin. Descriptions of one seed draw the same.
+    """
+
+    kind: Literal["uniform", "normal", "truncated_normal"]
+    low: float
+    high: float
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+
+    def elements(self, start: int, stop: int) -> Array:
+        first = start // 4  # a count gives four
+        drawn = np.random.Philox(key=self.seed, counter=first).random_raw(stop - 4 * first)[start - 4 * first :]
+        shares = ((drawn >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # above 0, below 1
+        if self.kind == "uniform":
+            return self.low + shares * (self.high - self.low)
+        from scipy.special import ndtr, ndtri  # JAX needs SciPy, too; importing it takes a while
+
+        if self.kind == "truncated_normal":
+            shares = ndtr(-2) + shares * (ndtr(2) - ndtr(-2))
+        normal: Array = self.low + ndtri(shares) * self.high
+        return normal
+
+
+class PartOfFile(Initial):
+    """Numbers in a file, one after the other. The file has to stay as it is.
+
+    Attributes:
+        path: the file.
+        element: the name of their dtype.
+        offset: the byte where they begin.
+    """
+
+    kind: Literal["file"] = "file"
+    path: Path
+    element: str
+    offset: NonNegativeInt = 0
+
+    @property
+    def dtype(self) -> dtype_:
+        return dtype_.from_name(self.element)
+
+    @property
+    def is_complete(self) -> bool:
+        return False
+
+    def elements(self, start: int, stop: int) -> Array:
+        element = self.dtype.as_numpy()
+        found = np.fromfile(self.path, element, stop - start, offset=self.offset + start * element.itemsize)
+        if len(found) < stop - start:
+            raise ValueError(
+                f"initial.file: {os.fspath(self.path)!r} ends before element {stop} of the {self.size} from byte "
+                f"{self.offset} on that were there when the variable was made."
+            )
+        return found
+
+
+class Stacked(Initial):
+    """Several of one shape, along a new first dimension.
+
+    Attributes:
+        parts: they.
+    """
+
+    kind: Literal["stacked"] = "stacked"
+    parts: tuple[Known, ...] = Field(min_length=1)
+
+    @property
+    def dtype(self) -> dtype_:
+        return self.parts[0].dtype
+
+    @property
+    def is_complete(self) -> bool:
+        return all(part.is_complete for part in self.parts)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.shape != (len(self.parts), *self.parts[0].shape) or len({part.shape for part in self.parts}) > 1:
+            raise ValueError(f"parts of {[part.shape for part in self.parts]} are not {self.shape}")
+        return self
+
+    def elements(self, start: int, stop: int) -> Array:
+        size = self.parts[0].size
+        numbers = range(start // size, -(-stop // size)) if size else ()
+        found = [self.parts[n].elements(max(start - n * size, 0), min(stop - n * size, size)) for n in numbers]
+        return np.concatenate(found) if found else np.zeros(0, np.float32)
+
+
+Known = Annotated[Full | Random | PartOfFile | Stacked, Field(discriminator="kind")]
+"""All that there are."""
+
+Stacked.model_rebuild()
+
+
+class Saved(BaseModel):
+    """A description in a file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    initial: Known
+
+
+# Making them ---------------------------------------------------------------------------------------------------------
+
+
+def _shape(shape: int | Iterable[int], what: str) -> tuple[int, ...]:
+    sizes = integer_or_integers(shape, f"{what}: `shape`")
+    found = sizes if isinstance(sizes, tuple) else (sizes,)
+    if any(size < 0 for size in found):
+        raise ValueError(f"{what}: `shape` is {found}; expected no size below 0.")
+    return found
+
+
+def zeros(shape: int | Iterable[int]) -> Full:
+    """Zeros.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     popxl.variable(popxl.initial.zeros((2, 3)), popxl.float16, "w")
+        Variable[w popxl.dtypes.float16 (2, 3)]
+    """
+    return full(shape, 0.0)
+
+
+def ones(shape: int | Iterable[int]) -> Full:
+    """Ones."""
+    return full(shape, 1.0)
+
+
+def full(shape: int | Iterable[int], value: int | float) -> Full:
+    """One number everywhere."""
+    return Full(shape=_shape(shape, "initial.full"), value=number(value, "initial.full: `value`"))
+
+
+def uniform(shape: int | Iterable[int], low: float = 0.0, high: float = 1.0, *, seed: int) -> Random:
+    """Numbers between two others, all equally likely.
+
+    Example:
+        >>> part = popxl.initial.uniform((4, 5), -1, 1, seed=3).elements(10, 12)
+        >>> part.shape, bool((abs(part) < 1).all())
+        ((2,), True)
+    """
+    return _random("uniform", shape, low, high, seed)
+
+
+def normal(shape: int | Iterable[int], mean: float = 0.0, std: float = 1.0, *, seed: int) -> Random:
+    """Draws of a normal distribution."""
+    return _random("normal", shape, mean, std, seed)
+
+
+def truncated_normal(shape: int | Iterable[int], mean: float = 0.0, std: float = 1.0, *, seed: int) -> Random:
+    """Draws of a normal distribution that is cut off at two deviations."""
+    return _random("truncated_normal", shape, mean, std, seed)
+
+
+def _random(kind: Any, shape: int | Iterable[int], low: float, high: float, seed: int) -> Random:
+    what = f"initial.{kind}"
+    if not 0 <= integer(seed, f"{what}: `seed`") < 2**64:
+        raise ValueError(f"{what}: `seed` is {seed}; expected 0 to 2**64 - 1.")
+    bounds = (number(each, f"{what}: the distribution's numbers") for each in (low, high))
+    low, high = map(float, bounds)
+    return Random(kind=kind, shape=_shape(shape, what), low=low, high=high, seed=int(seed))
+
+
+def file(path: str | os.PathLike[str], shape: int | Iterable[int], dtype: dtype_, offset: int = 0) -> PartOfFile:
+    """Numbers in a file: as many as the shape has, one after the other in the order of its rows.
+
+    Args:
+        path: the file, which has to stay as it is as long as somebody may ask.
+        shape: that of the array.
+        dtype: what the file holds.
+        offset: the byte where they begin.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is too short.
+    """
+    found = PartOfFile(
+        shape=_shape(shape, "initial.file"), path=Path(path).absolute(), element=dtype.name, offset=offset
+    )
+    there, needed = found.path.stat().st_size, offset + found.size * dtype.itemsize
+    if there < needed:
+        raise ValueError(
+            f"initial.file: {os.fspath(path)!r} has {there} bytes; {found.size} elements of {dtype.name} from byte "
+            f"{offset} on end at byte {needed}."
+        )
+    return found
+
+
+def stacked(parts: Sequence[Initial]) -> Stacked:
+    """Several of one shape, along a new first dimension: the values of a variable on several groups of replicas.
+
+    Raises:
+        ValueError: if there are none, or their shapes differ.
+    """
+    shapes = {part.shape for part in parts}
+    if len(shapes) != 1:
+        raise ValueError(f"initial.stacked: expected parts of one shape; got {sorted(shapes)}.")
+    return Stacked(shape=(len(parts), *shapes.pop()), parts=tuple(parts))  # type: ignore[arg-type]

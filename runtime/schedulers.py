@@ -1,0 +1,150 @@
+"""Schedulers that have started this process as one of several: Slurm, Kubernetes, Open MPI, and those of TPU pods.
+
+JAX knows how each of them tells a process who it is. Nothing is asked of them unless a program or `poprun` wants to
+know. There is no launcher then; processes meet by JAX's own service, which the first of them has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from typing import Any
+
+from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+from jax._src.clusters import ClusterEnv
+
+from popxl.base.distributed import Instance, launched
+from popxl.errors import PopxlError, PopxlRuntimeError
+
+SCHEDULER = "POPDIST_SCHEDULER"
+"""Environment variable: which scheduler to ask, by JAX's name of it; `none` for none."""
+
+NAMES = {
+    "slurm": "SlurmCluster",
+    "k8s": "K8sCluster",
+    "ompi": "OmpiCluster",
+    "gcetpu": "GceTpuCluster",
+    "gketpu": "GkeTpuCluster",
+}
+"""Those that are known here, and what JAX knows them by."""
+
+TIMEOUT = 300.0
+"""For how many seconds processes wait for each other."""
+
+HAS_TPUS = running_in_cloud_tpu_vm
+"""Whether this is a machine of a TPU pod, which itself knows which chips are whose."""
+
+
+def scheduled(
+    num_replicas: int | None = None, ipus_per_replica: int = 1, timeout: float = TIMEOUT, name: str | None = None
+) -> Instance | None:
+    """Who this process is, as a scheduler says; `None` if there is none, or it has started one process only.
+
+    Args:
+        num_replicas: how many replicas all processes drive together; by default one each.
+        ipus_per_replica: how many devices each replica has.
+        timeout: for how many seconds processes wait for each other.
+        name: which scheduler; by default what `POPDIST_SCHEDULER` says, or the first that is there.
+
+    Raises:
+        PopxlError: if there is no such scheduler here, or it does not say what it has to.
+        ValueError: if the processes cannot get equal shares of the replicas.
+    """
+    wanted = name or os.environ.get(SCHEDULER, "auto")
+    if wanted == "none":
+        return None
+    if wanted not in ("auto", *NAMES):
+        raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}; expected auto, none, {', '.join(NAMES)}.")
+    kinds = {kind.__name__: kind for kind in ClusterEnv._cluster_types}
+    names = [name for name in NAMES if name != "k8s" or "JOB_COMPLETION_INDEX" in os.environ]  # other pods are alone
+    present = (name for name in (names if wanted == "auto" else (wanted,)) if kinds[NAMES[name]].is_env_present())
+    name = next(present, None)
+    found = None if name is None else kinds[NAMES[name]]
+    if found is None and wanted != "auto":
+        raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}, and this process was not started by it.")
+    if found is None:
+        return None
+    try:
+        count = found.get_process_count()
+        if count == 1:
+            return None
+        address = found.get_coordinator_address(int(timeout), os.environ.get("JAX_COORDINATOR_PORT"))
+        index, local = found.get_process_id(), found.get_local_process_id() or 0
+    except (RuntimeError, KeyError, ValueError) as problem:
+        raise PopxlError(
+            f"popdist: the scheduler {name!r} has started this process, and does not say who it is: {problem}. "
+            f"Set {SCHEDULER}=none if it is alone."
+        ) from problem
+    replicas = count if num_replicas is None else num_replicas
+    if replicas % count:
+        raise ValueError(
+            f"popdist: {replicas} replicas cannot be shared out evenly among the {count} processes of {name}."
+        )
+    return Instance(
+        instance_index=index,
+        num_instances=count,
+        local_instance_index=local,
+        num_total_replicas=replicas,
+        num_ipus_per_replica=ipus_per_replica,
+        coordinator=address,
+        host=address.rpartition(":")[0],
+        timeout=timeout,
+    )
+
+
+def ask_scheduler(num_replicas: int | None) -> None:
+    """Note what a scheduler says of this process where `poprun` would have noted it: in the environment."""
+    if launched() is None and (instance := scheduled(num_replicas)) is not None:
+        os.environ.update(instance.environment())
+
+
+class Service:
+    """The line of a process to the others, where no launcher has started them: JAX's service.
+
+    Args:
+        instance: this process.
+        client: what JAX has connected it by.
+    """
+
+    def __init__(self, instance: Instance, client: Any) -> None:
+        self._instance, self._client = instance, client
+        self._meetings = itertools.count()
+        self._lock = threading.Lock()
+
+    def meet(self, place: str) -> None:
+        """Wait until all processes are at a place.
+
+        Raises:
+            PopxlRuntimeError: if they do not come, or are at another place.
+        """
+        own, count = self._instance.instance_index, self._instance.num_instances
+        with self._lock:
+            name = f"popxl/meeting {next(self._meetings)}"
+            self._client.key_value_set(f"{name}/{own}", place)
+            self._wait(place, lambda limit: self._client.wait_at_barrier(name, limit))
+            places = {i: self._client.key_value_try_get(f"{name}/{i}") for i in range(count)}
+        if len({*places.values()}) > 1:
+            told = " ".join(f"Instance {i} is at {each}." for i, each in places.items())
+            raise PopxlRuntimeError(
+                f"popdist: instance {own} is at {place}, and others wait elsewhere; all instances have to do the same. "
+                f"{told}"
+            )
+
+    def leave(self, is_first: bool, failed: bool) -> None:
+        """At the end of the program. The first process, which has the service, waits for the others."""
+        if not is_first:
+            self._client.key_value_set(f"popxl/left/{self._instance.instance_index}", str(failed))
+            return
+        for other in range(1, 1 if failed else self._instance.num_instances):
+            key = f"popxl/left/{other}"
+            self._wait("the end of the program", lambda limit, key=key: self._client.blocking_key_value_get(key, limit))
+
+    def _wait(self, place: str, wait: Any) -> None:
+        try:
+            wait(int(1000 * self._instance.timeout))
+        except RuntimeError as problem:  # of JAX, in whichever form it raises what the service says
+            raise PopxlRuntimeError(
+                f"popdist: instance {self._instance.instance_index} is at {place}, and others do not come: they have "
+                f"ended, or need more than {self._instance.timeout:g} seconds. JAX says: {problem}"
+            ) from problem

@@ -1,0 +1,216 @@
+"""Checkpoints that move: read back at other numbers of replicas, along other axes, and in other pieces, bit for bit.
+
+A program has each kind of variable that replicas share or divide. It trains on 8 replicas, 2 of which divide a layer;
+what it leaves is read by the same program on 4, 1 and 6 replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl.errors import PopxlError
+from popxl_addons import TaskSession, checkpoint, layers, optimizers
+from popxl_addons.layers.layer_norm_distributed import LayerNormDistributed
+from popxl_addons.layers.linear_fp8 import LinearFP8
+from popxl_addons.weights import load_safetensors, save_safetensors
+
+AXES = [{"data": 4, "tensor": 2}, {"tensor": 4, "data": 1}, {"data": 1, "tensor": 1}, {"tensor": 3, "data": 2}]
+"""8, 4, 1 and 6 replicas; 2, 4, 1 and 3 of them divide a layer."""
+
+F32 = popxl.float32
+DIVIDED = {"columns": ((3, 24), 1), "rows": ((12, 5), 0), "bf16": ((24,), 0)}
+"""What replicas along `tensor` divide: the shape of all, and the axis."""
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+def program(axes: Mapping[str, int]) -> TaskSession:
+    """Variables that are whole, in pieces, in slots of remote memory, and divided; and an optimiser of most of them."""
+    ir = popxl.Ir(axes=axes)
+    count, several = axes["tensor"], ir.replication_factor > 1
+    with ir.main_graph, popxl.in_sequence():
+        state = addons.NamedTensors(whole=popxl.variable(numbers(5), F32, "whole"))
+        facts = {"pieces": addons.VariableFactory(partial(numbers, 5, 7), F32, "pieces")}  # 35: with zeros at the end
+        for name, (shape, axis) in DIVIDED.items():
+            parts = iter(np.split(numbers(*shape), count, axis))
+            dtype = popxl.bfloat16 if name == "bf16" else F32
+            facts[name] = addons.VariableFactory(parts, dtype, name, replica_grouping="data", group_axis=axis)
+        trained = addons.NamedVariableFactories.from_dict(facts).init_sharded()
+        state.insert("trained", trained)
+        on_replica = {name: t.piece if t.piece is not None else t for name, t in trained.to_dict().items()}
+        gradients = {name: t * 0.5 for name, t in on_replica.items()}
+        state.insert("optimizer", optimizers.adamw(trained, gradients, lr=0.1))
+        for name, shape, groups, axis in [("all", (3, 5), None, None), ("some", (2, 24 // count), "data", 1)]:
+            fact = addons.VariableFactory(
+                iter(np.split(numbers(2, 24), count, 1)) if axis else partial(numbers, *shape),
+                F32, name, replica_grouping=groups, group_axis=axis,
+            )  # fmt: skip
+            on_host = shape if fact.replica_grouping.num_groups == 1 else (count, *shape)
+            cut = several and fact.replica_grouping.group_size > 1
+            buffer = (
+                popxl.replica_sharded_buffer(on_host, F32, fact.replica_grouping, entries=2)
+                if cut
+                else popxl.remote_buffer(shape, F32, entries=2)
+            )
+            state.insert(f"remote_{name}", fact.create_remote_tensor(buffer, 1))
+            ops.remote_store(buffer, 1, ops.remote_load(buffer, 1) * 1.5)
+        state.whole += 1.0
+    return TaskSession([], [], state, ir=ir, device_desc="ipu_hw")
+
+
+def whole(session: TaskSession) -> Iterator[tuple[str, bytes]]:
+    """The bits of all values, whole, by name."""
+    for name, array in session.get_named_tensors_data().to_dict().items():
+        axis = session.state[name].group_axis
+        divided = axis is not None and session.state[name].replica_grouping.num_groups > 1
+        yield name, (np.concatenate(list(array), axis) if divided else array).tobytes()
+
+
+def test_other_numbers_of_replicas(tmp_path: Path) -> None:
+    with program(AXES[0]) as session:
+        begun = dict(whole(session))
+        session.run()
+        expected = dict(whole(session))
+        session.save_checkpoint(tmp_path / "0")
+    assert all(expected[name] != begun[name] for name in begun) and len(begun) == 16
+    for number, (axes, format) in enumerate(zip(AXES[1:], ["safetensors", "npz", "npz"], strict=True), 1):
+        with program(axes) as session:
+            session.load_checkpoint(tmp_path / str(number - 1), report_missing="error")
+            session.weights_to_host()  # what is in the pieces on the devices
+            assert dict(whole(session)) == expected
+            session.save_checkpoint(tmp_path / str(number), format)
+    with program(AXES[0]) as session:
+        session.load_checkpoint(tmp_path / str(number), report_missing="error")
+        assert dict(whole(session)) == expected
+        session.run()
+        assert not np.isnan(session.get_named_tensors_data().trained.pieces).any()
+
+
+# Divided variables --------------------------------------------------------------------------------------------------
+
+
+def divided(groups: int, axis: int | None, start: float = 0.0) -> TaskSession:
+    """A table of 2 rows and 12 columns, of which groups of replicas have columns, if there are several."""
+    ir = popxl.Ir(replication=groups)
+    with ir.main_graph:
+        table = start + np.arange(24, dtype=np.float32).reshape(2, 12)
+        data = np.stack(np.split(table, groups, 1)) if groups > 1 else table
+        v = popxl.variable(data, F32, "v", replica_grouping=ir.replica_grouping(group_size=1))
+        v.group_axis = axis
+        v += 1.0
+    return TaskSession([], [], addons.NamedTensors(v=v), ir=ir, device_desc="ipu_hw")
+
+
+def test_a_divided_variable_is_in_the_file_as_one(tmp_path: Path) -> None:
+    divided(3, -1).save_checkpoint(tmp_path)
+    with checkpoint.located(str(tmp_path)) as directory:
+        np.testing.assert_array_equal(checkpoint.read_arrays(directory)["v"], np.arange(24).reshape(2, 12))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_without_an_axis_it_is_told_what_to_do(tmp_path: Path, groups: int) -> None:
+    divided(3, None).save_checkpoint(tmp_path)
+    session = divided(groups, None, 100.0)
+    with pytest.raises(ValueError, match=r"float32\[3, 2, 4\] there.*If groups of replicas .* with `group_axis`"):
+        session.load_checkpoint(tmp_path)
+    assert session.get_tensor_data(session.state.v).min() == 100
+    session.state.v.group_axis = 1  # what was saved before there was such a word
+    session.load_checkpoint(tmp_path)
+    found = session.get_tensor_data(session.state.v)
+    np.testing.assert_array_equal(np.concatenate(list(found), 1) if groups > 1 else found, np.arange(24).reshape(2, 12))
+    session.load_from_session(divided(6, 1, 50.0))
+    assert session.get_tensor_data(session.state.v).flat[:3].tolist() == [50, 51, 52]
+
+
+def test_another_size_is_no_matter_of_groups(tmp_path: Path) -> None:
+    divided(3, 0).save_checkpoint(tmp_path)  # rows of 4, one below the other
+    with pytest.raises(ValueError, match=r"`v` is float32\[6, 4\] there and float32\[2, 2, 6\] in the state\.$"):
+        divided(2, 1).load_checkpoint(tmp_path)
+
+
+def test_what_an_axis_may_be(tmp_path: Path) -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        v = popxl.variable(np.zeros((2, 3, 4)), F32, "v", replica_grouping=ir.replica_grouping(group_size=1))
+        assert v.group_axis is None
+        v.group_axis = -1
+        assert v.group_axis == 1
+        with pytest.raises(PopxlError, match=r"`group_axis` of Variable\[v .* 2 does not exist in a tensor of rank 2"):
+            v.group_axis = 2
+        with pytest.raises(TypeError, match=r"`group_axis` of .* must be an integer; got 'rows'"):
+            v.group_axis = "rows"
+        with pytest.raises(PopxlError, match=r"`w`: `group_axis` 1 does not exist in a tensor of rank 1"):
+            addons.VariableFactory(partial(np.zeros, 3), F32, "w", group_axis=1)
+        with pytest.raises(ValueError, match="Linear: `group_axis` is 2; expected 0 or 1"):
+            layers.Linear(3, group_axis=2)
+        v += 1.0
+    ir.save(tmp_path / "program")
+    (loaded,) = popxl.Ir.load(tmp_path / "program").main_graph.variables
+    assert loaded.group_axis == 1
+
+
+class Parts(addons.Module):
+    """A layer whose parts replicas have, and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = layers.Embedding(F32, 32, 4, replica_grouping="data")
+        self.columns = layers.Linear(6, replica_grouping="data", group_axis=1)
+        self.rows = layers.Linear(4, replica_grouping="data", group_axis=0)
+        self.norm = LayerNormDistributed("tensor")
+
+    def build(self, indices: popxl.Tensor) -> popxl.Tensor:
+        self.add_variable_input("own", partial(np.zeros, (2, 3)), F32, replica_grouping="data", group_axis=0)
+        self.add_replica_sharded_variable_input(
+            "cut", partial(np.zeros, (2, 3)), F32, replica_grouping="data", group_axis=1
+        )
+        return self.norm(self.rows(self.columns(self.embedding(indices))))
+
+
+def test_layers_and_optimisers_know_their_axes() -> None:
+    assert LinearFP8(4, group_axis=1).group_axis == 1
+    with popxl.Ir(axes={"data": 2, "tensor": 2}).main_graph:
+        facts, _ = Parts().create_graph(popxl.TensorSpec((5,), popxl.int32))
+        variables = facts.init()
+        found = {name: v.group_axis for name, v in variables.to_dict().items()}
+        assert found == {
+            **{"embedding.weight": 0, "columns.weight": 1, "columns.bias": 0, "rows.weight": 0, "rows.bias": None},
+            **{"norm.weight": 0, "norm.bias": 0, "own": 0, "cut": 1},
+        }
+        chosen = {"columns": variables.columns.weight, "rows": variables.rows.weight, "bias": variables.columns.bias}
+        state = optimizers.adafactor(chosen, {name: v * 1.0 for name, v in chosen.items()})
+        axes = {name: v.group_axis for name, v in state.to_dict().items() if name != "step"}
+        assert axes == {  # a mean over what is divided is none of the whole
+            **{"columns.row_variance": None, "columns.column_variance": 1},
+            **{"rows.row_variance": 0, "rows.column_variance": None, "bias.variance": 0},
+        }
+        w = variables.columns.weight
+        step, _ = optimizers.AdamOptimizerStep().create_graph(w, w.spec, "data", lr=0.1, group_axis=1)
+        assert {name: v.group_axis for name, v in step.init().to_dict().items()} == {
+            **{"first_order": 1, "second_order": 1, "step": None}
+        }
+
+
+def test_weights_by_the_axis(tmp_path: Path) -> None:
+    """Groups have different values: a file for others has the whole, if it is known how they divide it."""
+    whole = np.arange(16, dtype=np.float32).reshape(4, 4)
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        fact = addons.VariableFactory(
+            iter(np.split(whole, 2, 1)), F32, "w", replica_grouping=ir.replica_grouping(group_size=1), group_axis=1
+        )
+        variables = addons.NamedVariableFactories(w=fact).init()
+    save_safetensors(variables, tmp_path / "w.safetensors")
+    variables.w.data[...] = 0
+    load_safetensors(variables, tmp_path / "w.safetensors")
+    np.testing.assert_array_equal(variables.w.data, np.stack(np.split(whole, 2, 1)))

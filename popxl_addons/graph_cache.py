@@ -108,7 +108,7 @@ def _call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return (
         context.ipu_id,
         context.io_tile_set,
-        cache_key(getattr(fn, "_name_scope", None)),
+        cache_key(getattr(fn, "layer_name", None)),
         _ByHash(fn),
         tuple((name, _argument_key(argument)) for name, argument in bound_arguments(fn, *args, **kwargs).items()),
     )

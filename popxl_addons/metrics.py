@@ -118,6 +118,8 @@ def _name(key: str | Stream) -> str:
 
 def _mean(name: str, value: Any) -> float:
     array = as_numbers(np.asarray(value))
+    if array.dtype.kind in "OSU":
+        raise TypeError(f"Metrics.log: `{name}` is {value!r} ({type(value).__name__}); expected a number, or an array.")
     if not array.size:
         raise ValueError(f"Metrics.log: `{name}` is an array without elements, which has no mean.")
     return float(np.mean(array, dtype=np.float64))

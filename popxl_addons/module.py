@@ -70,6 +70,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     _grad_inlining_error: Literal["error", "warning", "none"] = "error"
     _is_graph_body = False
     _list_length: int | None = None
+    _list_name: str | None = None  # of the list that it is in
 
     def __init__(self, cache: Any = False, grad_inlining_error: Literal["error", "warning", "none"] = "error"):
         if cache and self.implements_grad_graph:
@@ -120,11 +121,18 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             self._is_graph_body = False
         elif self.implements_grad_graph:
             self._complain_about_inlining()
-        return layer(self._name_scope, self.implements_grad_graph, super().__call__, *args, **kwargs)
+        return layer(self.layer_name, self.implements_grad_graph, super().__call__, *args, **kwargs)
 
     def set_name_scope(self, name: str | None) -> None:
         """Name all that `build` makes below `name`. Assigning a module to an attribute does this."""
         self._name_scope = name
+        for module in () if self._list_length is None else self:
+            module._list_name = name
+
+    @property
+    def layer_name(self) -> str | None:
+        """The attribute that it is assigned to, such as "norm"; in a list "layers.3". `None` if it has no name."""
+        return self._name_scope if self._list_name is None else f"{self._list_name}.{self._name_scope}"
 
     # Inputs
 

@@ -40,7 +40,7 @@ class MixedPrecision:
     Args:
         dtype: `popxl.bfloat16` or `popxl.float16`. The latter needs its loss scaled; `train_step` does that.
         keep: which layers stay in float32: those with one of these words in their name, the attribute of the module
-            that they are assigned to.
+            that they are assigned to, by themselves or in a list.
 
     Raises:
         ValueError: for another dtype, and for `keep` that is a single text.
@@ -74,17 +74,24 @@ class MixedPrecision:
         """`module.create_graph`, in this precision: float arguments are inputs of `dtype`.
 
         Raises:
-            ValueError: if a word of `keep` is in no name, or in that of a layer with a `build_grad`; and as
-                `module.create_graph`.
+            ValueError: if a word of `keep` is in no name, in that of a layer with a `build_grad`, or in one that is
+                given to variables only; and as `module.create_graph`.
         """
         building = _Building(self)
         args, kwargs = jax.tree.map(self._narrow_spec, (args, kwargs), is_leaf=_is_spec)
         with _inside(building):
             facts, graph = module.create_graph(*args, **kwargs)
-        names = [*building.names, *facts.keys_flat()]
+        layers = {name: name.rpartition(".")[0] for name in facts.keys_flat()}
+        names = [*building.names, *layers.values()]  # graphs that are cached are not built again
         if unknown := [word for word in self.keep if not any(word in name for name in names)]:
-            known = sorted({name for name in building.names if not name.isdigit()})
+            known = sorted({name.partition(".")[0] for name in building.names})
             raise ValueError(f"MixedPrecision: `keep` has {unknown}, which no layer is called after: they are {known}.")
+        inputs = graph.args.to_dict()
+        if narrow := [n for n in layers if self._keeps(layers[n]) and not facts[n].by_ref and inputs[n].dtype.is_half]:
+            raise ValueError(
+                f"MixedPrecision: `keep` is {self.keep}, and {narrow} are computed in {self.dtype.name}: the names are "
+                "those of variables, and `keep` goes by the attributes that layers are assigned to."
+            )
         return facts, graph
 
     def cast(self, variables: NamedTensors, args: NamedTensors) -> NamedTensors:

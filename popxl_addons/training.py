@@ -10,6 +10,7 @@ import popxl
 from popxl import ops
 from popxl.ops.convert import cast_if_needed
 from popxl.tensor import Variable
+from popxl.values.shapes import integer
 from popxl.values.sharding import piece_count
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.module import Module
@@ -53,7 +54,7 @@ def train_step(
     """Add a step of training to the main graph: run the session once for each step.
 
     Gradients are the means over micro-batches and, for each variable, over the replicas that share it. The sums are
-    made in float32.
+    made in float32. Variables of integers stay as they are.
 
     Args:
         module: its `build` takes `inputs`, and returns the loss (and more, which is not looked at): a scalar, the mean
@@ -77,8 +78,10 @@ def train_step(
         The loss, the variables and the optimiser's state.
 
     Raises:
+        TypeError: for an `accumulate` that is no integer, or another `precision`.
         ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
-            placeholders that are pieces, for `sharded` beside `variables`, and as the optimiser does.
+            placeholders that are pieces, or whose loss is no scalar; for `sharded` beside `variables`, and as the
+            optimiser does.
 
     Example:
         >>> from functools import partial
@@ -94,6 +97,7 @@ def train_step(
         (['w'], ())
     """
     streams = [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
+    accumulate = integer(accumulate, "train_step: `accumulate`")
     if accumulate < 1 or (accumulate > 1 and len(streams) < len(inputs)):
         raise ValueError(
             f"train_step: `accumulate` is {accumulate}; expected 1 or more, and streams as inputs if it is more: each "
@@ -101,10 +105,9 @@ def train_step(
         )
     if sharded and variables is not None:
         raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
+    if not isinstance(precision, MixedPrecision | None):
+        raise TypeError(f"train_step: `precision` is {precision!r}; expected `MixedPrecision(...)`, or None.")
     ir = popxl.gir()
-    for stream in streams:
-        if stream.num_host_transfers < accumulate:
-            stream.num_host_transfers = accumulate
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
@@ -119,16 +122,26 @@ def train_step(
                 f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "
                 "Declare whole variables, and use `sharded=True`."
             )
+        if not forward.graph.outputs or forward.graph.outputs[0].shape:
+            made = forward.graph.outputs[0].spec if forward.graph.outputs else "nothing"
+            raise ValueError(
+                f"train_step: `{type(module).__name__}.build` returns {made} first; expected the loss, a scalar, such "
+                "as `ops.mean(losses)`."
+            )
+        for stream in streams:
+            if stream.num_host_transfers < accumulate:
+                stream.num_host_transfers = accumulate
         if variables is None:
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
         batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
         weights = variables if precision is None else precision.cast(variables, forward.args)
         mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale)
-        gradients = {name: _shared(found[name], variables[name]) for name in variables.keys_flat()}
+        gradients = {name: _shared(g, variables[name]) for name, g in found.to_dict().items()}
         if ir.replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
-        state = optimizer(variables, gradients, loss_scaling=scale)
+        trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
+        state = optimizer(trained, gradients, loss_scaling=scale)
     return Training(mean, variables, state)
 
 
@@ -139,8 +152,10 @@ def _gradients(
     count: int,
     scale: float | popxl.Tensor | LossScale,
 ) -> tuple[popxl.Tensor, NamedTensors]:
-    """The means of the loss and of the gradients over some batches, in float32."""
-    loss, bound, trained = forward.graph.outputs[0], forward.bind(weights), forward.args.values_flat()
+    """The means of the loss and of the gradients over some batches, in float32. Integers have no gradient."""
+    loss, bound = forward.graph.outputs[0], forward.bind(weights)
+    names = [name for name, t in forward.args.to_dict().items() if t.dtype.is_floating_point]
+    trained = [forward.args[name] for name in names]
     factor = scale.value if isinstance(scale, LossScale) else scale
     start = (
         cast_if_needed(factor, loss.dtype) if isinstance(factor, popxl.Tensor) else popxl.constant(factor, loss.dtype)
@@ -150,7 +165,7 @@ def _gradients(
         (batch,) = batches
         site = bound.call_with_info(*batch)
         found = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
-        return _wide(site.outputs[0]), NamedTensors.pack(forward.args.keys_flat(), map(_wide, found))
+        return _wide(site.outputs[0]), NamedTensors.pack(names, map(_wide, found))
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32)
     accumulators = means.init("gradients")
     ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)

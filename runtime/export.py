@@ -82,13 +82,13 @@ def export(
         ) from problem
     if weights not in ("inside", "beside"):
         raise ValueError(f"export: `weights` is {weights!r}; expected 'inside' or 'beside'.")
-    ir = _taken_from(program)
+    ir, present = _taken_from(program)
     if prints(ir.main_graph):
         raise PopxlError(
             "export: the program prints while it runs, which a file cannot hold. Leave out `print_tensor`."
         )
     function = _function(ir, platforms)
-    values = function.variables()
+    values = function.variables(present)
     if weights == "inside" and function.written:
         raise ValueError(
             f"export: the program changes the variables {', '.join(function.written)}, so they cannot be constants of "
@@ -105,20 +105,22 @@ def export(
         exported = _exported(lambda inputs: function(**values, **inputs)[0], platforms, specs)
     else:
         exported = _exported(lambda variables, inputs: function(**variables, **inputs), platforms, of_variables, specs)
+    content = bytes(exported.serialize())
+    if weights == "beside":
         replace_file(beside, arrays)
-    replace_file(Path(path), bytes(exported.serialize()))
+    replace_file(Path(path), content)
     return exported
 
 
-def _taken_from(program: Any) -> Ir:
-    """The Ir of a program, once its host values are what they are on the device."""
+def _taken_from(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
+    """The Ir of a program, and of a session the present values of the variables."""
     if isinstance(program, Session):
         program._check_unchanged("export")
-        program.get_tensors_data(v for v in program.ir.main_graph.variables if not v.location_info.isRemote())
-        return program.ir
+        wanted = (v for v in program.ir.main_graph.variables if not v.location_info.isRemote())
+        return program.ir, program.get_tensors_data(wanted)
     if not isinstance(program, Ir):
         raise TypeError(f"export: `program` must be an Ir or a Session; got {program!r} ({type(program).__name__}).")
-    return program
+    return program, {}
 
 
 def _function(ir: Ir, platforms: Sequence[str] | None) -> MainFunction:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from math import prod
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from popxl.base.choices import VARIABLE, Choices, choosing
+from popxl.base.choices import VARIABLE, Choices, as_text, choosing
 from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -68,20 +67,20 @@ class Fit(OnPage, _Part):
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
-        names = [*self.tried[0].choices]
+        names = [*dict.fromkeys(name for t in self.tried for name in t.choices)]
         rows = []
         for t in self.tried:
             memory = "" if t.memory_bytes is None else bytes_text(t.memory_bytes)
             seconds = "" if t.seconds is None else seconds_text(t.seconds)
             a_unit = [seconds_text(t.seconds_a_unit) if t.seconds is not None else ""] * self._has_work
             verdict = "best" if t is self.best else "fits" if t.fits else "does not fit"
-            rows.append([*(str(t.choices[n]) for n in names), memory, seconds, *a_unit, verdict])
+            rows.append([*(str(t.choices.get(n, "")) for n in names), memory, seconds, *a_unit, verdict])
         columns = [*names, "memory of a chip", "a run, estimated", *["for one"] * self._has_work, ""]
-        problems = [f"{_as_text(t.choices)}: {t.problem}" for t in self.tried if t.problem]
+        problems = [f"{as_text(t.choices)}: {t.problem}" for t in self.tried if t.problem]
         told = (
             f"None fits: a chip of {self.target} has {bytes_text(self.capacity)}."
             if self.best is None
-            else f'The fastest that fits: {VARIABLE}="{_as_text(self.best.choices)}"'
+            else f'The fastest that fits: {VARIABLE}="{as_text(self.best.choices)}"'
         )
         intro = f"A chip has {bytes_text(self.capacity)}. Times are estimates from published figures; nothing has run."
         return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, told])
@@ -100,19 +99,26 @@ def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
 
     Args:
         compiled: runs the program as far as its first run on a device.
-        told: is called with a line before each combination but the first.
+        told: is called with a line before each combination but the first: what is chosen so far.
 
     Raises:
         PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
     """
-    choices, first = _tried(compiled, {})
-    if not choices.options:
+    tried: list[tuple[Tried, TargetReport | None]] = []
+    untried: list[dict[str, Any]] = [{}]
+    while untried:  # what a program asks for may depend on what it got before; so each run says what else there is
+        taken = untried.pop()
+        if tried:
+            told(f"{len(tried) + 1}: {as_text(taken)}")
+        choices, found = _tried(compiled, taken)
+        tried.append(found)
+        got = list(choices.each().items())
+        for number in range(len(taken), len(got)):
+            name = got[number][0]
+            others = (option for option in choices.options[name] if option != got[number][1])
+            untried += reversed([{**dict(got[:number]), name: option} for option in others])
+    if len(tried) == 1 and not tried[0][0].choices:
         raise PopxlError("the program has no choices; it asks for them by `popxl.choice(name, options)`.")
-    every = [dict(zip(choices.options, values, strict=True)) for values in product(*choices.options.values())]
-    tried = [first]
-    for number, taken in enumerate(every[1:], 2):
-        told(f"{number} of {len(every)}: {_as_text(taken)}")
-        tried.append(_tried(compiled, taken)[1])
     target = next((each[1] for each in tried if each[1] is not None), None)
     if target is None:
         raise PopxlError(f"no combination of its choices can be compiled. {tried[0][0].problem}")
@@ -125,7 +131,7 @@ def _tried(
     with choosing(taken) as choices:
         programs, problem = compiled()
     if not programs and not problem:
-        with_these = f" with {_as_text(choices.each())}" if choices.options else ""
+        with_these = f" with {as_text(choices.each())}" if choices.options else ""
         raise PopxlError(f"the program makes no session{with_these}, so there is nothing to compile.")
     reports = [report_of(ir, program) for ir, program in programs]
     found = [report.target for report in reports if report.target is not None]
@@ -138,7 +144,3 @@ def _tried(
         problem=problem,
     )
     return choices, (tried, found[0] if found else None)
-
-
-def _as_text(choices: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in choices.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,11 +44,13 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
 
     ``popxl fit FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
     which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
-    then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``.
+    then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``; values with blanks stand in quotes,
+    as in ``"mesh='(2, 4)'"``.
 
     Args:
         name: what it is called; one name has the same options everywhere in a program.
-        options: the values, the preferred one first.
+        options: the values, the preferred one first. They, and whether there is this choice, may depend on others that
+            were made before.
         is_work: whether a run does as much more as the value is larger, such as a number of samples. Estimates are then
             compared by the time for one. Leave it out for what divides the same work in another way.
 
@@ -74,12 +77,27 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     if is_work:
         choices.work.add(name)
     if name in choices.taken:
-        return choices.taken[name]  # one of the options that the name had
+        if choices.taken[name] not in values:
+            raise ValueError(
+                f"choice: {name!r} has the options {values} here, and had {choices.taken[name]!r} among them when the "
+                "program was run with the same choices before. Let options depend on other choices only."
+            )
+        return choices.taken[name]
     wanted = _from_environment().get(name, str(values[0]))
     for value in values:
         if str(value) == wanted:
             return value
     raise ValueError(f"choice: {VARIABLE} says {name}={wanted}, expected one of {', '.join(map(str, values))}.")
+
+
+def as_text(taken: Mapping[str, Any]) -> str:
+    """Values of choices as the environment variable has them.
+
+    Example:
+        >>> as_text({"micro_batch": 8, "mesh": (2, 4)})
+        "micro_batch=8 'mesh=(2, 4)'"
+    """
+    return " ".join(shlex.quote(f"{name}={value}") for name, value in taken.items())
 
 
 @contextmanager
@@ -95,7 +113,7 @@ def choosing(taken: Mapping[str, Any]) -> Iterator[Choices]:
 
 def _from_environment() -> dict[str, str]:
     """What the environment chooses, as text."""
-    pairs = [pair.partition("=") for pair in os.environ.get(VARIABLE, "").split()]
+    pairs = [pair.partition("=") for pair in shlex.split(os.environ.get(VARIABLE, ""))]
     if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
         raise ValueError(f"choice: {VARIABLE} has {wrong[0]!r}, expected name=value, divided by blanks.")
     return {name: value for name, _, value in pairs}

@@ -206,6 +206,8 @@ class _Step:
         scale = factor(scale, f"{optimizer}: `loss_scaling`")
         if not callable(lr):
             lr = factor(lr, f"{optimizer}: `lr`")
+        if not isinstance(scale, popxl.Tensor) and not 0 < scale < math.inf:
+            raise ValueError(f"{optimizer}: `loss_scaling` is {scale!r}; expected a positive number.")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"{optimizer}: `clip_norm` is {clip_norm!r}; expected a positive number, or None.")
         self.number = popxl.variable(0, popxl.float32, "optimizer.step")
@@ -644,11 +646,14 @@ def _first_state(
 
     owners: list[str] = []
 
+    def is_masked(leaf: Any) -> bool:  # there in place of a variable that a part of the transformation leaves alone
+        return isinstance(leaf, optax.MaskedNode)
+
     def init(params: Any) -> Any:
         state = transformation.init(params)
         named = optax.tree_utils.tree_map_params(
-            transformation, lambda leaf, name: name, state, {name: name for name in variables},
-            transform_non_params=lambda leaf: "",
+            transformation, lambda leaf, name: leaf if is_masked(leaf) else name, state,
+            {name: name for name in variables}, transform_non_params=lambda leaf: "", is_leaf=is_masked,
         )  # fmt: skip
         owners.extend(jax.tree.leaves(named))
         return state

@@ -188,9 +188,15 @@ class GraphFunction:
             return outputs
         return outputs, {name: results.written[i] for i, name in self._written.items()}
 
-    def variables(self) -> dict[str, Array]:
-        """The host values of the variables, by name: something to start with. Only the main graph has any."""
-        return {p.name: _host_value(p.default) for p in self._parameters.values() if p.default is not None}
+    def variables(self, present: Mapping[Variable, np.ndarray] | None = None) -> dict[str, Array]:
+        """The host values of the variables, by name: something to start with. Only the main graph has any.
+
+        Args:
+            present: other values, of those that have some.
+        """
+        known = present or {}
+        own = {p.name: p.default for p in self._parameters.values() if p.default is not None}
+        return {name: _on_device(v, known[v] if v in known else v.numbers()) for name, v in own.items()}
 
     # Arguments ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +226,7 @@ class GraphFunction:
             if name in given:
                 values[name] = self._fitted(p, given[name])
             elif p.default is not None:
-                values[name] = _host_value(p.default)
+                values[name] = _on_device(p.default, p.default.numbers())
         return values
 
     def _fitted(self, parameter: _Parameter, value: Any) -> Array:
@@ -340,9 +346,9 @@ class MainFunction(GraphFunction):
         return fetched, {v.name: environment.read(v) for v in self._variables if v.name in self.written}
 
 
-def _host_value(v: Variable) -> Array:
-    """The numbers of a variable on the host, in an array of their own."""
-    return jnp.asarray(to_device(v.numbers(), v.dtype))
+def _on_device(v: Variable, data: np.ndarray) -> Array:
+    """Numbers of a variable, in an array of their own."""
+    return jnp.asarray(to_device(np.array(data), v.dtype))
 
 
 def _holds(wanted: Any, dtype: Any) -> bool:

@@ -37,6 +37,11 @@ class Loan:
     place: _Place
 
 
+def _places_of(loan: Loan, loans: Mapping[_Place, Loan]) -> set[_Place]:
+    """Where this array is, of those that are lent."""
+    return {place for place, each in loans.items() if each == loan}
+
+
 def _holder(v: Variable) -> Tensor:
     """What holds a variable on the device: itself, or its piece."""
     return v if v.piece is None else v.piece
@@ -104,7 +109,14 @@ class State:
                 first = mine[0]
                 raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
             assert there is not None
-            found[place] = Loan(lender, there)
+            loan = Loan(lender, there)
+            also = _places_of(loan, self.loans | found) - {place}
+            if also and any(changes for changes, _ in also | {place}):
+                raise ValueError(
+                    f"Session.use_variables_of: {mine[0]!r} cannot be {wanted[mine[0]]!r}: another variable is that "
+                    "one already, and this session changes one of the two. Give each a variable of its own."
+                )
+            found[place] = loan
         self.loans.update(found)
         if self.is_loaded:
             self._put_back()
@@ -122,6 +134,12 @@ class State:
             return "the other session has it from a third one; take it from there"
         if place[0] and not there[0]:
             return "the other session only reads it, and this one changes it: let that session take it from this one"
+        replicas, own_replicas = lender._layout.replicas.count, self._layout.replicas.count
+        if replicas != own_replicas:
+            return (
+                f"the other session has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
+                "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
+            )
         ours, other = self._form(place), lender._form(there)
         return "" if ours == other else f"the other session has it as {other}, and this one as {ours}"
 
@@ -142,6 +160,11 @@ class State:
     def take(self) -> None:
         """Have the arrays that are other states', for a run. `PopxlError` if one of these has none."""
         for loan in self.loans.values():
+            if loan.place in loan.lender.loans:
+                raise PopxlError(
+                    "Session.run: some variables are those of another session (`use_variables_of`), which has them "
+                    "from a third one by now. Take them from there."
+                )
             if not loan.lender.is_loaded:
                 raise PopxlError(
                     "Session.run: some variables are those of another session (`use_variables_of`), which is not "

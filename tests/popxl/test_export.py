@@ -130,3 +130,19 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(PopxlError, match="export: .* has 2 replicas"):
         popxl.export(popxl.Ir(replication=2), path)
     assert not list(tmp_path.iterdir())
+
+
+def test_variables_of_another_session(tmp_path: Path) -> None:
+    """A session that has variables of another one is written with what these are there."""
+    training, using = popxl.Ir(), popxl.Ir()
+    with training.main_graph:
+        theirs = popxl.variable(np.ones(3), popxl.float32, "w")
+        ops.add_(theirs, 1.0)
+    with using.main_graph:
+        w = popxl.variable(np.zeros(3), popxl.float32, "w")
+        ops.host_store(popxl.d2h_stream((3,), popxl.float32, "out"), w * 2.0)
+    with popxl.Session(training, "cpu") as trained, popxl.Session(using, "cpu") as session:
+        session.use_variables_of(trained, {w: theirs})
+        trained.run()
+        exported = popxl.export(session, tmp_path / "model.jax")
+    np.testing.assert_array_equal(exported.call({})["out"], [4, 4, 4])

@@ -10,8 +10,9 @@ import pytest
 
 import popxl
 from popxl.__main__ import main
-from popxl.base.choices import choosing
-from runtime.fitting import Fit, Tried
+from popxl.base.choices import as_text, choosing
+from popxl.errors import PopxlError
+from runtime.fitting import Fit, Tried, fit
 
 PROGRAM = """
     import numpy as np
@@ -50,6 +51,7 @@ def test_a_program_gets_the_first_option(monkeypatch: pytest.MonkeyPatch) -> Non
         ("rows", [1, "1"], "", "expected different values"),
         ("rows", [1, 2], "rows=3", "POPXL_CHOICES says rows=3, expected one of 1, 2"),
         ("rows", [1, 2], "rows", "POPXL_CHOICES has 'rows', expected name=value"),
+        ("rows", [1, 2], "rows=1 2)", r"POPXL_CHOICES has '2\)', expected name=value"),
     ],
 )
 def test_mistakes(
@@ -64,6 +66,30 @@ def test_one_name_has_the_same_options_everywhere() -> None:
     with choosing({}), pytest.raises(ValueError, match=r"the options \(2, 1\) here, and had \(1, 2\) before"):
         popxl.choice("rows", [1, 2])
         popxl.choice("rows", [2, 1])
+
+
+def test_what_is_printed_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPXL_CHOICES", as_text({"mesh": (2, 4), "rows": 8}))
+    assert popxl.choice("mesh", [None, (2, 4)]) == (2, 4) and popxl.choice("rows", [4, 8]) == 8
+
+
+def test_choices_that_depend_on_others() -> None:
+    """Each combination that a program can ask for is tried once, and no other."""
+    seen, told = [], []
+
+    def compiled() -> Any:
+        recompute = popxl.choice("recompute", [True, False])
+        every = popxl.choice("every", [1, 2]) if recompute else None
+        seen.append((recompute, every, popxl.choice("rows", [4, 8] if recompute else [16])))
+        return [], "there is no compiler"
+
+    with pytest.raises(PopxlError, match="no combination of its choices can be compiled. there is no compiler"):
+        fit(compiled, told.append)
+    assert seen == [(True, 1, 4), (True, 1, 8), (True, 2, 4), (True, 2, 8), (False, None, 16)]
+    assert told[0] == "2: recompute=True every=1 rows=8"
+    one = Tried(choices={"recompute": False}, memory_bytes=1, fits=True, seconds=1.0, units=1)
+    other = Tried(choices={"recompute": True, "every": 2}, memory_bytes=1, fits=True, seconds=2.0, units=1)
+    assert 'POPXL_CHOICES="recompute=False"' in str(Fit(target="tpu v5e", capacity=3, tried=(one, other)))
 
 
 def tried(rows: int, seconds: float | None, fits: bool = True) -> Tried:
@@ -113,7 +139,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ["16", "False", "fits"],
     ]
     assert 'POPXL_CHOICES="rows=8 twice=True"' in out and "is not shown" not in out
-    assert err.splitlines()[0] == "2 of 6: rows=8 twice=False"
+    assert err.splitlines()[0] == "2: rows=8 twice=False"
     for text, message in (
         ("", "makes no session"),
         (

@@ -7,6 +7,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.tensor import Variable
 from runtime.targets.devices import Device
 
 SHAPE = (37, 11)
@@ -139,7 +140,7 @@ def test_what_is_refused() -> None:
             session.use_variables_of(of_reading, {program.w: reading.w})
         with pytest.raises(ValueError, match="does not use it"):
             session.use_variables_of(of_reading, {program.count: reading.count})
-        with pytest.raises(ValueError, match="and this one as"):
+        with pytest.raises(ValueError, match="has 2 replicas, and this one 1. Copy what it has"):
             session.use_variables_of(popxl.Session(spread.ir, "ipu_model"), {program.w: spread.w})
         with pytest.raises(ValueError, match="is this session"):
             session.use_variables_of(session, {})
@@ -160,6 +161,36 @@ def test_what_is_refused() -> None:
             reading.run(of_reading)
         session.__enter__()
         assert reading.run(of_reading) == 5
+
+
+def test_what_the_other_session_has_from_a_third_one() -> None:
+    first, second, third = (Program(changes=True) for _ in range(3))
+    with first.session() as one, second.session() as two, third.session() as three:
+        two.use_variables_of(one, {second.w: first.w})
+        one.use_variables_of(three, {first.w: third.w})
+        with pytest.raises(PopxlError, match="which has them from a third one by now"):
+            second.run(two)
+        two.use_variables_of(three, {second.w: third.w})
+        assert (third.run(three), second.run(two), first.run(one)) == (6, 7, 8)
+
+
+def test_one_variable_for_two() -> None:
+    """Tied weights may be read from one array, and may not be changed in it."""
+
+    def session(changes: bool) -> tuple[popxl.Session, Variable, Variable]:
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence():
+            one, other = (popxl.variable(np.ones(3), popxl.float32, name) for name in ("one", "other"))
+            if changes:
+                ops.add_(one, 1.0)
+            ops.host_store(popxl.d2h_stream((3,), popxl.float32, "sum"), one + other)
+        return popxl.Session(ir, "cpu"), one, other
+
+    program = Program(changes=True)
+    (reading, *tied), (changing, *apart) = session(changes=False), session(changes=True)
+    reading.use_variables_of(program.session(), dict.fromkeys(tied, program.own))
+    with pytest.raises(ValueError, match="another variable is that one already"):
+        changing.use_variables_of(program.session(), dict.fromkeys(apart, program.own))
 
 
 def test_programs_with_other_groups_have_variables_in_common() -> None:

@@ -80,6 +80,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())
     with pytest.raises(ValueError, match="`loss` is an array without elements"):
         Metrics(wandb=True).log({"loss": []}, 0)
+    with pytest.raises(TypeError, match=r"Metrics.log: `loss` is None \(NoneType\); expected a number"):
+        Metrics(wandb=True).log({"loss": None}, 0)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match="Install it with `pip install tensorboardX`"):
         Metrics(tmp_path / "run")

@@ -105,7 +105,10 @@ def test_transformations_of_optax() -> None:
             start,
         ),
     )
-    transformation = optax.chain(optax.add_decayed_weights(0.1), optax.adam(schedule), optax.ema(0.5), to_the_start)
+    of_one = optax.masked(optax.trace(0.5), lambda params: {name: name == min(params) for name in params})
+    transformation = optax.chain(
+        optax.add_decayed_weights(0.1), optax.adam(schedule), of_one, optax.ema(0.5), to_the_start
+    )
     found = trained(optimizers.from_optax(transformation), clip_norm=2.0, loss_scaling=0.5)
     params, state = STARTS, transformation.init(STARTS)
     for gradients in GRADIENTS:

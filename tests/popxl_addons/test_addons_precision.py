@@ -181,6 +181,39 @@ def test_what_is_narrow_and_what_is_wide() -> None:
     assert [t.dtype for t in graph.graph.outputs] == [popxl.bfloat16, popxl.float32]
 
 
+class Listed(addons.Module):
+    """Layers in a list, one that is called by a name, and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = addons.Module.from_list([Linear(4), Linear(3)])
+        self.head = Linear(2)
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        for each in self.encoder:
+            x = each(x)
+        (x,) = self.call_module(Linear(2), name="outlined")(self.head(x))
+        return x
+
+
+def test_layers_in_lists_are_kept() -> None:
+    """And words that are in names of variables only keep nothing: they are refused."""
+
+    def kept(*words: str) -> set[str]:
+        with popxl.Ir().main_graph:
+            precision = addons.MixedPrecision(popxl.bfloat16, keep=words)
+            _, graph = precision.create_graph(Listed(), popxl.TensorSpec((2, 5), popxl.float32))
+        return {name for name, t in graph.args.to_dict().items() if t.dtype is popxl.float32}
+
+    ours = {f"encoder.{i}.{name}" for i in range(2) for name in ("weight", "bias")}
+    assert kept("encoder") == ours
+    assert kept("encoder.1") == {name for name in ours if "1" in name}
+    with pytest.raises(ValueError, match=r"`keep` has \['bias'\], which no layer is called after: .*'encoder', 'head'"):
+        kept("bias")
+    with pytest.raises(ValueError, match=r"\['outlined.weight', 'outlined.bias'\] are computed in bfloat16"):
+        kept("outlined")
+
+
 class Square(addons.Module):
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         self.aux["x"] = x

@@ -119,3 +119,35 @@ def test_what_is_refused() -> None:
         for accumulate in (0, 2):
             with pytest.raises(ValueError, match=f"train_step: `accumulate` is {accumulate}; expected 1 or more"):
                 addons.train_step(Classifier(), x, y, optimizer=optimizers.sgd, accumulate=accumulate)
+        for wrong, how in (("accumulate", {"accumulate": 2.0}), ("precision", {"precision": popxl.float16})):
+            with pytest.raises(TypeError, match=f"train_step: `{wrong}` "):
+                addons.train_step(Classifier(), x, y, optimizer=optimizers.sgd, **how)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="sgd: `loss_scaling` is 0.0; expected a positive number"):
+            addons.train_step(Classifier(), x, y, optimizer=partial(optimizers.sgd, lr=0.1), loss_scaling=0.0)
+        stream = popxl.h2d_stream((3, 5), popxl.float32)
+        with pytest.raises(ValueError, match=r"`Linear.build` returns .*; expected the loss, a scalar"):
+            addons.train_step(addons.layers.Linear(4), stream, optimizer=optimizers.sgd, accumulate=2)
+        assert stream.num_host_transfers == 1
+
+
+class Looked(addons.Module):
+    """Rows of a table, which is trained, by numbers, which are variables and not trained."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        table = self.add_variable_input("table", lambda: np.ones((4, 2)), popxl.float32)
+        rows = self.add_variable_input("rows", lambda: np.array([2, 0, 2]), popxl.int32)
+        return ops.mean(table[rows] * x)
+
+
+def test_integers_are_not_trained() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.h2d_stream((3, 2), popxl.float32, "x")
+        training = addons.train_step(Looked(), x, optimizer=partial(optimizers.sgd, lr=1.0), accumulate=2)
+    with popxl.Session(ir, "cpu") as session:
+        session.run({x: np.arange(12, dtype=np.float32).reshape(2, 3, 2)})
+        found = training.variables
+        table, rows = (np.array(session.get_tensor_data(t)) for t in (found.table, found.rows))
+    means = np.arange(12).reshape(2, 3, 2).mean(0) / 6
+    np.testing.assert_allclose(table, [1 - means[1], [1, 1], 1 - means[0] - means[2], [1, 1]], rtol=1e-6)
+    assert rows.tolist() == [2, 0, 2] and "rows" not in str(training.state.keys_flat())

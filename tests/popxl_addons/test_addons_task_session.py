@@ -260,16 +260,21 @@ def test_the_first_of_several_processes_writes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def disk(monkeypatch):
-    """A disk that is slow: what is to be brought to it waits for `disk.goes_on`, and fails with `disk.problem`."""
+    """A slow disk: nothing is written in a thread before `disk.goes_on`; and it fails with `disk.problem`."""
     disk = types.SimpleNamespace(goes_on=threading.Event(), problem=None)
-    to_disk, program = os.fsync, threading.current_thread()
+    to_disk, work, program = os.fsync, threading.Thread.run, threading.current_thread()
+
+    def run(thread):
+        assert not thread.name.startswith("write the checkpoint") or disk.goes_on.wait(20)
+        work(thread)
 
     def fsync(file):
-        assert threading.current_thread() is not program and disk.goes_on.wait(60)
+        assert threading.current_thread() is not program
         if disk.problem is not None:
             raise disk.problem
         to_disk(file)
 
+    monkeypatch.setattr(threading.Thread, "run", run)
     monkeypatch.setattr(os, "fsync", fsync)
     yield disk
     disk.goes_on.set()

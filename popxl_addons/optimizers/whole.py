@@ -84,7 +84,6 @@ class _Trained:
         )
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
 
-
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
         """The axis along which groups divide state of this shape: none, if the values' axis is reduced there."""
         axis = self.group_axis

@@ -52,8 +52,8 @@ class VariableFactory:
 
     The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
 
-    `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over` exceeds
-    the group.
+    `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over`
+    exceeds the group.
 
     Example:
         >>> ir = popxl.Ir()

@@ -40,6 +40,7 @@ CONTENTS = """
 
 docs/popxl-programs
 docs/pytorch
+docs/models
 docs/jax
 docs/running
 docs/scaling

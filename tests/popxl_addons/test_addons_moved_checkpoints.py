@@ -149,7 +149,9 @@ def test_what_an_axis_may_be(tmp_path: Path) -> None:
             v.group_axis = 2
         with pytest.raises(TypeError, match=r"`group_axis` of .* must be an integer; got 'rows'"):
             v.group_axis = "rows"
-        with pytest.raises(PopxlError, match=r"`w`: `group_axis` 1 does not exist in a tensor of rank 1"):
+        with pytest.raises(
+            PopxlError, match=r"VariableFactory `w`: `group_axis` 1 does not exist in a tensor of rank 1"
+        ):
             addons.VariableFactory(partial(np.zeros, 3), F32, "w", group_axis=1)
         with pytest.raises(ValueError, match="Linear: `group_axis` is 2; expected 0 or 1"):
             layers.Linear(3, group_axis=2)

@@ -1,0 +1,78 @@
+"""The command that tries models of others: what it says of one, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.poptorch import zoo  # noqa: E402  (it needs torch)
+from tests.poptorch.zoo import Found, Model  # noqa: E402
+
+
+def layer(name: str, forward: Any = None) -> Model:
+    def make() -> Any:
+        module, inputs = torch.nn.Linear(3, 2), {"input": torch.ones(4, 3)}
+        if forward is not None:
+            module.forward = forward
+        return module, inputs, inputs
+
+    return Model("ours", name, make)
+
+
+def test_a_model_that_is_as_eager_and_one_that_is_not() -> None:
+    *before, found = zoo.tried(layer("linear"))
+    assert [each.inference for each in before] == ["Eager fails here, too.", "It took too long.", ""]
+    assert (found.inference, found.training, found.millions) == ("", "", 0.0) and found.difference < 1e-5
+    *_, found = islice(zoo.tried(layer("new numbers", lambda input: input + torch.rand(4, 3))), 3)
+    assert found.inference.startswith("The numbers differ by")
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def try_it(model: Model, write: Any) -> None:
+        tried.append(model.name)
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        write(Found("ours", model.name, 1.5, "", "Error: a | b" * (model.name == "a"), 0.0, 3.2, 4.0))
+
+    monkeypatch.setattr(zoo, "KEPT", tmp_path / "models.jsonl")
+    monkeypatch.setattr(zoo, "PAGE", tmp_path / "models.md")
+    monkeypatch.setattr(zoo, "PACKAGES", {"ours": lambda: iter(map(layer, "abc"))})
+    monkeypatch.setattr(zoo, "_in_a_process", try_it)
+    with pytest.raises(KeyboardInterrupt):
+        zoo.main([])
+    zoo.main([])
+    assert tried == ["a", "b", "b", "c"]
+    page = (tmp_path / "models.md").read_text()
+    assert "| `ours` | 3 | 3 | 2 |" in page and "| `a` | 1.5 | 3 | Error: a \\| b |" in page
+    zoo.main(["--again", "a"])
+    assert tried[4:] == ["a"]
+
+
+def test_the_page_is_made_of_what_was_found() -> None:
+    assert zoo.PAGE.read_text(encoding="utf-8") == zoo.page(list(zoo.kept().values()))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("transformers", "LlamaForCausalLM"),  # with a cache among its results
+        ("transformers", "BartForConditionalGeneration"),
+        ("transformers", "MixtralForCausalLM"),  # grouped_mm
+        ("transformers", "OlmoeForCausalLM"),
+        ("timm", "resnet18"),
+        ("torchvision", "mobilenet_v3_small"),
+    ],
+)
+def test_models_of_others(package: str, name: str) -> None:
+    pytest.importorskip(package)
+    model = next(model for model in zoo.PACKAGES[package]() if model.name == name)
+    *_, found = zoo.tried(model)
+    assert (found.inference, found.training) == ("", "")

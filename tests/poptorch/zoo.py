@@ -1,0 +1,540 @@
+"""Models of others, each tried beside eager PyTorch: inference, three steps of training, what the first call costs.
+
+    python -m tests.poptorch.zoo                          # tries what has not been tried yet, and writes docs/models.md
+    python -m tests.poptorch.zoo --minutes 10 transformers  # for ten minutes, of one package
+    python -m tests.poptorch.zoo --again                  # once more what has failed
+
+It needs `torchvision`, `timm` and `transformers`. Models are small where they can be, with random weights. What is
+found is kept in docs/models.jsonl, a line for each model, so it can be stopped, and goes on there. Each model runs in a
+process of its own, that is forked once everything has been imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import poptorch
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEPT, PAGE = DOCS / "models.jsonl", DOCS / "models.md"
+SECONDS = 200
+"""How much of a processor one model may take."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of trying a model.
+
+    Attributes:
+        package, name: the model.
+        millions: of its parameters.
+        inference, training: empty if the numbers are those of eager; else why not, in a sentence.
+        difference: the largest one between results, relative to the largest result.
+        first_inference, first_training: CPU seconds of the first call.
+    """
+
+    package: str
+    name: str
+    millions: float = 0.0
+    inference: str = "It was not tried."
+    training: str = "It was not tried."
+    difference: float = 0.0
+    first_inference: float = 0.0
+    first_training: float = 0.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to try.
+
+    Attributes:
+        package, name: what the table calls it.
+        make: makes it, and what it is called with, in inference and in training.
+    """
+
+    package: str
+    name: str
+    make: Callable[[], tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
+
+
+# torchvision ----------------------------------------------------------------------------------------------------------
+
+
+def torchvision_models() -> Iterator[Model]:
+    """All that it has, but those that are quantized."""
+    import torchvision
+
+    for name in torchvision.models.list_models():
+        if not name.startswith("quantized_"):
+            yield Model("torchvision", name, lambda name=name: _torchvision(name))
+
+
+def _torchvision(name: str) -> Any:
+    import torchvision
+
+    settings: dict[str, Any] = {"weights": None}
+    size, more = 64, {}
+    is_detection = "rcnn" in name or name.startswith(("ssd", "retinanet", "fcos"))
+    if is_detection or "deeplab" in name or name.startswith(("fcn_", "lraspp")):
+        settings |= {"weights_backbone": None, "num_classes": 3}
+    elif not name.startswith("raft"):
+        settings |= {"num_classes": 5}
+    if name.startswith(("vit_", "maxvit")):
+        size = 56 if name == "vit_h_14" else 64
+        settings |= {"input_size": (64, 64)} if name == "maxvit_t" else {"image_size": size}
+    if name.startswith(("inception", "googlenet")):
+        size, settings["init_weights"], settings["aux_logits"] = 96, False, False
+    if name == "swin3d" or name.startswith(("swin3d", "mvit", "r3d", "mc3", "r2plus1d", "s3d")):
+        shape = (3, 16, 224, 224) if name.startswith("mvit") else (3, 14 if name == "s3d" else 8, size, size)
+        inputs = {"x": _normal(2, *shape)}
+    elif is_detection:
+        images = [_normal(3, 64, 64).sigmoid(), _normal(3, 64, 64, seed=1).sigmoid()]
+        boxes = torch.tensor([[4.0, 4.0, 40.0, 40.0], [20.0, 10.0, 60.0, 50.0]])
+        target = {"boxes": boxes, "labels": torch.tensor([1, 2]), "masks": torch.ones(2, 64, 64, dtype=torch.uint8)}
+        target["keypoints"] = torch.rand(2, 17, 3) * 50
+        inputs, more = {"images": images}, {"targets": [target, target]}
+        if name.startswith(("faster", "mask", "keypoint", "retina", "fcos")):
+            settings |= {"min_size": 64, "max_size": 64}
+        if name.startswith("keypoint"):
+            settings["num_classes"] = 2
+    elif name.startswith("raft"):
+        inputs = {"image1": _normal(1, 3, 128, 128), "image2": _normal(1, 3, 128, 128, seed=1), "num_flow_updates": 2}
+    else:
+        inputs = {"x": _normal(2, 3, size, size)}
+    module = torchvision.models.get_model(name, **settings)
+    if "x" in inputs and hasattr(module, "backbone") or name == "s3d" or "_v3" in name or "googlenet" in name:
+        inputs = {_first_parameter(module): value for value in inputs.values()}
+    return module, inputs, {**inputs, **more}
+
+
+# timm -----------------------------------------------------------------------------------------------------------------
+
+TIMM = {
+    name: size
+    for size, names in {
+        28: "eva02_tiny_patch14_224",
+        32: (
+            "beit_base_patch16_224 cait_xxs24_224 coat_tiny convit_tiny deit_tiny_patch16_224 "
+            "vit_tiny_patch16_224 xcit_nano_12_p16_224"
+        ),
+        64: (
+            "caformer_s18 convmixer_768_32 convnext_atto convnextv2_atto cspresnet50 darknet53 davit_tiny "
+            "densenet121 dla34 dm_nfnet_f0 dpn48b edgenext_xx_small efficientnet_b0 fastvit_t8 "
+            "focalnet_tiny_srf ghostnet_100 hardcorenas_a hgnet_tiny hrnet_w18_small inception_next_tiny "
+            "mnasnet_100 mobilenetv3_small_050 mobilevit_xxs mobileone_s0 poolformer_s12 pvt_v2_b0 "
+            "regnetx_002 repvgg_a0 res2net50_14w_8s resnest14d resnet18 rexnet_100 sequencer2d_s skresnet18 "
+            "tinynet_e twins_pcpvt_small vgg11 xception41"
+        ),
+        96: "inception_v4 nasnetalarge",
+        224: (
+            "coatnet_nano_rw_224 efficientformer_l1 gcvit_xxtiny gmixer_12_224 levit_128s mixer_s32_224 "
+            "pit_ti_224 resmlp_12_224 swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 tiny_vit_5m_224 "
+            "tnt_s_legacy_patch16_224 visformer_tiny volo_d1_224"
+        ),
+        240: "crossvit_tiny_240",
+        256: "bat_resnext26ts botnet26t_256 maxvit_nano_rw_256",
+    }.items()
+    for name in names.split()
+}
+"""Architectures, one of each family, and the size of an image that they take."""
+
+_OF_ANY_SIZE = ("beit", "cait", "coat_", "convit", "deit", "eva02", "vit_", "xcit")
+
+
+def timm_models() -> Iterator[Model]:
+    for name, size in TIMM.items():
+        yield Model("timm", name, lambda name=name, size=size: _timm(name, size))
+
+
+def _timm(name: str, size: int) -> Any:
+    import timm
+
+    more = {"img_size": size} if name.startswith(_OF_ANY_SIZE) else {}
+    module = timm.create_model(name, pretrained=False, num_classes=5, **more)
+    inputs = {"x": _normal(2, 3, size, size)}
+    return module, inputs, inputs
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+_WIDTHS = "hidden_size d_model n_embd dim embedding_size emb_dim projection_dim decoder_hidden_size"
+_INNER = "intermediate_size ffn_dim d_ff d_inner hidden_dim n_inner encoder_ffn_dim decoder_ffn_dim"
+_LAYERS = "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"
+_HEADS = "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"
+SMALL: dict[str, int] = {
+    **dict.fromkeys(_WIDTHS.split(), 32),
+    **dict.fromkeys(_INNER.split(), 48),
+    **dict.fromkeys(_LAYERS.split(), 2),
+    **dict.fromkeys([*_HEADS.split(), "num_key_value_heads", "num_kv_heads", "decoder_num_attention_heads"], 2),
+    **dict.fromkeys("max_position_embeddings n_positions max_source_positions max_target_positions".split(), 64),
+    "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "head_dim": 16, "d_kv": 16, "image_size": 32, "patch_size": 8, "decoder_num_hidden_layers": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "decoder_intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "num_labels": 3,
+}  # fmt: skip
+"""What sizes are made, where a configuration has them."""
+
+TEXT, VISION, AUDIO, PAIR = "text", "vision", "audio", "pair"
+
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{name}ForCausalLM": (TEXT, {})
+        for name in (
+            "Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Phi Phi3 Olmo Olmo2 Cohere Granite StableLm Starcoder2 GPTNeoX OPT "
+            "XGLM BioGpt Bloom Falcon Mpt Glm SmolLM3 Mixtral Qwen2Moe Olmoe Qwen3Moe Mamba "
+            "Helium Persimmon"
+        ).split()
+    },
+    "GPT2LMHeadModel": (TEXT, {}),
+    "GPTJForCausalLM": (TEXT, {"rotary_dim": 8}),
+    "CodeGenForCausalLM": (TEXT, {"n_embd": 64, "rotary_dim": 8, "n_head": 4}),
+    "NemotronForCausalLM": (TEXT, {"num_key_value_heads": 2, "head_dim": 16}),
+    "Mamba2ForCausalLM": (TEXT, {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}),
+    "GPTNeoForCausalLM": (TEXT, {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
+    "GptOssForCausalLM": (TEXT, {"layer_types": ["sliding_attention", "full_attention"]}),
+    "Gemma3ForCausalLM": (TEXT, {}),
+    "DeepseekV3ForCausalLM": (TEXT, {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                                     "v_head_dim": 16, "head_dim": 8, "n_group": 1, "topk_group": 1,
+                                     "first_k_dense_replace": 1}),
+    **{
+        f"{name}ForMaskedLM": (TEXT, {})
+        for name in (
+            "Bert Roberta DistilBert Albert Electra Deberta DebertaV2 MPNet XLMRoberta Camembert ConvBert "
+            "SqueezeBert RoFormer Nystromformer Ernie FNet ModernBert Longformer BigBird MobileBert"
+        ).split()
+    },
+    "FunnelModel": (TEXT, {"block_sizes": [1, 1], "d_head": 16}),
+    "XLNetLMHeadModel": (TEXT, {}),
+    "CanineModel": (TEXT, {}),
+    **{
+        f"{name}ForConditionalGeneration": (PAIR, {})
+        for name in "T5 Bart Pegasus MBart M2M100 Blenderbot Marian LED MT5 Whisper".split()
+        if name != "Marian"
+    },
+    "MarianMTModel": (PAIR, {}),
+    **{
+        f"{name}ForImageClassification": (VISION, {})
+        for name in "ViT DeiT Beit Dinov2 ViTMSN Data2VecVision".split()
+    },
+    "MobileNetV1ForImageClassification": (VISION, {"image_size": 64}),
+    "MobileNetV2ForImageClassification": (VISION, {"image_size": 64}),
+    "EfficientNetForImageClassification": (VISION, {"image_size": 64, "hidden_dim": 2560}),
+    "ResNetForImageClassification": (VISION, {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
+    "RegNetForImageClassification": (VISION, {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1],
+                                              "groups_width": 8}),
+    "ConvNextForImageClassification": (VISION, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
+    "ConvNextV2ForImageClassification": (VISION, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
+    "SwinForImageClassification": (VISION, {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4,
+                                            "window_size": 4}),
+    "Swinv2ForImageClassification": (VISION, {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4,
+                                              "window_size": 4}),
+    "SegformerForSemanticSegmentation": (VISION, {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16,
+                                                  "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}),
+    "PoolFormerForImageClassification": (VISION, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
+    "ViTMAEForPreTraining": (VISION, {}),
+    "YolosForObjectDetection": (VISION, {"image_size": [32, 32], "num_detection_tokens": 5}),
+    "Wav2Vec2ForCTC": (AUDIO, {"apply_spec_augment": False}),
+    "HubertForCTC": (AUDIO, {"apply_spec_augment": False}),
+    "WavLMForCTC": (AUDIO, {"apply_spec_augment": False}),
+    "CLIPModel": (TEXT + VISION, {}),
+    "SiglipModel": (TEXT + VISION, {}),
+}  # fmt: skip
+"""Models, what they are called with, and what of their configuration is as no other's."""
+
+
+def transformers_models() -> Iterator[Model]:
+    for name, (kind, settings) in TRANSFORMERS.items():
+        yield Model("transformers", name, lambda name=name, kind=kind, own=settings: _transformers(name, kind, own))
+
+
+def _transformers(name: str, kind: str, own: dict[str, Any]) -> Any:
+    import transformers
+
+    cls = getattr(transformers, name)
+    config = cls.config_class(**_small(cls.config_class(), own))
+    parts = {key: getattr(config, key) for key in ("text_config", "vision_config") if hasattr(config, key)}
+    if parts and name in ("CLIPModel", "SiglipModel"):
+        config = cls.config_class(**{key: _small(part, {}) for key, part in parts.items()}, projection_dim=32)
+    module = cls(config)
+    tokens = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {}
+    if TEXT in kind:
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+        if name.startswith("Mamba"):
+            del inputs["attention_mask"]
+    if VISION in kind:
+        size = own.get("image_size", 32)
+        inputs["pixel_values"] = _normal(2, 3, *(size if isinstance(size, list) else [size, size]))
+    if kind == AUDIO:
+        inputs["input_values"] = _normal(2, 1600)
+    if kind == PAIR:
+        is_speech = name.startswith("Whisper")
+        first = {"input_features": _normal(2, config.num_mel_bins, 128)} if is_speech else {"input_ids": tokens}
+        inputs = {**first, "decoder_input_ids": tokens[:, :8].clone()}
+    more: dict[str, Any] = {}
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+        more["labels"] = tokens
+    if kind == PAIR:
+        more["labels"] = tokens[:, :8].clone()
+    if name.endswith("ForImageClassification"):
+        more["labels"] = torch.tensor([0, 1])
+    return module, inputs, {**inputs, **more}
+
+
+def _small(config: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration that make a small model of it."""
+    known = {**config.to_dict(), **{n: getattr(config, n) for n in config.attribute_map if hasattr(config, n)}}
+    is_number = lambda value: isinstance(value, int) and not isinstance(value, bool)  # noqa: E731
+    small = {n: v for n, v in SMALL.items() if is_number(known.get(n)) or n.endswith("token_id") and n in known}
+    small |= {n: 0.0 for n, value in known.items() if "drop" in n and isinstance(value, float)}
+    small.pop("layer_types", None)
+    return {**small, **own}
+
+
+PACKAGES: dict[str, Callable[[], Iterator[Model]]] = {
+    "torchvision": torchvision_models,
+    "timm": timm_models,
+    "transformers": transformers_models,
+}
+
+# Trying ---------------------------------------------------------------------------------------------------------------
+
+
+def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _first_parameter(module: torch.nn.Module) -> str:
+    return str(module.forward.__code__.co_varnames[1])
+
+
+class WithLoss(torch.nn.Module):
+    """A model that returns a loss: its own, the sum of several, or the mean of the squares of what it makes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        result = self.model(**inputs)
+        loss = getattr(result, "loss", None)
+        if loss is not None:
+            return loss
+        if isinstance(result, dict) and result and all(t.dim() == 0 for t in result.values() if _is_float(t)):
+            return poptorch.identity_loss(sum(result.values()), "none")
+        return poptorch.identity_loss(torch.stack([t.square().mean() for t in _floats(result)]).sum(), "none")
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _floats(result: Any) -> list[torch.Tensor]:
+    """The results that are numbers to compare; caches are not among them."""
+    if _is_float(result):
+        return [result]
+    values = result.values() if isinstance(result, dict) else result if isinstance(result, list | tuple) else ()
+    return [t for value in values for t in _floats(value)]
+
+
+def tried(model: Model) -> Iterator[Found]:
+    """What comes of trying a model, more and more of it."""
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"package": model.package, "name": model.name}
+    yield Found(**found, inference="Eager fails here, too.")
+    module, inputs, training_inputs = model.make()
+    found["millions"] = round(sum(p.numel() for p in module.parameters()) / 1e6, 2)
+    for each in module.modules():
+        if isinstance(each, torch.nn.modules.dropout._DropoutNd) or type(each).__name__ == "StochasticDepth":
+            each.p = 0.0  # numbers by chance are others on the device
+    trained = copy.deepcopy(module).train()
+    module.eval()
+    with torch.no_grad():
+        expected = _floats(module(**inputs))
+    yield Found(**found, inference="It took too long.")
+    start = time.process_time()
+    wrapped = poptorch.inferenceModel(module)
+    result = _floats(wrapped(**inputs))
+    found["first_inference"] = round(time.process_time() - start, 1)
+    wrapped.destroy()
+    pairs = list(zip(result, expected, strict=True))
+    found["difference"] = float(f"{max((_difference(*pair) for pair in pairs), default=0.0):.1e}")
+    wrong = found["difference"] > 1e-2
+    found["inference"] = f"The numbers differ by {found['difference']:.0e}." if wrong else ""
+    yield Found(**found, training="It took too long.")
+    eager, eager_in_doubles = WithLoss(copy.deepcopy(trained)), WithLoss(copy.deepcopy(trained).double())
+    wanted = _losses(eager, torch.optim.SGD(eager.parameters(), lr=1e-3), training_inputs)
+    ours = WithLoss(trained)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
+    start = time.process_time()
+    wrapped = poptorch.trainingModel(ours, optimizer=optimizer)
+    losses = [float(wrapped(**training_inputs))]
+    found["first_training"] = round(time.process_time() - start, 1)
+    losses += [float(wrapped(**training_inputs)) for _ in range(2)]
+    far, as_far = _apart(losses, wanted), TOLERANCE
+    if far > TOLERANCE:  # steps may be such that rounding decides: then eager is as far from what it makes of doubles
+        doubles = torch.optim.SGD(eager_in_doubles.parameters(), lr=1e-3)
+        exact = _losses(eager_in_doubles, doubles, _doubled(training_inputs))
+        far, as_far = _apart(losses, exact), max(TOLERANCE, _apart(wanted, exact))
+    found["training"] = "" if far <= as_far else f"The losses differ by {far:.0e} of what they are."
+    yield Found(**found)
+
+
+TOLERANCE = 2e-2
+"""How far losses may be from those of eager, of what they are."""
+
+
+def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, others, strict=True))
+
+
+def _doubled(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
+
+
+def _losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> list[float]:
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**inputs)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    if ours.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    finite = expected.isfinite()
+    if not torch.equal(finite, ours.isfinite()):
+        return float("inf")
+    apart = (ours.double() - expected.double())[finite].abs()
+    return float(apart.max() / expected[finite].abs().max().clamp_min(1e-6)) if apart.numel() else 0.0
+
+
+def _in_a_process(model: Model, write: Callable[[Found], None]) -> None:
+    """Try a model, in a process of its own. What is found last is written."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+        last = Found(model.package, model.name)
+        with os.fdopen(writing, "w") as pipe:
+            try:
+                for last in tried(model):
+                    print(json.dumps(asdict(last)), file=pipe, flush=True)
+            except Exception as problem:  # whatever a model raises is what the table says
+                part = "training" if last.training == "It took too long." else "inference"
+                before = "Eager fails here, too: " if last.inference.startswith("Eager") else ""
+                reason = before + _sentence(problem)
+                print(json.dumps(asdict(last) | {part: reason}), file=pipe, flush=True)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        lines = pipe.read().splitlines()
+    os.waitpid(child, 0)
+    write(Found(**json.loads(lines[-1])) if lines else Found(model.package, model.name, inference="It took too long."))
+
+
+def _sentence(problem: Exception) -> str:
+    """The first sentence of an error, in a line."""
+    text = " ".join(str(problem).split()).removeprefix("'poptorch_py_error': ")
+    return f"{type(problem).__name__}: {text}"[:240]
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+HEAD = """# Models of others
+
+Each was made with random weights, small where it can be, and called with the smallest input that it takes. Its results
+in inference, and its losses in three steps of training, were compared with those of eager PyTorch. Made by
+`python -m tests.poptorch.zoo`, which goes on where it was stopped; with `--again` it tries once more what has a reason
+in place of a number. Not all models that it knows have been tried yet.
+
+The first call is given in seconds of a processor: it captures the model, compiles it and runs it once. The machine was
+shared with other work, so read these as orders of magnitude.
+
+"""
+
+
+def kept() -> dict[tuple[str, str], Found]:
+    """What has been found so far."""
+    lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
+    return {(found.package, found.name): found for found in (Found(**json.loads(line)) for line in lines)}
+
+
+def page(all_found: Sequence[Found]) -> str:
+    """The page, in Markdown."""
+    packages = dict.fromkeys(found.package for found in all_found)
+    text = HEAD + "| package | tried | inference as eager | training as eager |\n|---|---|---|---|\n"
+    for package in packages:
+        own = [found for found in all_found if found.package == package]
+        good = [sum(not getattr(found, part) for found in own) for part in ("inference", "training")]
+        text += f"| `{package}` | {len(own)} | {good[0]} | {good[1]} |\n"
+    for package in packages:
+        own = sorted((found for found in all_found if found.package == package), key=lambda found: found.name.lower())
+        text += f"\n## {package}\n\n| model | M parameters | inference, first call s | training, first call s |\n"
+        text += "|---|---|---|---|\n"
+        for found in own:
+            parts = (found.inference, found.first_inference), (found.training, found.first_training)
+            cells = (f"{seconds:.0f}" if not why else _cell(why) for why, seconds in parts)
+            text += f"| `{found.name}` | {found.millions:g} | {' | '.join(cells)} |\n"
+    return text
+
+
+def _cell(why: str) -> str:
+    return why.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try models, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m tests.poptorch.zoo", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="packages, or beginnings of names of models; all, if there are none")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes of a processor")
+    parser.add_argument("--again", action="store_true", help="try once more what has failed")
+    parser.add_argument("--every", type=int, default=1, help="only each so many-th of the models that are left")
+    given = parser.parse_args(arguments)
+    found = kept()
+
+    def is_left(model: Model) -> bool:
+        known = found.get((model.package, model.name))
+        if given.names and model.package not in given.names and not model.name.startswith(tuple(given.names)):
+            return False
+        return known is None or given.again and bool(known.inference or known.training)
+
+    def write(one: Found) -> None:
+        found[one.package, one.name] = one
+        print(f"{one.package} {one.name}: {one.inference or 'ok'} / {one.training or 'ok'}", flush=True)
+        KEPT.write_text("".join(json.dumps(asdict(each)) + "\n" for each in found.values()), encoding="utf-8")
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    models = [model for listed in PACKAGES.values() for model in listed() if is_left(model)][:: given.every]
+    for model in models:
+        if resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > 60 * given.minutes:
+            break
+        _in_a_process(model, write)
+    PAGE.write_text(page(list(found.values())), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -80,8 +80,8 @@ def train_step(
     Raises:
         TypeError: for an `accumulate` that is no integer, or another `precision`.
         ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
-            placeholders that are pieces, or whose loss is no scalar; for `sharded` beside `variables`, and as the
-            optimiser does.
+            placeholders that are pieces or that nothing reads, or whose loss is no scalar; for `sharded` beside
+            `variables`, and as the optimiser does.
 
     Example:
         >>> from functools import partial
@@ -117,17 +117,7 @@ def train_step(
             if precision is None
             else precision.create_graph(module, *specs, **settings)
         )
-        if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
-            raise ValueError(
-                f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "
-                "Declare whole variables, and use `sharded=True`."
-            )
-        if not forward.graph.outputs or forward.graph.outputs[0].shape:
-            made = forward.graph.outputs[0].spec if forward.graph.outputs else "nothing"
-            raise ValueError(
-                f"train_step: `{type(module).__name__}.build` returns {made} first; expected the loss, a scalar, such "
-                "as `ops.mean(losses)`."
-            )
+        _check(module, forward)
         for stream in streams:
             if stream.num_host_transfers < accumulate:
                 stream.num_host_transfers = accumulate
@@ -143,6 +133,28 @@ def train_step(
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         state = optimizer(trained, gradients, loss_scaling=scale)
     return Training(mean, variables, state)
+
+
+def _check(module: Module, forward: GraphWithNamedArgs) -> None:
+    """`ValueError` for a model that cannot be trained."""
+    if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
+        raise ValueError(
+            f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "
+            "Declare whole variables, and use `sharded=True`."
+        )
+    if not forward.graph.outputs or forward.graph.outputs[0].shape:
+        made = forward.graph.outputs[0].spec if forward.graph.outputs else "nothing"
+        raise ValueError(
+            f"train_step: `{type(module).__name__}.build` returns {made} first; expected the loss, a scalar, such "
+            "as `ops.mean(losses)`."
+        )
+    read = {t for op in forward.graph.ops for t in op.inputs}
+    floats = {name: t for name, t in forward.args.to_dict().items() if t.dtype.is_floating_point}
+    if unread := [name for name, t in floats.items() if t not in read]:
+        raise ValueError(
+            f"train_step: nothing reads the variables {unread}, so they have no gradient. Leave them out of "
+            f"`{type(module).__name__}.build`."
+        )
 
 
 def _gradients(

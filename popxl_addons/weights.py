@@ -270,7 +270,8 @@ def load_safetensors(
             too, and other variables keep theirs. Without, sessions get them when they upload their variables.
 
     Raises:
-        ValueError: for weights that are missing, left over, or of another shape or dtype: of all of them at once.
+        ValueError: for weights that are missing, left over, or of another shape or dtype: of all of them at once; and
+            for a session of another program.
         FileNotFoundError: if there are no files.
         UnreadableFileError: if one is damaged.
         TypeError: if `variables` holds something else.
@@ -285,7 +286,7 @@ def load_safetensors(
         >>> v.fc.weight.data.sum()
         np.float32(6.0)
     """
-    own = _own("load_safetensors", variables)
+    own = _own("load_safetensors", variables, session)
     there = _weights_at(place)
     table = _table(names, own)
     absent = "" if any(name.startswith(table.prefix) for name in there) else table.prefix
@@ -324,12 +325,16 @@ def load_safetensors(
         session.weights_from_host()
 
 
-def _own(what: str, variables: DotTree[Any] | Mapping[str, Variable]) -> dict[str, Variable]:
+def _own(
+    what: str, variables: DotTree[Any] | Mapping[str, Variable], session: popxl.Session | None
+) -> dict[str, Variable]:
     own = dict(variables.to_dict() if isinstance(variables, DotTree) else variables)
     if others := [name for name, v in own.items() if not isinstance(v, Variable)]:
         raise TypeError(f"{what}: `variables` are to be variables of the main graph; these are not: {others}.")
     if len({v.ir for v in own.values()}) > 1:
         raise ValueError(f"{what}: `variables` are of several programs; expected those of one.")
+    if session is not None and any(v.ir is not session.ir for v in own.values()):
+        raise ValueError(f"{what}: `variables` are of another program than `session` runs; pass the session of theirs.")
     return own
 
 
@@ -441,7 +446,7 @@ def save_safetensors(
         ...     safetensors.numpy.load_file(f"{folder}/model.safetensors")["fc.weight"].shape
         (3, 2)
     """
-    own = _own("save_safetensors", variables)
+    own = _own("save_safetensors", variables, session)
     table = _table(names, own)
     parts: dict[str, dict[int, tuple[Variable, Stored]]] = {}
     problems = []

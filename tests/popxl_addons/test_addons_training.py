@@ -127,7 +127,15 @@ def test_what_is_refused() -> None:
         stream = popxl.h2d_stream((3, 5), popxl.float32)
         with pytest.raises(ValueError, match=r"`Linear.build` returns .*; expected the loss, a scalar"):
             addons.train_step(addons.layers.Linear(4), stream, optimizer=optimizers.sgd, accumulate=2)
+        with pytest.raises(ValueError, match=r"nothing reads the variables \['unread'\].*out of `Unread.build`"):
+            addons.train_step(Unread(), stream, optimizer=optimizers.sgd, accumulate=2)
         assert stream.num_host_transfers == 1
+
+
+class Unread(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        self.add_variable_input("unread", lambda: np.ones(5), x.dtype)
+        return ops.mean(x @ self.add_variable_input("w", lambda: np.ones(5), x.dtype))
 
 
 class Looked(addons.Module):

@@ -210,6 +210,11 @@ def test_a_session_gets_what_is_loaded_and_gives_what_is_saved(tmp_path: Path) -
         session.run()
         addons.load_safetensors({"w": w}, tmp_path, session=session)
         session.run()
+        with popxl.Ir().main_graph:
+            other = popxl.variable(np.ones(w.shape), w.dtype, "w")
+        for function in (addons.load_safetensors, addons.save_safetensors):
+            with pytest.raises(ValueError, match=f"{function.__name__}: .* are of another program than `session` runs"):
+                function({"w": other}, tmp_path, session=session)
         addons.save_safetensors({"w": w, "count": count}, tmp_path / "after.safetensors", session=session)
     after = safetensors.numpy.load_file(tmp_path / "after.safetensors")
     np.testing.assert_array_equal(after["w"], [3.0] * 3)

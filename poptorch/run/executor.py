@@ -210,8 +210,15 @@ class PoplarExecutor:
             poptorch.Error: if the model is for training, or has no `generate`.
 
         Example:
-            >>> model = poptorch.inferenceModel(decoder)
-            >>> tokens = model.generate(prompt, max_new_tokens=20, do_sample=False)
+            >>> class Counting(torch.nn.Module):
+            ...     def forward(self, last):
+            ...         return last + 1
+            ...     def generate(self, last, count):
+            ...         for _ in range(count):
+            ...             last = self(last)
+            ...         return last
+            >>> poptorch.inferenceModel(Counting()).generate(torch.zeros(2), count=3)
+            tensor([3., 3.])
         """
         loop = getattr(self._user_model, "generate", None)
         if self._module is None or self._module is not self._user_model or not callable(loop):

@@ -15,7 +15,15 @@ from runtime.targets.replicas import Replicas
 
 
 class StandIns(Replicas):
-    """Replicas on CPUs that stand for something else."""
+    """Replicas on CPUs that stand for those of another platform."""
+
+    def __init__(self, count: int, devices: tuple[jax.Device, ...], stands_for: str) -> None:
+        super().__init__(count, devices)
+        self._stands_for = stands_for
+
+    @property
+    def platform(self) -> str:
+        return self._stands_for
 
     @property
     def is_cpu(self) -> bool:
@@ -34,7 +42,7 @@ class Elsewhere(Destination):
 
     @cached_property
     def replicas(self) -> Replicas:
-        return StandIns(self.count, self.devices)
+        return StandIns(self.count, self.devices, self.stands_for)
 
 
 def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:

@@ -6,9 +6,14 @@ what it leaves is read by the same program on 4, 1 and 6 replicas.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,6 +27,8 @@ from popxl_addons.layers.layer_norm_distributed import LayerNormDistributed
 from popxl_addons.layers.linear_fp8 import LinearFP8
 from popxl_addons.weights import load_safetensors, save_safetensors
 
+ROOT = Path(__file__).parents[2]
+
 AXES = [{"data": 4, "tensor": 2}, {"tensor": 4, "data": 1}, {"data": 1, "tensor": 1}, {"tensor": 3, "data": 2}]
 """8, 4, 1 and 6 replicas; 2, 4, 1 and 3 of them divide a layer."""
 
@@ -34,9 +41,9 @@ def numbers(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
 
 
-def program(axes: Mapping[str, int]) -> TaskSession:
+def program(axes: Mapping[str, int], replication: Literal["popdist"] | None = None) -> TaskSession:
     """Variables that are whole, in pieces, in slots of remote memory, and divided; and an optimiser of most of them."""
-    ir = popxl.Ir(axes=axes)
+    ir = popxl.Ir(replication, axes)
     count, several = axes["tensor"], ir.replication_factor > 1
     with ir.main_graph, popxl.in_sequence():
         state = addons.NamedTensors(whole=popxl.variable(numbers(5), F32, "whole"))
@@ -94,6 +101,41 @@ def test_other_numbers_of_replicas(tmp_path: Path) -> None:
         assert dict(whole(session)) == expected
         session.run()
         assert not np.isnan(session.get_named_tensors_data().trained.pieces).any()
+
+
+@pytest.mark.thorough
+def test_other_numbers_of_processes(tmp_path: Path) -> None:
+    """Two processes save, while they run on; one reads it, with other replicas; two go on from what that has saved."""
+    source = """
+        import sys
+        from pathlib import Path
+        import popdist
+        from tests.popxl_addons.test_addons_moved_checkpoints import AXES, program, whole
+        place = Path(sys.argv[1])
+        with program(AXES[1], "popdist") as session:
+            if (place / "six").exists():
+                session.load_checkpoint(place / "six", "error")
+                session.weights_to_host()
+            else:
+                session.run()
+            expected = b"".join(bits for _, bits in whole(session))
+            session.save_checkpoint(place / "two", wait=False)
+            session.run()
+        (place / f"bits{popdist.getInstanceIndex()}").write_bytes(expected)
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", "--num-replicas=4"]
+    command += [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    found = set()
+    for _ in range(2):
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, check=True, timeout=300)
+        found |= {(tmp_path / f"bits{i}").read_bytes() for i in range(2)}
+        with program(AXES[3]) as session:
+            session.load_checkpoint(tmp_path / "two", report_missing="error")
+            session.weights_to_host()
+            found.add(b"".join(bits for _, bits in whole(session)))
+            session.save_checkpoint(tmp_path / "six")
+    assert len(found) == 1
 
 
 # Divided variables --------------------------------------------------------------------------------------------------

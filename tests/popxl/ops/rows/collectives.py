@@ -96,7 +96,7 @@ COLLECTIVES = [
         [*over(ANY, (2, 3)), *EVERY_OP, sample(X, "mean"), *over("float32", ())],
         "ReplicatedAllReduce", "{0}_all_reduce", refused=True,
         inplace=Inplace("replicated_all_reduce_", "ReplicatedAllReduceInplace", "{0}_all_reduce"),
-        bad=[*UNKNOWN, bad(TypeError, "`group` must be a ReplicaGrouping, or None", X, "add", 3)]),
+        bad=[*UNKNOWN, bad(TypeError, "`group` must be a ReplicaGrouping, the name of an axis", X, "add", 3)]),
     Row("replicated_reduce_scatter", lambda t, op="add", **sharding: reduced([t], op).ravel(),
         [*over(ANY, (2, 3)), *EVERY_OP, *over("float32", ())],
         "ReplicatedReduceScatter", "{0}_reduce_scattered", refused=True, bad=UNKNOWN),

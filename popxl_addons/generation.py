@@ -161,6 +161,7 @@ class Generator:
             seed: the same one draws the same tokens.
 
         Raises:
+            TypeError: for tokens that are no integers.
             ValueError: for too many prompts, one that is too long or empty or has tokens that the model does not know,
                 or texts that would outgrow their room.
         """
@@ -201,6 +202,8 @@ class Generator:
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) < 1 or max(lengths) > self.prompt:
             raise ValueError(f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each.")
+        if odd := [token for prompt in prompts for token in prompt if not isinstance(token, int | np.integer)]:
+            raise TypeError(f"Generator: the prompts have {odd[:3]}; expected numbers of tokens, which are integers.")
         if unknown := sorted({token for prompt in prompts for token in prompt if not 0 <= token < self.vocabulary}):
             raise ValueError(f"Generator: the prompts have tokens that the model does not know: {unknown}.")
         if count < 0:

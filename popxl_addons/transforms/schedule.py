@@ -149,7 +149,9 @@ class PipelineSchedule:
                 f"PipelineSchedule: the rows have {len(where)} different tasks, expected each of {stages} stages for "
                 f"each of {steps} micro-batches; {_some(wrong)} should {'' if wrong[0] in wanted else 'not '}be there."
             )
-        if not wanted or len(where) != sum(map(len, table)):
+        if not wanted:
+            raise ValueError("PipelineSchedule: there are no tasks; expected one stage and one micro-batch, or more.")
+        if len(where) != sum(map(len, table)):
             twice = sorted({task for task in where if list(chain(*table)).count(task) > 1})
             raise ValueError(f"PipelineSchedule: expected each task once; these are there twice: {_some(twice)}.")
         for s in range(stages):
@@ -167,6 +169,10 @@ class PipelineSchedule:
         given = [[s - 1] * (s > 0) for s in range(stages)] if needs is None else needs
         if len(given) != stages:
             raise ValueError(f"PipelineSchedule: `needs` is of {len(given)} stages, and the rows are of {stages}.")
+        if unknown := sorted({n for need in given for n in need if not 0 <= n < stages}):
+            raise ValueError(
+                f"PipelineSchedule: `needs` has the stages {unknown}; there are those from 0 to {stages - 1}."
+            )
         object.__setattr__(self, "rows", table)
         object.__setattr__(self, "needs", tuple(tuple(n) for n in given))
         object.__setattr__(self, "device_of", tuple(where[s, 0] for s in range(stages)))  # type: ignore[index]
@@ -292,7 +298,7 @@ class PipelineSchedule:
                 that reads it.
 
         Raises:
-            ValueError: if there are too many or too few durations.
+            ValueError: if there are too many or too few durations, or one is below 0.
 
         Example:
             >>> schedule = PipelineSchedule.gpipe([0, 1, 1, 0], steps=2)
@@ -306,6 +312,8 @@ class PipelineSchedule:
             raise ValueError(
                 f"simulate: `durations` has {len(seconds)} values, expected one for each of {self.stages}."
             )
+        if min(seconds) < 0:
+            raise ValueError(f"simulate: `durations` are {seconds}; expected none below 0.")
         ends: dict[Task, float] = {}
         timed: list[TimedTask] = []
         free, position = [0.0] * len(self.rows), [0] * len(self.rows)

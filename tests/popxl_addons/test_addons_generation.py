@@ -74,6 +74,9 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
             ]:
                 with pytest.raises(ValueError, match=message):
                     generate.pieces(prompts, count)
+            for prompt in ([1.5], "ab"):
+                with pytest.raises(TypeError, match="expected numbers of tokens, which are integers"):
+                    generate.pieces([prompt], 1)  # type: ignore[list-item]
         cache = 2 * 2 * 3 * 3 * 512 * 4 * 4
         assert generator.writing.memory().temporaries < cache / 2  # which is changed in place
         with pytest.raises(ValueError, match=r"`weights` lacks variables of the model: \['norm.weight'\]"):

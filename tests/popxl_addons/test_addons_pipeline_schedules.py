@@ -264,7 +264,10 @@ ROWS = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PipelineSchedule([]), "expected each task once"),
+        (lambda: PipelineSchedule([]), "there are no tasks"),
+        (lambda: PipelineSchedule.gpipe([0, 1, 1, 0], steps=0), "there are no tasks"),
+        (lambda: PipelineSchedule(ROWS, [(), (7,)]), r"`needs` has the stages \[7\]; there are those from 0 to 1"),
+        (lambda: PipelineSchedule(ROWS).simulate([1, -2]), r"`durations` are \[1.0, -2.0\]; expected none below 0"),
         (lambda: PipelineSchedule([[(0, 0), (0, 1)], [(1, 1)]]), "1:0 should be there"),
         (lambda: PipelineSchedule([[(0, -1), (0, 0)]]), "0:-1 should not be there"),
         (lambda: PipelineSchedule([[(0, 0), (0, 0)]]), "these are there twice: 0:0"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import popxl
@@ -107,15 +107,7 @@ class PipelineBoundGraph(BoundGraph):
 
 
 class Pipelining:
-    """Puts a pipeline over `steps` micro-batches in the place of ops of a graph.
-
-    Attributes:
-        schedule: the order in which it works; known when it is applied.
-        values: what waits from stage to stage; known then, too.
-    """
-
-    schedule: PipelineSchedule
-    values: tuple[PipelineValue, ...]
+    """Puts a pipeline over `steps` micro-batches in the place of ops of a graph."""
 
     def __init__(self, graph: popxl.Graph, steps: int, schedule: PipelineSchedule | str | None = None):
         self.graph = graph
@@ -123,6 +115,7 @@ class Pipelining:
         self._wanted = schedule
         self.stages: list[PipelineBoundGraph] = []
         self._ipus: list[int | None] = []  # where each stage is called
+        self._read: list[tuple[tuple[popxl.Tensor, int | None], int, tuple[int, ...]]] = []  # who makes and reads what
         self._makers: dict[str, int] = {}  # the stages that make the values which others read
         self._waits: dict[str, int] = {}  # the cycles until the last of those reads them
         self._shared: dict[str, popxl.Tensor] = {}  # the tensors from outside
@@ -138,27 +131,35 @@ class Pipelining:
             with self.graph:
                 self.build() if self._wanted is None else self.build_scheduled()
 
+    @cached_property
+    def schedule(self) -> PipelineSchedule:
+        """The order in which it works; known when it is applied. `ValueError` if there is none."""
+        stages = range(len(self._ipus))
+        needs = [{made_in for _, made_in, read_in in self._read if s in read_in} for s in stages]
+        return scheduled("cycles" if self._wanted is None else self._wanted, self._ipus, needs, self.steps)
+
+    @cached_property
+    def values(self) -> tuple[PipelineValue, ...]:
+        """What waits from stage to stage; known when it is applied."""
+        rows = dict(zip(self._ipus, self.schedule.device_of, strict=True))
+        return tuple(
+            PipelineValue(
+                t.name, made_in, read_in, t.nelms * t.dtype.itemsize, rows.get(ipu, self.schedule.device_of[made_in])
+            )
+            for (t, ipu), made_in, read_in in self._read
+        )
+
     def _plan(self, by_stage: Sequence[Sequence[Op]]) -> None:
-        """Know where and in which order the stages work, and what waits. `ValueError` if that cannot be."""
+        """Know where the stages work, and what waits between them. `ValueError` if the schedule does not fit."""
         self._ipus = [Counter(op.ipu for op in members).most_common(1)[0][0] for members in by_stage]
         makers = _makers(by_stage)
         readers: dict[popxl.Tensor, list[int]] = {}
         for s, members in enumerate(by_stage):
             for t in dict.fromkeys(t for op in members for t in op.inputs if makers.get(t, s) != s):
                 readers.setdefault(t, []).append(s)
-        needs = [{makers[t] for t, stages in readers.items() if s in stages} for s in range(len(by_stage))]
-        self.schedule = scheduled("cycles" if self._wanted is None else self._wanted, self._ipus, needs, self.steps)
-        rows = {ipu: row for ipu, row in zip(self._ipus, self.schedule.device_of, strict=True)}
-        self.values = tuple(
-            PipelineValue(
-                t.name,
-                makers[t],
-                tuple(stages),
-                t.nelms * t.dtype.itemsize,
-                rows.get(t.location[0], self.schedule.device_of[makers[t]]),
-            )
-            for t, stages in readers.items()
-        )
+        self._read = [((t, t.location[0]), makers[t], tuple(stages)) for t, stages in readers.items()]
+        if self._wanted is not None:
+            self.schedule  # noqa: B018  # what is wrong with it is said before anything moves
 
     def construct_graphs(self, by_stage: Sequence[Sequence[Op]]) -> None:
         """Move the ops of each stage into a graph of its own; the last stage first, since no other one needs it."""

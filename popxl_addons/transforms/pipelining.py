@@ -109,7 +109,7 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | None = No
         graph.remove_op_created_hook(handle)
     pipeline = Pipelining(graph, operator.index(steps), schedule)
     pipeline.apply(context.stages)
-    context.schedule, context.values = pipeline.schedule, pipeline.values
+    context.pipeline = pipeline
 
 
 class StageContext:
@@ -117,13 +117,10 @@ class StageContext:
 
     Attributes:
         stages: the stage of each op of the pipeline, by the id of the op.
-        schedule: the order in which the pipeline works. Known after the block.
-        values: what waits from stage to stage: ``p.schedule.simulate(durations, p.values)`` says how much at a time.
-            Known after the block; without a schedule, rings that the program has asked for are not among them.
+        pipeline: what the block has become, after it.
     """
 
-    schedule: PipelineSchedule
-    values: tuple[PipelineValue, ...]
+    pipeline: Pipelining
 
     def __init__(self, in_rings: bool = True) -> None:
         self.stages: dict[OpId, int] = {}
@@ -131,6 +128,19 @@ class StageContext:
         self._current: int | None = None
         self._stash = Stash(cache=True)
         self._restore = Restore(cache=True)
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The order in which the pipeline works. Known after the block."""
+        return self.pipeline.schedule
+
+    @property
+    def values(self) -> tuple[PipelineValue, ...]:
+        """What waits from stage to stage: ``p.schedule.simulate(durations, p.values)`` says how much at a time.
+
+        Known after the block. Without a schedule, rings that the program has asked for are not among them.
+        """
+        return self.pipeline.values
 
     def hook(self, op: Op) -> None:
         """Note the stage of a new op. `RuntimeError` if it has none."""

@@ -139,6 +139,8 @@ class Service:
         for other in range(1, 1 if failed else self._instance.num_instances):
             key = f"popxl/left/{other}"
             self._wait("the end of the program", lambda limit, key=key: self._client.blocking_key_value_get(key, limit))
+        if not failed:  # who has said so is still connected, and would be cut off: wait until nobody is but this one
+            self._client.get_live_nodes([*range(self._instance.num_instances)])
 
     def _wait(self, place: str, wait: Any) -> None:
         try:

@@ -113,11 +113,13 @@ def test_poprun_starts_its_own_where_it_is_told_to(
 
 
 PROGRAM = """
-import sys
+import atexit, sys, time
 import numpy as np
 import popdist, popxl
 from popxl import ops
 
+# Between the end of the program and JAX's own, by which the process leaves the others: the first one waits for it.
+atexit.register(lambda: time.sleep(popdist.getInstanceIndex()))
 popdist.init(*map(int, sys.argv[1:]))
 ir = popxl.Ir("popdist", axes={"data": 2, "tensor": 2})
 with ir.main_graph, popxl.in_sequence():

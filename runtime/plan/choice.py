@@ -13,13 +13,19 @@ from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
 from runtime.plan.placement import Places, can_enter
 from runtime.plan.stacks import Stack, stacks_of
-from runtime.plan.structure import Encoding, Structures, encoded
+from runtime.plan.structure import Encoding, Structure, Structures, encoded
 
 SMALLEST = 16
 """A graph of fewer ops is not worth a dispatch of its own: it is part of the piece that calls it."""
 
-REPEATED = 2000
-"""A program is planned if XLA would otherwise compile this many ops that it has compiled already."""
+REPEATED = 600
+"""It pays to compile called graphs by themselves if XLA would otherwise compile this many ops that it has compiled
+already. So it is on CPUs, as `tests/benchmarks/ways.py` measured for blocks with norms, blocks without, and GPTs: from
+there on to keep the calls takes up to twice as long to compile and more; below, as long or less."""
+
+LARGE = 1_000_000
+"""How many numbers a call reads and writes, on average, from which on a CPU runs a plan as fast as anything else. Calls
+of fewer are quicker as turns of a loop, which need no dispatch. (Measured likewise.)"""
 
 
 class Choice:
@@ -31,6 +37,7 @@ class Choice:
         places: the IPUs of the ops, if they are devices of their own.
 
     Attributes:
+        repeated: how many ops XLA would compile again in one program that a plan compiles once.
         lost: inputs of loops that are known not to be owned in all turns, so that planning a nest of loops finds that
             out once.
     """
@@ -47,11 +54,35 @@ class Choice:
             calls += self._structures.calls(graph)
         sizes = {self._structures.of(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
         self._pieces = {s for s, count in calls.items() if smallest is not None and count > 1 and sizes[s] >= smallest}
-        self.repeated = sum((calls[s] - 1) * sizes[s] for s in self._pieces)
+        self._main, self._calls = main, calls
+        self.repeated = self._repeated()
+
+    def _repeated(self) -> int:
+        """How many ops are in pieces beyond the first of each structure. One in a piece is not counted again."""
+        around = [graph for graph in callees_first(self._main) if self._structures.of(graph) not in self._pieces]
+        alone: dict[Graph, int] = {}
+        met: dict[Structure, int] = {}
+        for graph in around:
+            alone[graph] = 0
+            for op in graph.ops:
+                alone[graph] += 1
+                for callee in op.called_graphs:
+                    if is_call(op) and (structure := self._structures.of(callee)) in self._pieces:
+                        met[structure] = self._structures.size(callee)
+                    else:
+                        alone[graph] += alone[callee] if is_call(op) else self._structures.size(callee)
+        return self.size(self._main.ops) - alone[self._main] - sum(met.values())
 
     def is_worth_it(self) -> bool:
-        """Whether a plan pays."""
+        """Whether a plan pays, for what it saves XLA."""
         return self.repeated >= REPEATED
+
+    def has_large_calls(self) -> bool:
+        """Whether what calls compute takes much longer than to dispatch them, on average."""
+        graphs = {self._structures.of(graph): graph for graph in reachable(self._main)[1:]}
+        calls = {graphs[s]: self._calls[s] for s in self._pieces}
+        numbers = sum(count * self.numbers(graph.ops) for graph, count in calls.items())
+        return numbers >= LARGE * sum(calls.values())
 
     def is_piece(self, op: Op) -> bool:
         """Whether an op is a call that is a piece of its own."""

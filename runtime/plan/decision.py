@@ -21,6 +21,9 @@ ROLLED = 500
 """Calls are rolled where they are not kept if XLA would otherwise compile this many ops again: what is less it compiles
 in seconds, and turns have kernels that only cut rows out of arrays and put them back."""
 
+WITHOUT_PRODUCTS = 2000
+"""A loop without products is made there if it saves so many: it has more kernels than what is written out."""
+
 
 class Decision(NamedTuple):
     """How a program is compiled.
@@ -71,21 +74,31 @@ def decide(
         return Decision(options.calledGraphs, reason, choice, rolling=rolling)
     if destination.platform != "cpu":
         return _on_accelerators(main, held, choice, of_places)
-    repeated = (
-        f"In one program XLA would compile {choice.repeated} ops again that it has compiled already; a plan pays from "
-        f"{REPEATED} on."
-    )
-    nothing = (
-        f"No graph of {SMALLEST} ops or more is called twice; a plan, in which such graphs are compiled by themselves, "
-        "would save nothing."
-    )
-    reason = (repeated if choice.repeated else nothing) + of_places
-    return Decision("dispatched" if choice.is_worth_it() else "kept", reason, choice)
+    return _on_cpus(main, held, choice, of_places)
+
+
+def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
+    """The same where XLA keeps calls, and compiles each of them."""
+    if not choice.repeated:
+        reason = (
+            f"No graph of {SMALLEST} ops or more is called twice; a plan, in which such graphs are compiled by "
+            "themselves, would save nothing."
+        )
+        return Decision("kept", reason + of_places, choice)
+    again = f"In one program XLA would compile {choice.repeated} ops again that it has compiled already"
+    if not choice.is_worth_it():
+        return Decision("kept", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
+    if not choice.has_large_calls():  # as turns of a loop they cost no dispatch
+        rolling = _rolled(main, held, REPEATED)
+        if 2 * rolling.saved >= choice.repeated:
+            reason = f"{again}, in calls so small that dispatching them would take time. {rolling.told()}"
+            return Decision("rolled", reason + of_places, choice, rolling=rolling)
+    return Decision("dispatched", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
 
 
 def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
     """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
-    rolling = _rolled(main, held, REPEATED)
+    rolling = _rolled(main, held, WITHOUT_PRODUCTS)
     if rolling.saved >= ROLLED and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
         return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
     if choice.is_worth_it():

@@ -336,11 +336,11 @@ def test_a_run_that_fails_loses_the_state_and_says_so() -> None:
         np.testing.assert_array_equal(session.get_tensor_data(w), X * 8)
 
 
-def deep(count: int) -> popxl.Ir:
+def deep(count: int, like: np.ndarray = X) -> popxl.Ir:
     """A program with many calls of a graph of many ops."""
     ir = popxl.Ir()
     with ir.main_graph:
-        x = popxl.variable(X)
+        x = popxl.variable(like)
 
         def many(t: Any) -> Any:
             for _ in range(20):
@@ -350,14 +350,22 @@ def deep(count: int) -> popxl.Ir:
         graph = ir.create_graph(many, x)
         for _ in range(count):
             (x,) = ops.call(graph, x)
-        ops.host_store(popxl.d2h_stream(X.shape, popxl.float32), x)
+        ops.host_store(popxl.d2h_stream(like.shape, popxl.float32), x)
     return ir
 
 
-@pytest.mark.parametrize(("count", "way"), [(2, "kept"), (60, "dispatched")])
-def test_the_session_chooses(count: int, way: str) -> None:
-    """By how much XLA would compile again."""
-    assert popxl.Session(deep(count)).program.calls == way
+@pytest.mark.parametrize(
+    ("count", "size", "way"), [(2, 5, "kept"), (60, 5, "rolled"), (2, 20_000, "kept"), (60, 20_000, "dispatched")]
+)
+def test_the_session_chooses(count: int, size: int, way: str) -> None:
+    """By how much XLA would compile again, and how much a call computes. `deep` in NumPy says the same."""
+    x = np.linspace(-1, 1, size, dtype=np.float32)
+    session = popxl.Session(deep(count, x))
+    assert session.program.calls == way
+    for _ in range(20 * count):
+        x = np.tanh(x) + 1
+    with session:
+        np.testing.assert_allclose(*session.run().values(), x, rtol=1e-5)
 
 
 def test_memory_is_known_and_small() -> None:

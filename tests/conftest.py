@@ -25,6 +25,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX: no search for other devices, no warnings
 os.environ.setdefault("POPXL_CPU_DEVICES", "8")  # however few cores there are
+# Each test compiles in a thread of its own: dividing a program among several takes a third more, and all are busy.
+os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1 " + os.environ.get("XLA_FLAGS", "")
 
 if sys.dont_write_bytecode:  # a hundred processes start: each would compile these packages, for a third of a second
     sys.dont_write_bytecode = False
@@ -171,7 +173,7 @@ def _seeded() -> None:
 
 @pytest.fixture
 def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """XLA takes a third of the time for CPUs, for tests of numbers that compile much and run it once.
+    """XLA takes a third of the time for CPUs, for tests of numbers: they compile much and run it once.
 
     LLVM does not optimise, and loops do not go through MLIR before, which costs ten milliseconds for each. All else
     that compiling does stays as users have it. So does all of it in thorough tests and in those that are marked

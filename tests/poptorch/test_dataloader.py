@@ -435,6 +435,7 @@ def test_iterates_again_and_after_a_break():
             next(it)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("load_indefinitely", [True, False])
 @pytest.mark.parametrize("early_preload", [True, False])
 @pytest.mark.parametrize("buffer_size", [1, 4])
@@ -679,7 +680,7 @@ def family(tag):
     return found
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     ("last", "sent", "code", "says"),

@@ -20,6 +20,11 @@ from runtime.poprun import main
 Run = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def _quickly_compiled(quickly_compiled: None) -> None:
+    """What ops, graphs and sessions mean does not depend on how well it is compiled."""
+
+
 @pytest.fixture
 def ir() -> popxl.Ir:
     return popxl.Ir()

@@ -11,8 +11,6 @@ from popxl import TensorByRef, ops
 from popxl.errors import PopxlError
 from popxl.transforms import ExpectedConnection, ExpectedConnectionType, GradGraphInfo, autodiff
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32 = popxl.float32
 SCALAR = popxl.TensorSpec((), F32)
 FWD, GRAD = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad

@@ -19,6 +19,8 @@ from runtime.files.bundle import pack, unpack
 from runtime.files.cache import KIND
 from runtime.plan import structure
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 ROOT = Path(__file__).parents[2]
 COMPILED, FOUND = "/jax/compilation_cache/cache_misses", "/jax/compilation_cache/cache_hits"
 

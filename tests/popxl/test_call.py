@@ -7,8 +7,6 @@ import popxl
 from popxl import TensorByRef, ops
 from popxl.errors import PopxlError, PopxlInternalError
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32 = popxl.float32
 SCALAR = popxl.TensorSpec((), F32)
 accumulate_ = ops.var_updates.accumulate_

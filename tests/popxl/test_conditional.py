@@ -17,8 +17,6 @@ from popxl.ops.conditional import ConditionalSiteInfo
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 
 def grow(x: Any) -> Any:
     return x * 4.0

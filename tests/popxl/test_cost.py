@@ -17,6 +17,8 @@ from runtime.costs.hlo import Shape, read, shapes
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 
 def analysed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, dict[str, float]]:
     """What is read off the text of a compiled function, and what XLA says of it."""

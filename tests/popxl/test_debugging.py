@@ -22,8 +22,6 @@ from runtime.targets.devices import Device
 from tests.popxl.random_programs.maker import Maker
 from tests.popxl.shared_programs import PROGRAMS
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F16, F32 = popxl.float16, popxl.float32
 INF = float("inf")
 

@@ -13,6 +13,8 @@ from popxl import ops
 from popxl.looking.estimate import BOW, GC200, Estimate, estimate_of
 from popxl.looking.memory import size
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 
 def cycles(amount: float, each_second: float) -> int:
     return math.ceil(amount * GC200.clock / each_second)

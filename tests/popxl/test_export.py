@@ -79,6 +79,7 @@ def step() -> tuple[popxl.Ir, Any]:
     return ir, (x, w, n, loss)
 
 
+@pytest.mark.compiled_whole
 def test_in_a_process_without_popxl(tmp_path: Path) -> None:
     ir, (x, y) = model()
     popxl.export(ir, tmp_path / "model.jax")

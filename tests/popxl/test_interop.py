@@ -24,8 +24,6 @@ from popxl.errors import PopxlError
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 X = np.float32([[0.5, -1.0, 2.0, 0.25], [1.5, 0.125, -3.0, 1.0], [0.75, 2.0, -0.5, -1.5]])
 W = np.float32(np.cos(np.arange(16)).reshape(4, 4) / 2)
 

@@ -14,6 +14,8 @@ from popxl import ops
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 
 def test_functions_of_jax_are_inlined(ir: popxl.Ir) -> None:
     """Also within a called graph, and in what that calls; or nothing would be fused with them."""

@@ -13,6 +13,8 @@ from popxl import ops
 from popxl.transforms import autodiff
 from runtime.cpu.order import LARGE, after
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 ROWS, WIDTHS = 3, (150, 140, 130)
 """So many numbers in weights that copying them takes long; no two tensors have the same shape."""
 

@@ -18,8 +18,6 @@ from runtime.plan import structure
 from runtime.targets.devices import Device
 from tests.popxl_addons import test_addons_pipelining as pipelines
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32 = popxl.float32
 X = np.float32([[1, -2, 3], [0.5, 4, -1]])
 WAYS = ("several", "one")

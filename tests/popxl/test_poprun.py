@@ -443,6 +443,7 @@ def test_jax_has_been_used_before(train: Run) -> None:
     assert "If JAX has been used before, call `popdist.init()` at the beginning" in done.stderr
 
 
+@pytest.mark.thorough
 def test_too_few_devices(train: Run) -> None:
     done, _ = train("", "-x", "POPXL_CPU_DEVICES=1")
     assert done.returncode == 1
@@ -486,6 +487,7 @@ def test_a_session_over_processes_is_not_saved(train: Run) -> None:
     assert "Session.save: the program runs over several processes" in done.stderr
 
 
+@pytest.mark.thorough
 def test_all_are_stopped_at_once() -> None:
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(1000)"
     command = [*POPRUN, "--num-instances=3", sys.executable, "-c", program]

@@ -16,6 +16,8 @@ import popxl
 from tests.popxl.random_programs.agreement import TOGETHER, check, fewest, settings_of
 from tests.popxl.random_programs.maker import Maker
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 NUMBERS = [*range(19), 25]
 SEEDS = [range(n * TOGETHER, (n + 1) * TOGETHER) for n in NUMBERS] + [range(240, 243)]
 """The last ones are differentiated twice."""

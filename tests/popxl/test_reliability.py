@@ -27,8 +27,6 @@ from runtime.aside import Aside
 from runtime.interrupts import uninterrupted
 from tests.benchmarks.soak import FORMS, Footprint, counter, soak
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 # A signal may be handled where nothing can be raised: while the garbage is collected, or an open file let go.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -19,8 +19,6 @@ from popxl.transforms import io_tile_exchange, merge_exchange
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32, I32 = popxl.float32, popxl.int32
 WAYS = ("kept", "dispatched", "inlined")
 

@@ -20,8 +20,6 @@ from popxl.values.sharding import Parts, parts_of, piece_length
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32, I32 = popxl.float32, popxl.int32
 
 

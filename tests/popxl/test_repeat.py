@@ -11,8 +11,6 @@ from popxl.errors import PopxlError, PopxlInternalError
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32 = popxl.float32
 accumulate_ = ops.var_updates.accumulate_
 

@@ -16,8 +16,6 @@ from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
 from runtime.targets.devices import Device
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 WAYS = ("kept", "dispatched", "inlined")
 
 

@@ -24,6 +24,8 @@ from runtime.plan import structure
 from runtime.report import Report
 from runtime.timeline import Span, Timeline
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 F32 = 4  # bytes
 
 

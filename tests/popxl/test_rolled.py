@@ -15,6 +15,8 @@ from popxl.transforms import autodiff
 from runtime.plan.decision import ROLLED, Decision, decide
 from runtime.targets.replicas import Replicas
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 TURNS = 4
 X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
 SPEC = popxl.TensorSpec((2, 3), popxl.float32)

@@ -14,6 +14,8 @@ import popxl
 from popxl import ops
 from runtime.traces import user_name
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
+
 
 def layer(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
     return ops.softmax(x @ w, 1)

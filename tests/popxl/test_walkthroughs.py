@@ -20,8 +20,6 @@ from popxl.errors import PopxlError
 from popxl.transforms import autodiff, decompose_sum, merge_exchange
 from tests.popxl import replicated_programs
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 F32 = popxl.float32
 SCALAR = TensorSpec((), F32)
 accumulate_ = ops.var_updates.accumulate_
@@ -1032,7 +1030,7 @@ COMMAND = (sys.executable, "-m", replicated_programs.__name__)
 """Runs those programs, which check their numbers, in another process, and prints their names."""
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_replicated_programs_in_one_process(devices):
     root, variables = Path(__file__).parents[2], os.environ | {"POPXL_CPU_DEVICES": str(devices)}

@@ -253,7 +253,7 @@ TIES: list[tuple[int, tuple[int, int], str, bool]] = [  # stride, padding, auto_
 ]
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("kernel", [(2, 3), (1,), (4,), (2,), (3, 1, 2)], ids=str)
 def test_ties_of_max_pool_receive_the_whole_gradient(kernel) -> None:
     """Many ties, against one window after the other."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -344,7 +343,7 @@ class State:
             parts.setdefault(v, []).extend((start, _on_host(v, start, stop)) for start, stop in wanted)
         return parts
 
-    def _parts_on_devices(self, variables: AbstractSet[Variable], own: AbstractSet[int]) -> dict[Variable, list[Part]]:
+    def _parts_on_devices(self, variables: set[Variable], own: set[int]) -> dict[Variable, list[Part]]:
         """The same, of what the program changes."""
         layout, count = self._layout, len(self._layout.changing)
         firsts = {v: parts_of(v).first_holders for v in variables}

@@ -435,7 +435,7 @@ def _read_pieces(directory: Path) -> dict[str, np.ndarray]:
             raise UnreadableFileError(f"`{directory}` is damaged: `{PIECES}/{number}` is missing, of {index.writers}.")
         check_checksums(own, lambda name: True)
         runs, arrays = _understood(own / RUNS, _Runs.validate_json), _read_whole(own)
-        for name in runs.keys() & arrays.keys() & found.keys():
+        for name in (name for name in runs if runs[name] and name in arrays and name in found):
             ends = np.cumsum([stop - start for start, stop in runs[name]])
             parts = np.split(arrays[name].reshape(-1), ends[:-1])
             found[name] += [(start, part) for (start, _), part in zip(runs[name], parts, strict=True)]

@@ -9,6 +9,12 @@ A checkpoint is a directory. In it:
     dataloader.bin           what the data loader has written, if there is one
     checksums.json           the digests of all these files
 
+Several processes that write a checkpoint together have, beside these, a directory each, with parts of arrays:
+
+    pieces/<number>/         model/<name>.npz or model.safetensors, runs of elements one after the other; runs.json,
+                             which elements these are; checksums.json, the digests of all this
+    pieces.json              the index, written last: how many directories there are, and what they are parts of
+
 Nothing in it is read as a Python object. It is written beside its place, brought to the disk and renamed: a program
 that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds. What is read is
 compared with the digests first. Checkpoints of others, and of earlier versions, have none, and are read as they are.
@@ -28,15 +34,27 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, model_validator
 
 import popxl
-from popxl.base.files import CHECKSUMS, OF_ARCHIVES, check_checksums, current, discard, replacing, write_checksums
+from popxl.base.files import (
+    CHECKSUMS,
+    OF_ARCHIVES,
+    bring_to_disk,
+    check_checksums,
+    current,
+    discard,
+    replacing,
+    write_checksums,
+)
 from popxl.errors import UnreadableFileError
 from popxl_addons import _wandb
+from popxl_addons.array_munging import unshard
 
 Format = Literal["npz", "safetensors"]
 
@@ -44,6 +62,7 @@ MODEL = "model"
 TENSORS = "model.safetensors"
 INFO = "session_info.json"
 LOADER = "dataloader.bin"
+PIECES, INDEX, RUNS = "pieces", "pieces.json", "runs.json"
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +82,7 @@ def created(place: str) -> Iterator[Path]:
             write_checksums(Path(directory))
             _wandb.upload(place.removeprefix(_wandb.SCHEME), Path(directory))
     else:
-        with replacing(as_path(place), own=(MODEL, TENSORS, INFO, LOADER, CHECKSUMS)) as directory:
+        with replacing(as_path(place), own=(MODEL, TENSORS, INFO, LOADER, PIECES, INDEX, CHECKSUMS)) as directory:
             yield directory
             write_checksums(directory)
 
@@ -232,11 +251,15 @@ def begun(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "n
 
 
 def read_arrays(directory: Path) -> dict[str, np.ndarray]:
-    """The arrays by name, of whichever format; without memory maps.
+    """The arrays by name, of whichever format; without memory maps. Those in pieces are put together.
 
     Raises:
-        UnreadableFileError: if a file is damaged, or holds something that only Python could read.
+        UnreadableFileError: if a file is damaged or missing, or holds something that only Python could read.
     """
+    return _read_whole(directory) | _read_pieces(directory)
+
+
+def _read_whole(directory: Path) -> dict[str, np.ndarray]:
     if (directory / TENSORS).exists():
         return _read_safetensors(directory / TENSORS)
     return {path.stem: _read_npz(path, path.stem) for path in sorted((directory / MODEL).glob("*.npz"))}
@@ -272,6 +295,176 @@ def read_info(directory: Path) -> dict[str, Any]:
         raise UnreadableFileError(f"`{path}` is damaged: expected a JSON object, found {info!r}.")
     return info
 
+
+# Pieces -------------------------------------------------------------------------------------------------------------
+
+Piece = tuple[int, np.ndarray]
+"""Elements of an array, and the number of the first, in the order of the array's rows."""
+
+
+class Divided(BaseModel):
+    """An array in pieces.
+
+    Attributes:
+        shape: its shape.
+        axis: along which the parts are joined that are stacked on its first axis; `None` if it is whole.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    shape: tuple[NonNegativeInt, ...]
+    axis: NonNegativeInt | None = None
+
+    @model_validator(mode="after")
+    def _axis_is_there(self) -> Self:
+        if self.axis is not None and self.axis + 1 >= len(self.shape):
+            raise ValueError(f"parts of the shape {self.shape[1:]} have no axis {self.axis}")
+        return self
+
+
+class Index(BaseModel):
+    """What a checkpoint in pieces consists of.
+
+    Attributes:
+        writers: how many directories with pieces there are.
+        arrays: what they are pieces of, by name.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    writers: NonNegativeInt
+    arrays: dict[str, Divided]
+
+
+_Runs = TypeAdapter(dict[str, list[tuple[NonNegativeInt, NonNegativeInt]]])  # from one element to another
+
+
+class Notes(Protocol):
+    """How processes tell each other something: by notes under names."""
+
+    def leave(self, name: str, text: str) -> None:
+        """Leave a note for all."""
+
+    def find(self, name: str) -> str:
+        """Wait for the note of a name."""
+
+    def forget(self, folder: str) -> None:
+        """Forget all notes whose names begin with a folder's."""
+
+
+class Share:
+    """The part of one process in a checkpoint that several write together. Each tells once how that has ended.
+
+    Args:
+        directory: the draft of the checkpoint, which the first process has made.
+        number: which process this is, from 0.
+        count: how many there are.
+        notes: how they tell each other.
+    """
+
+    def __init__(self, directory: Path, number: int, count: int, notes: Notes) -> None:
+        self.directory = directory
+        self._number, self._count, self._notes = number, count, notes
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell what goes wrong in a block."""
+        try:
+            yield
+        except BaseException as problem:
+            self._tell(f"Process {self._number}: {type(problem).__name__}: {problem}")
+            raise
+
+    def write(self, pieces: Mapping[str, list[Piece]], format: Format) -> None:
+        """Write the pieces of this process, and tell that they are there."""
+        with self.told():
+            write_pieces(self.directory, self._number, pieces, format)
+        self._tell("")
+
+    def problems(self) -> list[str]:
+        """What has gone wrong in any process. The first one asks; it waits until all have told."""
+        told = [self._notes.find(f"{self.directory.name}/{number}") for number in range(self._count)]
+        self._notes.forget(self.directory.name)
+        return [text for text in told if text]
+
+    def _tell(self, text: str) -> None:
+        self._notes.leave(f"{self.directory.name}/{self._number}", text)
+
+
+def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]], format: Format = "npz") -> None:
+    """Write the pieces of one process to a checkpoint that others write, too, and bring them to the disk.
+
+    Args:
+        directory: what `created` gives the process that begins the checkpoint.
+        number: the number of this one, from 0.
+        pieces: its pieces of arrays, by name.
+        format: as for `write_arrays`.
+
+    Raises:
+        FileNotFoundError: if the directory is not there, as this process is on another machine, say.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"There is no directory `{directory}`, which the first process has made. Choose a place for checkpoints "
+            "that all processes have in common."
+        )
+    own = directory / PIECES / str(number)
+    own.mkdir(parents=True)
+    joined = {name: _one_after_the_other(each) for name, each in pieces.items() if each}
+    write_arrays(own, joined, format)
+    runs = {name: [(start, start + elements.size) for start, elements in pieces[name]] for name in joined}
+    (own / RUNS).write_bytes(_Runs.dump_json(runs))
+    write_checksums(own)
+    bring_to_disk(own)
+
+
+def write_index(directory: Path, index: Index) -> None:
+    """Say what the pieces are, when all are there. They are no checkpoint before."""
+    (directory / INDEX).write_text(index.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _read_pieces(directory: Path) -> dict[str, np.ndarray]:
+    path = directory / INDEX
+    if not (directory / PIECES).exists():
+        return {}
+    index = _understood(path, Index.model_validate_json)
+    found: dict[str, list[Piece]] = {name: [] for name in index.arrays}
+    for number in range(index.writers):
+        own = directory / PIECES / str(number)
+        if not own.is_dir():
+            raise UnreadableFileError(f"`{directory}` is damaged: `{PIECES}/{number}` is missing, of {index.writers}.")
+        check_checksums(own, lambda name: True)
+        runs, arrays = _understood(own / RUNS, _Runs.validate_json), _read_whole(own)
+        for name in (name for name in runs if runs[name] and name in arrays and name in found):
+            ends = np.cumsum([stop - start for start, stop in runs[name]])
+            parts = np.split(arrays[name].reshape(-1), ends[:-1])
+            found[name] += [(start, part) for (start, _), part in zip(runs[name], parts, strict=True)]
+    return {name: _joined(path, name, found.pop(name), index.arrays[name]) for name in index.arrays}
+
+
+def _joined(path: Path, name: str, pieces: list[Piece], divided: Divided) -> np.ndarray:
+    """An array of its pieces. `UnreadableFileError` if one is missing, or there are too many."""
+    size = math.prod(divided.shape)
+    own = sorted(((start, elements) for start, elements in pieces if elements.size or not size), key=itemgetter(0))
+    starts = np.cumsum([0, *(elements.size for _, elements in own)]).tolist()
+    if not own or [start for start, _ in own] + [size] != starts:
+        raise UnreadableFileError(f"`{path}` is damaged: the pieces of `{name}` are not all there, each once.")
+    array = _one_after_the_other(own).reshape(divided.shape)
+    return array if divided.axis is None else unshard(array, divided.axis)
+
+
+def _one_after_the_other(pieces: list[Piece]) -> np.ndarray:
+    return pieces[0][1] if len(pieces) == 1 else np.concatenate([elements for _, elements in pieces])
+
+
+def _understood(path: Path, read: Callable[[bytes], Any]) -> Any:
+    try:
+        return read(path.read_bytes())
+    except (ValidationError, FileNotFoundError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem
+
+
+# Files of arrays ----------------------------------------------------------------------------------------------------
 
 # NumPy's files have no word for bfloat16, and would say that these are just bytes: its name stands beside them.
 _BFLOAT16 = np.dtype([("bfloat16", "u2")])

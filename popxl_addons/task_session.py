@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 import popxl
 from popxl.base.distributed import Instance, launched
 from popxl.base.files import replaced_file
-from popxl.errors import MissingStateWarning
+from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
 from popxl_addons.array_munging import shard, unshard
@@ -171,7 +171,8 @@ class TaskSession(popxl.Session):
                 errors. Nothing is written then.
         """
         # Copies: sessions of one Ir share the host copies of its variables.
-        arrays = {name: a.copy() if checkpoint.map_file(a) else a for name, a in src._values(copied=True).items()}
+        theirs = src._values(_readable(src.state), copied=True)
+        arrays = {name: a.copy() if checkpoint.map_file(a) else a for name, a in theirs.items()}
         what = f"TaskSession.load_from_session, from {src!r}"
         values, missing = self._matched(what, "Source", arrays, report_missing)
         if missing and report_missing == "warn":
@@ -192,14 +193,19 @@ class TaskSession(popxl.Session):
         `max_checkpoints`; so there has to be room for one more. The data loader, too, writes to the new directory,
         whose name is another one until then.
 
-        Values are written whole, however many replicas have pieces of them: also those that groups of replicas divide,
-        if the variable has a `group_axis`. With `wait=False` they are copied, and so are memory maps and the position
-        of the data loader; the rest is done in a thread while the session runs on. The next checkpoint, leaving the
-        ``with`` block and the end of the process wait for it, and so does `wait_for_checkpoint`. They raise what went
-        wrong in the thread. At the end of the process that is only told in the log.
+        Values are whole when they are read, however many replicas have pieces of them: also those that groups of
+        replicas divide, if the variable has a `group_axis`. With `wait=False` they are copied, and so are memory maps
+        and the position of the data loader; the rest is done in a thread while the session runs on. The next
+        checkpoint, leaving the ``with`` block and the end of the process wait for it, and so does
+        `wait_for_checkpoint`. They raise what went wrong in the thread. At the end of the process that is only told in
+        the log.
 
-        Of several processes that run the program, all have to call this, and the first one writes. If others are to
-        read the checkpoint at once, wait for it (``session.wait_for_checkpoint(); popdist.synchronize()``).
+        If several processes run the program, all have to call this, with a directory that all reach. Each writes the
+        parts of values that its replicas hold; what several replicas hold, the first of them. No process needs room for
+        all values. The first process writes `session_state`, constants and memory maps; and last, when all have said
+        that their parts are there, an index. It alone knows then that the checkpoint is complete: to read it at once,
+        wait for that (``session.wait_for_checkpoint(); popdist.synchronize()``). An artifact is written by the first
+        process alone.
 
         Args:
             checkpoint_dir: a directory, ``~`` for the user's home; or ``wandb://<name>`` for an artifact of the type
@@ -211,33 +217,99 @@ class TaskSession(popxl.Session):
 
         Raises:
             OSError: what the disk says, of this checkpoint or of the one before.
+            PopxlRuntimeError: if another process could not write its part, of this checkpoint or of the one before.
             TypeError: if `session_state` holds something that JSON does not know.
             ValueError: for another `format`, or memory maps that lie in `checkpoint_dir`.
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
         place = os.fspath(checkpoint_dir)
         self._writer.join()  # there is room for one copy of the values
-        arrays = self._values(copied=not wait)
-        self._writer.check()  # here, where all processes have given their values
-        if (launched() or Instance()).instance_index != 0:
-            return
-        self._check_maps_elsewhere(place, arrays)
+        together = self._is_divided and not place.startswith(_wandb.SCHEME)
+        named = _readable(self.state)
+        divided = {name: t for name, t in named.items() if together and _is_saved_in_pieces(t)}
+        arrays = self._values({name: t for name, t in named.items() if name not in divided}, copied=not wait)
+        is_first = (launched() or Instance()).instance_index == 0
         with ExitStack() as stack:
-            directory = stack.enter_context(checkpoint.created(place))
-            checkpoint.write_info(directory, self.session_state)
-            write = checkpoint.begun(directory, arrays, format)
-            if self._dataloader is not None:
-                self._dataloader.save(str(directory / checkpoint.LOADER))
+            if together:
+                finish = self._begun_together(stack, place, format, arrays, cast("dict[str, Variable]", divided))
+            else:
+                self._writer.check()  # here, where all processes have given their values
+                if not is_first:
+                    return
+                _, finish = self._begun(stack, place, format, arrays)
             draft = stack.pop_all()
         writer, count = self._writer, self.max_checkpoints  # not the session: a thread would keep it
 
-        def finish() -> None:
+        def complete() -> None:
             with draft:
-                write()
-            if not place.startswith(_wandb.SCHEME):
+                finish()
+            if is_first and not place.startswith(_wandb.SCHEME):
                 writer.keep(checkpoint.as_path(place), count)
 
-        writer.do(finish, f"the checkpoint `{place}`", wait)
+        writer.do(complete, f"the checkpoint `{place}`", wait)
+
+    def _begun(
+        self, stack: ExitStack, place: str, format: checkpoint.Format, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[Path, Callable[[], None]]:
+        """The draft of a checkpoint, which has all but the arrays, and what writes these."""
+        self._check_maps_elsewhere(place, arrays)
+        directory = stack.enter_context(checkpoint.created(place))
+        checkpoint.write_info(directory, self.session_state)
+        write = checkpoint.begun(directory, arrays, format)
+        if self._dataloader is not None:
+            self._dataloader.save(str(directory / checkpoint.LOADER))
+        return directory, write
+
+    def _begun_together(
+        self,
+        stack: ExitStack,
+        place: str,
+        format: checkpoint.Format,
+        arrays: Mapping[str, np.ndarray],
+        divided: Mapping[str, Variable],
+    ) -> Callable[[], None]:
+        """As `_begun`, of a checkpoint that all processes write: the first one `arrays`, each a part of `divided`.
+
+        They meet once, to know the draft. Later each says how its part has ended, and the first one waits for that.
+        """
+        instance = launched() or Instance()
+        number, count = instance.instance_index, instance.num_instances
+        problem: BaseException | None = None
+        begun: tuple[Path, Callable[[], None]] = Path(), lambda: None
+        try:
+            self._writer.check()
+            if number == 0:
+                begun = self._begun(stack, place, format, arrays)
+        except BaseException as raised:  # whatever it is, the others wait to be told
+            problem = raised
+        directory, write = begun
+        said = {"directory": str(directory), "problem": problem and f"{type(problem).__name__}: {problem}"}
+        told = self._meet("TaskSession.save_checkpoint", said)
+        if problem is not None:
+            raise problem
+        if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
+            raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
+        share = checkpoint.Share(Path(told[0]["directory"]), number, count, self._notes)
+        with share.told():
+            parts = self._own_parts([*divided.values()])
+            pieces = {name: parts[v] for name, v in divided.items()}
+        if number > 0:
+            return partial(share.write, pieces, format)
+        index = checkpoint.Index(writers=count, arrays={name: _in_pieces(v) for name, v in divided.items()})
+
+        def finish() -> None:
+            try:
+                share.write(pieces, format)
+            finally:  # as long as anybody writes to the draft, it has to be there
+                problems = share.problems()
+            if problems:
+                raise PopxlRuntimeError(
+                    f"TaskSession.save_checkpoint: `{place}` is not complete, and is not there. {' '.join(problems)}"
+                )
+            write()
+            checkpoint.write_index(share.directory, index)
+
+        return finish
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, if it was saved with `wait=False`.
@@ -347,9 +419,8 @@ class TaskSession(popxl.Session):
         if values:
             self.write_variables_data(values)
 
-    def _values(self, copied: bool) -> dict[str, np.ndarray]:
-        """The values of the state, whole, by name. Memory maps are as they are; others are copies if so wanted."""
-        named = _readable(self.state)
+    def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
+        """The values of tensors, whole, by name. Memory maps are as they are; others are copies if so wanted."""
         with self._lock, self.ir.host_copies.lock:
             data = self.get_tensors_data(named.values())
             wholes = {name: _whole(t, data[t]) for name, t in named.items()}
@@ -452,6 +523,18 @@ def initialise_memmap_dir_from_checkpoint(
 
 def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
     return {name: cast("Variable | Constant", t) for name, t in state.to_dict().items()}
+
+
+def _is_saved_in_pieces(t: Variable | Constant) -> bool:
+    """Whether each process saves a part of the value: not of what is the same file for all, or known to all."""
+    if not isinstance(t, Variable) or (t.initial is None and checkpoint.map_file(t.data) is not None):
+        return False
+    return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
+
+
+def _in_pieces(v: Variable) -> checkpoint.Divided:
+    has_groups = v.replica_grouping.num_groups > 1
+    return checkpoint.Divided(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
 
 
 def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:

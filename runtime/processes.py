@@ -228,14 +228,58 @@ def _leave(line: Line | Service, is_first: bool, process: int) -> None:
         print(problem, file=sys.stderr)
 
 
-def meet(place: str) -> None:
+def meet(place: str, said: Any = None) -> list[Any]:
     """Wait until all instances are at this place: nothing, in a program of a single process.
+
+    Args:
+        place: its name.
+        said: what this instance says there, such as JSON knows.
+
+    Returns:
+        What each has said, in the order of the instances.
 
     Raises:
         PopxlRuntimeError: if they will not all come.
     """
-    for line in _lines:
-        line.meet(place)
+    return _lines[0].meet(place, said) if _lines else [said]
+
+
+class Notes:
+    """Notes that instances leave for each other, under names that are used once.
+
+    They take no meeting: a thread may leave one, or wait for one, while the program goes on.
+    """
+
+    _FOLDER = "popxl/notes"
+    _PATIENCE = 1000  # milliseconds, after which somebody who waits can be interrupted
+
+    def leave(self, name: str, text: str) -> None:
+        """Leave a note for all."""
+        self._service.key_value_set(f"{self._FOLDER}/{name}", text)
+
+    def find(self, name: str) -> str:
+        """The note of a name. Waits until there is one: an instance that dies meanwhile ends this one, too.
+
+        Raises:
+            PopxlRuntimeError: if the instances are no longer connected.
+        """
+        while True:
+            try:
+                text: str = self._service.blocking_key_value_get(f"{self._FOLDER}/{name}", self._PATIENCE)
+                return text
+            except RuntimeError as problem:  # of JAX, in whichever form it raises what the service says
+                if not str(problem).startswith("DEADLINE_EXCEEDED"):
+                    raise PopxlRuntimeError(
+                        f"popdist: other instances cannot be heard any more: {problem}"
+                    ) from problem
+
+    def forget(self, folder: str) -> None:
+        """Forget all notes whose names begin with a folder's."""
+        self._service.key_value_delete(f"{self._FOLDER}/{folder}/")
+
+    @property
+    def _service(self) -> Any:
+        return distributed.global_state.client
 
 
 # Replicas of a program over processes --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ know. There is no launcher then; processes meet by JAX's own service, which the 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 from typing import Any
@@ -111,9 +112,10 @@ class Service:
         self._instance, self._client = instance, client
         self._meetings = itertools.count()
         self._lock = threading.Lock()
+        self._all_fail = False  # for the same reason, which all have been told
 
-    def meet(self, place: str) -> None:
-        """Wait until all processes are at a place.
+    def meet(self, place: str, said: Any = None) -> list[Any]:
+        """Wait until all processes are at a place. Returns what each has said there.
 
         Raises:
             PopxlRuntimeError: if they do not come, or are at another place.
@@ -121,26 +123,34 @@ class Service:
         own, count = self._instance.instance_index, self._instance.num_instances
         with self._lock:
             name = f"popxl/meeting {next(self._meetings)}"
-            self._client.key_value_set(f"{name}/{own}", place)
+            self._client.key_value_set(f"{name}/{own}", json.dumps([place, said]))
             self._wait(place, lambda limit: self._client.wait_at_barrier(name, limit))
-            places = {i: self._client.key_value_try_get(f"{name}/{i}") for i in range(count)}
-        if len({*places.values()}) > 1:
-            told = " ".join(f"Instance {i} is at {each}." for i, each in places.items())
+            found = [json.loads(self._client.key_value_try_get(f"{name}/{i}")) for i in range(count)]
+        if any(there != place for there, _ in found):
+            self._all_fail = True
+            told = " ".join(f"Instance {i} is at {there}." for i, (there, _) in enumerate(found))
             raise PopxlRuntimeError(
                 f"popdist: instance {own} is at {place}, and others wait elsewhere; all instances have to do the same. "
                 f"{told}"
             )
+        return [each for _, each in found]
 
     def leave(self, is_first: bool, failed: bool) -> None:
-        """At the end of the program. The first process, which has the service, waits for the others."""
+        """At the end of the program. The first process, which has the service, waits for the others.
+
+        After a failure of its own it does not, as they may be waiting for it in a collective. Where all fail it does:
+        the end of the service would end them before they have said why.
+        """
         if not is_first:
             self._client.key_value_set(f"popxl/left/{self._instance.instance_index}", str(failed))
             return
-        for other in range(1, 1 if failed else self._instance.num_instances):
+        if failed and not self._all_fail:
+            return
+        for other in range(1, self._instance.num_instances):
             key = f"popxl/left/{other}"
             self._wait("the end of the program", lambda limit, key=key: self._client.blocking_key_value_get(key, limit))
-        if not failed:  # who has said so is still connected, and would be cut off: wait until nobody is but this one
-            self._client.get_live_nodes([*range(self._instance.num_instances)])
+        # Who has said so is still connected, and would be cut off: wait until nobody is but this one.
+        self._client.get_live_nodes([*range(self._instance.num_instances)])
 
     def _wait(self, place: str, wait: Any) -> None:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numbers
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 
@@ -30,9 +30,11 @@ from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.files.session_files import read, write
 from runtime.interrupts import uninterrupted
+from runtime.processes import Notes
 from runtime.program.host_arrays import HostArrays, Outputs
 from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
+from runtime.program.state import Part
 from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
@@ -619,30 +621,62 @@ class Session:
             raise TypeError(f"Session.get_tensors_data: expected a list of tensors; got {tensors!r}.")
         wanted = list(tensors)
         for t in wanted:
-            if not isinstance(t, Variable | Constant):
-                raise TypeError(
-                    f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
-                    "stream (`ops.host_store`)."
-                )
-            self._check_own("get_tensors_data", t)
-            if isinstance(t, Variable) and (t.dtype.is_complex or t.dtype.name in ("int8", "uint8")):
-                raise ValueError(
-                    f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported."
-                )
+            self._check_readable(t)
         if self._owners and any(t in self._owners for t in wanted):
             known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
             rest = self.get_tensors_data([t for t in wanted if t not in known])
             return {t: known[t] if t in known else rest[t] for t in wanted}
         with self._lock, self._ir.host_copies.lock:
-            if self._host_is_stale and any(isinstance(t, Variable) for t in wanted):
-                if self.is_attached and self._is_here:
-                    self.weights_to_host()
-                elif self._has_run:
-                    _log.warn(
-                        "Session.get_tensors_data: these are the values from before the last runs. What the device had "
-                        "was not copied to the host before the session was left."
-                    )
+            if any(isinstance(t, Variable) for t in wanted) and self._device_is_ahead():
+                self.weights_to_host()
             return {t: self._numbers(t) for t in wanted}
+
+    def _check_readable(self, t: Variable | Constant) -> None:
+        if not isinstance(t, Variable | Constant):
+            raise TypeError(
+                f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
+                "stream (`ops.host_store`)."
+            )
+        self._check_own("get_tensors_data", t)
+        if isinstance(t, Variable) and (t.dtype.is_complex or t.dtype.name in ("int8", "uint8")):
+            raise ValueError(f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported.")
+
+    def _device_is_ahead(self) -> bool:
+        """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
+        is_here = self.is_attached and self._is_here
+        if self._has_run and not is_here:
+            _log.warn(
+                "Session.get_tensors_data: these are the values from before the last runs. What the device had was not "
+                "copied to the host before the session was left."
+            )
+        return self._host_is_stale and is_here
+
+    # Each process its part
+
+    _notes = Notes()
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether several processes run the program."""
+        return self.program.layout.divided is not None
+
+    def _meet(self, place: str, said: Any) -> list[Any]:
+        """Wait until all processes that run the program are at a place. Returns what each has said there."""
+        return self.program.layout.replicas.meet(place, self.program.state.begun, said)
+
+    def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
+        """What this process is to save of variables, if each process that runs the program saves a part: see
+        `State.own_parts`. Meet before: with unequal numbers of runs, one would wait for ever."""
+        for v in variables:
+            self._check_readable(v)
+        with self._lock, self._ir.host_copies.lock:
+            own = [v for v in variables if v not in self._owners]
+            parts = self.program.own_parts(own, self._device_is_ahead()) if own else {}
+        for v in variables:
+            if v in self._owners:
+                owner, theirs = self._owners[v]
+                parts[v] = owner._own_parts([theirs])[theirs]
+        return parts
 
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable

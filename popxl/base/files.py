@@ -36,6 +36,7 @@ except ImportError:  # on Windows
 __all__ = [
     "CHECKSUMS",
     "OF_ARCHIVES",
+    "bring_to_disk",
     "check_checksums",
     "current",
     "digest",
@@ -217,7 +218,7 @@ def replacing(directory: Path, own: Collection[str]) -> Iterator[Path]:
     try:
         with drafted(directory, Path.mkdir) as draft:
             yield draft
-            _bring_to_disk(draft)
+            bring_to_disk(draft)
             if directory.exists():
                 directory.rename(_previous(directory))
             draft.rename(directory)
@@ -271,7 +272,8 @@ def _previous(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.previous")
 
 
-def _bring_to_disk(directory: Path) -> None:
+def bring_to_disk(directory: Path) -> None:
+    """Wait until a directory, with all that is in it, is on the disk."""
     for parent, _, files in os.walk(directory):
         for name in files:
             _sync(Path(parent) / name)
@@ -352,8 +354,16 @@ CHECKSUMS = "checksums.json"
 
 
 def write_checksums(directory: Path) -> None:
-    """Write the digests of all files in a directory to its `checksums.json`."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    """Write the digests of all files in a directory to its `checksums.json`.
+
+    Of a directory in it that has digests of its own, these are taken, and what they are of is not read again.
+    """
+    done = {path.parent for path in directory.glob(f"**/*/{CHECKSUMS}")}
+    files = sorted(
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and (path.name == CHECKSUMS or done.isdisjoint(path.parents))
+    )
     content = {"digest": "", "files": {path.relative_to(directory).as_posix(): _digest_of(path) for path in files}}
     (directory / CHECKSUMS).write_bytes(sealed(json.dumps(content, indent=1).encode()))
 

@@ -88,6 +88,25 @@ class Parts:
         holders = np.asarray([families[replica][0][: self.count or 1] for replica in asked])
         return parts[holders].reshape(len(holders), -1)[:, : self.size]
 
+    @cached_property
+    def first_holders(self) -> dict[int, tuple[int, int]]:
+        """Which replica is the first to hold which elements, of all values on the host one after the other: from one
+        number to another. So each element that replicas have room for is there once."""
+        families, found = self._families(), {}
+        for group in range(self.grouping.num_groups):
+            holders, _ = families[self.grouping.assignment.index(group)]
+            for place, replica in enumerate(holders[: self.count or 1]):
+                start, stop = (group * self.size + min(k * self.length, self.size) for k in (place, place + 1))
+                found[replica] = (start, stop)
+        return found
+
+    @property
+    def without_room(self) -> list[tuple[int, int]]:
+        """Which elements no replica has room for, of all values on the host one after the other."""
+        room = (self.count or 1) * self.length
+        starts = (group * self.size for group in range(self.grouping.num_groups if room < self.size else 0))
+        return [(start + room, start + self.size) for start in starts]
+
     def _families(self) -> list[tuple[list[int], int]]:
         """For each replica, those that hold pieces of the same value, and its place among them."""
         if self.count is None:

@@ -222,6 +222,12 @@ def parts_in(
     buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, array: Array
 ) -> dict[Variable, np.ndarray]:
     """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
-    slots = replicas.fetched(array).view(buffer.tensor_dtype.as_jax())
-    fetched = slots.reshape(replicas.count, buffer.entries, -1)[:, :, : buffer.slot_nelms]
-    return {v: fetched[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}
+    return in_slots(buffer, variables, replicas.fetched(array), replicas.count)
+
+
+def in_slots(
+    buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray, count: int = 1
+) -> dict[Variable, np.ndarray]:
+    """The same, of the slots of so many replicas, on the host."""
+    rows = slots.view(buffer.tensor_dtype.as_jax()).reshape(count, buffer.entries, -1)[:, :, : buffer.slot_nelms]
+    return {v: rows[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from runtime.interrupts import uninterrupted
 from runtime.program.compiled import Compiled, Ready, can_be_kept, compiled
 from runtime.program.layout import Layout
 from runtime.program.run import Runner
-from runtime.program.state import State
+from runtime.program.state import Part, State
 from runtime.targets.destination import Destination
 from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
@@ -184,6 +184,10 @@ class Program(CompiledProgram):
     def read_here(self, variables: Sequence[Variable]) -> dict[Variable, np.ndarray] | None:
         """Values of variables as the first replica of this process has them; see `State.read_here`."""
         return self.state.read_here(variables)
+
+    def own_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
+        """Parts of the values of variables, of a program over several processes; see `State.own_parts`."""
+        return self.state.own_parts(variables, is_ahead)
 
     def release(self) -> None:
         """Free the device memory of the variables."""

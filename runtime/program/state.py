@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,15 @@ from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
 from runtime.program.blocks import Block
 from runtime.program.layout import Layout
+from runtime.targets.replicas import DividedReplicas
 
 Array = Any
 
 _Taken = tuple[Variable, np.ndarray, np.ndarray | None]
+
+Part = tuple[int, np.ndarray]
+"""A part of the values of a variable on the host: the number of its first element, of all one after the other, and its
+elements."""
 
 _Place = tuple[bool, int]
 """Where a state has an array: whether among those that change, and at which position."""
@@ -245,14 +251,8 @@ class State:
 
     def _rows(self, t: Tensor) -> Callable[[int], np.ndarray]:
         """What gives the numbers that a replica has of a variable at first."""
-        v, initial = self._layout.held[t], self._layout.held[t].initial
-
-        def elements(start: int, stop: int) -> np.ndarray:
-            if initial is None:
-                return to_device(v.data.reshape(-1)[start:stop], v.dtype)
-            return to_device(to_numpy(initial.elements(start, stop), v.dtype), v.dtype)
-
-        return partial(parts_of(v).row, elements)
+        v = self._layout.held[t]
+        return partial(parts_of(v).row, lambda start, stop: to_device(_on_host(v, start, stop), v.dtype))
 
     def _is_alike(self, t: Tensor) -> bool:
         """Whether all replicas have the same of a variable at first."""
@@ -320,6 +320,60 @@ class State:
         with layout.precision():
             return {v: value(v) for v in variables}
 
+    def own_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
+        """Parts of the values of variables, of a program over several processes: those that replicas of this process
+        are the first to hold. The parts that all processes have are all values, each once. They are copies.
+
+        Args:
+            variables: which.
+            is_ahead: whether the devices are, of the host copies.
+        """
+        layout = self._layout
+        assert layout.divided is not None
+        own = layout.divided.own_replicas
+        parts: dict[Variable, list[Part]] = {}
+        if is_ahead:
+            with layout.precision():
+                parts = self._parts_on_devices(set(variables), set(own))
+        for v in variables:
+            held = parts_of(v)
+            wanted = [*(held.without_room if own[0] == 0 else ())]
+            if v not in parts:
+                wanted += [each for replica, each in held.first_holders.items() if replica in own]
+            parts.setdefault(v, []).extend((start, _on_host(v, start, stop)) for start, stop in wanted)
+        return parts
+
+    def _parts_on_devices(self, variables: set[Variable], own: set[int]) -> dict[Variable, list[Part]]:
+        """The same, of what the program changes."""
+        layout, count = self._layout, len(self._layout.changing)
+        firsts = {v: parts_of(v).first_holders for v in variables}
+        parts: dict[Variable, list[Part]] = {}
+
+        def fetched(array: Array, thing: Tensor | RemoteBuffer, vs: Iterable[Variable]) -> dict[int, np.ndarray]:
+            replicas = layout.terms_for(thing).replicas
+            assert isinstance(replicas, DividedReplicas)
+            return replicas.fetched_here(array, own & set(chain(*(firsts[v] for v in vs))))
+
+        def note(replica: int, rows: Mapping[Variable, np.ndarray]) -> None:
+            for v, row in rows.items():
+                if replica in firsts[v]:
+                    start, stop = firsts[v][replica]
+                    parts[v].append((start, to_host(row[: stop - start], v.dtype)))
+
+        for block, array in zip(layout.changing, self.present(), strict=False):
+            held = {layout.held[t]: k for k, t in enumerate(block.tensors) if t in layout.changed}
+            if vs := variables & held.keys():
+                parts |= {v: [] for v in vs}
+                for replica, values in fetched(array, block.tensors[0], vs).items():
+                    rows = values.reshape(len(block.tensors), -1)
+                    note(replica, {v: rows[held[v]] for v in vs})
+        for (buffer, inside), array in zip(layout.in_buffers.items(), self.present()[count:], strict=True):
+            if buffer in layout.stored_to and (vs := variables & set(inside)):
+                parts |= {v: [] for v in vs}
+                for replica, slots in fetched(array, buffer, vs).items():
+                    note(replica, {v: row[0] for v, row in remote.in_slots(buffer, vs, slots).items()})
+        return parts
+
     def _taken_from(self, v: Variable, array: np.ndarray) -> _Taken:
         """What the replicas hold of a variable: its host copy to be, and the values on all replicas if these are
         wanted. Elements that they have no room for are left out."""
@@ -341,3 +395,10 @@ class State:
                 whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
                 whole[:, : of_all.shape[1]] = of_all
                 self.values_of_all[v] = whole.reshape(-1, *v.shape)
+
+
+def _on_host(v: Variable, start: int, stop: int) -> np.ndarray:
+    """A copy of some elements of all values of a variable on the host, one after the other."""
+    if v.initial is None:
+        return np.array(v.data.reshape(-1)[start:stop])
+    return to_numpy(v.initial.elements(start, stop), v.dtype)

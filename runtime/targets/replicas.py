@@ -13,7 +13,7 @@ has the arrays of all of them: `DividedReplicas`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -198,8 +198,12 @@ class Replicas:
         """
         return array
 
-    def meet(self, place: str, runs: int) -> None:
-        """Wait until all processes that drive replicas are at this place, after so many runs."""
+    def meet(self, place: str, runs: int, said: Any = None) -> list[Any]:
+        """Wait until all processes that drive replicas are at this place, after so many runs.
+
+        Returns what each has said there.
+        """
+        return [said]
 
 
 class DividedReplicas(Replicas):
@@ -209,13 +213,16 @@ class DividedReplicas(Replicas):
         count: how many there are.
         devices: the devices of all processes, in the order of the replicas.
         dimensions: as for `Replicas`.
+
+    Attributes:
+        own_replicas: the numbers of those that this process drives.
     """
 
     def __init__(self, count: int, devices: Sequence[Any], dimensions: Sequence[Dimension] = ()) -> None:
         super().__init__(count, devices, dimensions)
-        own = [device for device in devices if device.process_index == jax.process_index()]
-        self.local_count = len(own)
-        self.device = own[0]
+        self.own_replicas = [i for i, each in enumerate(devices) if each.process_index == jax.process_index()]
+        self.local_count = len(self.own_replicas)
+        self.device = devices[self.own_replicas[0]]
 
     def __str__(self) -> str:
         return f"{self.count} replicas on as many devices, {self.local_count} of them of this process"
@@ -235,9 +242,16 @@ class DividedReplicas(Replicas):
             whole[:, start : start + step] = _piece(array, start, step, everywhere).addressable_data(0)
         return whole.reshape(array.shape)
 
-    def meet(self, place: str, runs: int) -> None:
+    def fetched_here(self, array: Array, which: Collection[int]) -> dict[int, np.ndarray]:
+        """What some replicas of this process have of an array of all replicas, copied to the host. Nobody else is
+        needed for it."""
+        share = len(array) // self.count  # of what is in the host's memory, a replica has several rows
+        shards = {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
+        return {replica: np.array(shards[replica]) for replica in which}
+
+    def meet(self, place: str, runs: int, said: Any = None) -> list[Any]:
         # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
-        processes.meet(f"{place} after {runs} run{'s' * (runs != 1)}")
+        return processes.meet(f"{place} after {runs} run{'s' * (runs != 1)}", said)
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.benchmarks import curves, language_model, network, page, run, variants
+from popxl_addons.transforms import PipelineSchedule
+from tests.benchmarks import curves, language_model, network, page, run, schedules, variants
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
@@ -60,6 +61,41 @@ def test_the_language_model_beside_flax():
         step = party.compile()
         np.testing.assert_allclose([party.loss, step()], ours.loss, atol=1e-3)
         assert np.isfinite(step()) and party.needed[0] > party.needed[1] > 0
+
+
+@pytest.mark.thorough
+def test_schedules(tmp_path):
+    """Each runs, with the same sums; what is recorded is all its work, and is drawn."""
+    work = schedules.Work(devices=2, steps=2, layers=8, width=6, rows=3)
+    text, results = schedules.compare(work, [*schedules.SCHEDULES], 1, tmp_path)
+    assert [result.name for result in results] == [*schedules.SCHEDULES]
+    for result in results:
+        assert len(result.predicted.tasks) == 2 * (4 * schedules.SCHEDULES[result.name] + 2 * ("zero" in result.name))
+        assert {kind for _, kind, *_ in result.recorded} >= {"forward", "backward"} and 0 <= result.waited < 1
+        assert 0 < result.predicted.seconds < math.inf and result.measured[0] > 0
+        assert f"| {result.name} | " in text
+    assert len([*tmp_path.glob("*.svg")]) == 4
+
+
+def test_what_is_said_of_schedules(monkeypatch):
+    """Beside the theory, by hand; and that too few cores, or busy ones, tell nothing."""
+    work = schedules.Work(devices=2, steps=2)
+    took = schedules.Durations(forward=1.0, backward=1.5, gradients=0.5, cores=1.0)
+    assert took.of_stages(2, is_apart=False) == [1, 1, 2, 2]
+    assert took.of_stages(2, is_apart=True) == [1, 1, 1.5, 1.5, 0.5, 0.5]
+    predicted = PipelineSchedule.gpipe([0, 1, 1, 0], 2).simulate(took.of_stages(2, is_apart=False))
+    recorded = [("cpu:0", "forward", 1.0, 5.0), ("cpu:1", "backward", 3.0, 11.0)]
+    result = schedules.Result("gpipe", predicted, [10.0, 12.0, 9.5], recorded)
+    assert result.cells() == ["gpipe", "9 s", "10 s", "1.11", "33%", "40%"]
+    picture = str(result.picture(["forward", "forward", "backward", "backward"]))
+    assert all(lane in picture for lane in ("predicted 0", "predicted 1", "measured cpu:0", "measured cpu:1"))
+    warnings = ("each device has a core", "leave it less", "programs have the cores")
+    for cores, busy, warned in [(2, 1.0, None), (1, 1.0, 0), (2, 1.9, 1), (2, 0.3, 2)]:
+        monkeypatch.setattr(schedules, "cores_here", lambda cores=cores: cores)
+        text = "\n".join(schedules.report(work, {1: replace(took, cores=busy)}, [result]))
+        assert [each in text for each in warnings] == [k == warned for k in range(3)]
+    assert schedules.kind_of("pipeline_stage_3_subgraph(6)", 2) == "backward"
+    assert schedules.kind_of("forward_subgraph(0), 3 ops", 2) == "forward" and schedules.kind_of("feeds", 2) is None
 
 
 def test_curves(tmp_path):

@@ -7,9 +7,11 @@ replicas. It returns what every process knows, and what each replica has stored,
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +22,10 @@ import numpy as np
 
 import popdist
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl.transforms import autodiff
+from popxl_addons import checkpoint
 
 Share = Callable[[np.ndarray], np.ndarray]
 Results = tuple[dict[str, Any], dict[str, Any]]
@@ -233,6 +237,46 @@ def several_ipus(replication: Replication, share: Share) -> Results:
     return {"v": session.get_tensor_data(v)}, {"out": np.asarray(own).reshape(-1, 3)}
 
 
+def checkpoint_in_pieces(replication: Replication, share: Share) -> Results:
+    """Each process saves its pieces, while the program runs on. What is read is what was, and goes back."""
+    ir = popxl.Ir(replication)
+    with ir.main_graph, popxl.in_sequence():
+        w, piece = popxl.replica_sharded_variable(np.arange(5, dtype=np.float32), name="w")
+        whole = popxl.variable(np.arange(3), popxl.float16, "whole")
+        columns = popxl.variable(
+            np.arange(12, dtype=np.float32).reshape(2, 2, 3), name="columns", replica_grouping=ir.replica_grouping(2, 2)
+        )
+        columns.group_axis = 1
+        every = popxl.variable(1.0, popxl.float32, "every", retrieval_mode="all_replicas")
+        described = popxl.variable(popxl.initial.normal((4, 3), seed=5), popxl.float32, "described")
+        buffer = popxl.replica_sharded_buffer((7,), popxl.float32, entries=2)
+        remote = popxl.remote_replica_sharded_variable(np.arange(7, dtype=np.float32), buffer, 1)
+        for v in (piece, whole, columns, every):
+            ops.add_(v, popxl.constant(1, v.dtype))
+        ops.remote_store(buffer, 1, ops.remote_load(buffer, 1) * 2.0)
+        tensors = {"w": w, "whole": whole, "columns": columns, "every": every, "described": described}
+        state = addons.NamedTensors.from_dict({**tensors, "remote": remote, "constant": popxl.constant(np.arange(2.0))})
+    session = addons.TaskSession([], [], state, ir=ir, device_desc="ipu_hw")
+    is_shared, known = replication == "popdist", {}
+    with contextlib.nullcontext(sys.argv[1]) if is_shared else tempfile.TemporaryDirectory() as folder, session:
+        session.run()
+        session.save_checkpoint(f"{folder}/checkpoint", wait=False)
+        session.run()
+        session.wait_for_checkpoint()
+        popdist.synchronize()
+        with checkpoint.located(f"{folder}/checkpoint") as directory:
+            known |= checkpoint.read_arrays(directory)
+            assert is_shared == (directory / checkpoint.INDEX).exists()
+            if is_shared:  # what each process has written of `w`, of which 4 replicas have 2, 2, 1 and 0 elements
+                sizes = [checkpoint.read_arrays(own)["w"].size for own in sorted(directory.glob("pieces/*"))]
+                assert sizes in ([4, 1], [2, 2, 1, 0])
+        state.pop("every")  # is read from all replicas, and cannot be written
+        session.load_checkpoint(f"{folder}/checkpoint", report_missing="none")
+        session.run()
+        known |= {f"{name} after": array for name, array in session.get_named_tensors_data().to_dict().items()}
+    return known, {}
+
+
 PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "training": training,
     "training, dispatched": lambda replication, share: training(replication, share, calls="dispatched"),
@@ -244,6 +288,7 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "alone": alone,
     "pipeline": pipeline,
     "several IPUs": several_ipus,
+    "checkpoint in pieces": checkpoint_in_pieces,
     "pipeline on one device": lambda replication, share: pipeline(replication, share, "one"),
 }
 

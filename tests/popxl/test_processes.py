@@ -20,7 +20,7 @@ from runtime.processes import held_port
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
 
-IN_MANY = ("training", "grouped variables", "sharded variables", "seeds", "pipeline")
+IN_MANY = ("training", "grouped variables", "sharded variables", "seeds", "pipeline", "checkpoint in pieces")
 """Programs that are run always, and in more than two processes; the others differ from these in what each process does
 by itself."""
 

@@ -92,6 +92,30 @@ def test_pieces_come_back(size, members, everywhere):
             np.testing.assert_array_equal(parts.values(parts.of(values), everywhere), expected)
 
 
+@settings(max_examples=25)
+@given(st.integers(0, 12), st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([None, 0, 2, 5]))
+def test_each_element_has_one_first_holder(size, members, room):
+    """The lowest replica that holds it; also where replicas have room for some elements only, and none for the rest."""
+    ir = popxl.Ir(replication=12)
+    for stride in (s for s in range(1, 13) if 12 % (s * members) == 0):
+        grouping = ir.replica_grouping(stride, members)
+        values = 1 + np.arange(grouping.num_groups * size)
+        for count in (None, *(n for n in range(1, members + 1) if members % n == 0)):
+            length = (piece_length((size,), count or 1)) if room is None else room
+            parts = Parts(grouping, size, length, count)
+            rows = parts.of(values)
+            found = np.zeros_like(values)
+            for replica, (start, stop) in parts.first_holders.items():
+                assert not found[start:stop].any()
+                found[start:stop] = rows[replica][: stop - start]
+                for element in values[start:stop]:
+                    assert replica == min(r for r, row in enumerate(rows) if element in row)
+            for start, stop in parts.without_room:
+                assert not found[start:stop].any() and not np.isin(values[start:stop], rows).any()
+                found[start:stop] = values[start:stop]
+            np.testing.assert_array_equal(found, values)
+
+
 def test_a_stride_of_four():
     """16 replicas in groups of four, two pieces: each group is cut twice."""
     ir = popxl.Ir(replication=16)

@@ -97,6 +97,108 @@ def test_memory_maps_are_copied_as_they_are(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["c", "other", "u.npy", "v.npy"]
 
 
+# Pieces -------------------------------------------------------------------------------------------------------------
+
+
+class Notes(dict):
+    """Of processes that follow each other: whatever is looked for has been left."""
+
+    leave, find = dict.__setitem__, dict.__getitem__
+
+    def forget(self, folder):
+        for name in [name for name in self if name.startswith(f"{folder}/")]:
+            del self[name]
+
+
+def write_in_pieces(place, arrays, format="npz", shapes=None):
+    """Two processes write: the second one the middle third of each array, the first one what is around it."""
+    notes = Notes()
+    with checkpoint.created(str(place)) as directory:
+        checkpoint.write_info(directory, {"steps": 1})
+        checkpoint.write_arrays(directory, {"known to all": np.arange(3)}, format)
+        shares = [checkpoint.Share(directory, number, 2, notes) for number in range(2)]
+        for number, share in enumerate(shares):
+            pieces = {}
+            for name, array in arrays.items():
+                flat, third = array.reshape(-1), array.size // 3
+                cuts = [third, 2 * third] if number else [0, third, 2 * third, array.size]
+                pieces[name] = [(start, flat[start:stop]) for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+            share.write(pieces, format)
+        assert shares[0].problems() == [] and not notes
+        shapes = shapes or {name: checkpoint.Divided(shape=array.shape) for name, array in arrays.items()}
+        checkpoint.write_index(directory, checkpoint.Index(writers=2, arrays=shapes))
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_pieces_are_put_together(tmp_path, format):
+    write_in_pieces(tmp_path / "c", ARRAYS, format)
+    arrays, _ = read(tmp_path / "c")
+    assert arrays.pop("known to all").tolist() == [0, 1, 2] and arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], array)
+        assert arrays[name].dtype == array.dtype and arrays[name].shape == array.shape
+    write(tmp_path / "c", {"a": np.zeros(2)})  # a whole one in its place
+    assert sorted(os.listdir(tmp_path / "c")) == ["checksums.json", "model", "session_info.json"]
+
+
+def test_parts_of_groups_are_joined_along_their_axis(tmp_path):
+    table = np.arange(24).reshape(2, 12)
+    stacked = np.stack(np.split(table, 3, 1))
+    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": checkpoint.Divided(shape=stacked.shape, axis=1)})
+    np.testing.assert_array_equal(read(tmp_path)[0]["a"], table)
+    with pytest.raises(ValueError, match=r"parts of the shape \(2, 4\) have no axis 2"):
+        checkpoint.Divided(shape=stacked.shape, axis=2)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("pieces.json", r"pieces\.json` is damaged"),
+        ("pieces/1", r"is damaged: `pieces/1` is missing, of 2"),
+        ("pieces/0/runs.json", r"pieces/0/runs\.json` is damaged"),
+        ("pieces/0/model/a.npz", "the pieces of `a` are not all there, each once"),
+    ],
+)
+def test_pieces_that_are_missing(tmp_path, what, message):
+    write_in_pieces(tmp_path, {"a": np.arange(7.0)})
+    path = tmp_path / what
+    path.rename(tmp_path / "elsewhere")
+    with pytest.raises(UnreadableFileError, match=message):
+        read(tmp_path)
+
+
+def test_pieces_that_are_there_twice(tmp_path):
+    write_in_pieces(tmp_path, {"a": np.arange(7.0)})
+    (tmp_path / "pieces/1/runs.json").write_text('{"a": [[1, 3]]}')
+    (tmp_path / "pieces/1/checksums.json").unlink()
+    (tmp_path / "checksums.json").unlink()
+    with pytest.raises(UnreadableFileError, match="the pieces of `a` are not all there, each once"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["pieces.json", "pieces/1/runs.json", "pieces/1/checksums.json", "pieces/1/model/a.npz"]
+)
+def test_a_changed_byte_of_pieces(tmp_path, name):
+    write_in_pieces(tmp_path, {"a": np.zeros(100)})
+    contents = bytearray((tmp_path / name).read_bytes())
+    contents[len(contents) // 2] ^= 1
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(UnreadableFileError, match=rf"{name}` is damaged"):
+        read(tmp_path)
+
+
+def test_who_cannot_write_says_so(tmp_path):
+    notes = Notes()
+    first, second = (checkpoint.Share(tmp_path / "c", number, 2, notes) for number in range(2))
+    with pytest.raises(FileNotFoundError, match="Choose a place for checkpoints that all processes have in common"):
+        second.write({}, "npz")
+    with pytest.raises(KeyboardInterrupt), first.told():
+        raise KeyboardInterrupt
+    problems = first.problems()
+    assert problems[0] == "Process 0: KeyboardInterrupt: " and problems[1].startswith("Process 1: FileNotFoundError: ")
+
+
 # Files that are no checkpoints --------------------------------------------------------------------------------------
 
 
@@ -305,7 +407,15 @@ sys.addaudithook(interrupt)
 def save(place, value, format):
     with checkpoint.created(str(place)) as directory:
         checkpoint.write_info(directory, {"value": value})
-        checkpoint.write_arrays(directory, {f"only_{value}": np.full(3, value), "both": np.full(2, value)}, format)
+        arrays = {f"only_{value}": np.full(3, value), "both": np.full(2, value)}
+        if format == "pieces":
+            checkpoint.write_arrays(directory, {})
+            checkpoint.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
+            checkpoint.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
+            shapes = {name: checkpoint.Divided(shape=array.shape) for name, array in arrays.items()}
+            checkpoint.write_index(directory, checkpoint.Index(writers=2, arrays=shapes))
+        else:
+            checkpoint.write_arrays(directory, arrays, format)
         if value == 1:
             (directory / "dataloader.bin").write_bytes(b"1")
 
@@ -349,9 +459,9 @@ print(len(found))
 """
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize("format", ["npz", "safetensors"])
+@pytest.mark.parametrize("format", ["npz", "pieces", "safetensors"])
 @pytest.mark.parametrize("how", ["killed", "raised"])
 def test_an_interruption_leaves_the_old_or_the_new(tmp_path, how, format):
     program = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, how, format, str(tmp_path)]

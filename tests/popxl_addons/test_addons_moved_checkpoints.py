@@ -138,6 +138,56 @@ def test_other_numbers_of_processes(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("who", "where"), [(1, "write_arrays"), (1, "bring_to_disk"), (0, "bring_to_disk"), (0, "write_index")]
+)
+def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) -> None:
+    """Before its pieces, before it has said that they are there, and between the pieces and the index. The second start
+    finds the checkpoint before, runs on from it, and leaves its own and nothing else."""
+    source = """
+        import os, sys
+        from pathlib import Path
+        import numpy as np
+        import popdist, popxl
+        import popxl_addons as addons
+        from popxl_addons import checkpoint
+
+        place, who, where = Path(sys.argv[1]) / "c", int(sys.argv[2]), sys.argv[3]
+        ir = popxl.Ir("popdist")
+        with ir.main_graph:
+            pieces, piece = popxl.replica_sharded_variable(np.arange(5, dtype=np.float32), name="pieces")
+            whole = popxl.variable(np.arange(3), popxl.float32, "whole")
+            for v in (piece, whole):
+                popxl.ops.add_(v, popxl.ops.collectives.replicated_all_reduce(popxl.constant(1.0)))
+        state = addons.NamedTensors(pieces=pieces, whole=whole)
+        with addons.TaskSession([], [], state, ir=ir, device_desc="ipu_hw") as session:
+            if popdist.getNumRestarts():
+                assert place.exists()
+                session.load_checkpoint(place, "error")
+                assert session.session_state["steps"] == 1
+            else:
+                session.run()
+                session.save_checkpoint(place)
+                if popdist.getInstanceIndex() == who:
+                    setattr(checkpoint, where, lambda *_: os.kill(os.getpid(), 9))
+            session.run()
+            session.save_checkpoint(place, wait=False)
+            session.run()
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", "--num-replicas=2", "--max-restarts=1"]
+    command += [sys.executable, str(tmp_path / "program.py"), str(tmp_path), str(who), where]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 0 and f"instance {who} was killed by SIGKILL" in done.stderr, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["c", "program.py"]
+    with checkpoint.located(str(tmp_path / "c")) as directory:
+        arrays, info = checkpoint.read_arrays(directory), checkpoint.read_info(directory)
+    assert info == {"steps": 2}
+    assert {name: a.tolist() for name, a in arrays.items()} == {"pieces": [4, 5, 6, 7, 8], "whole": [4, 5, 6]}
+
+
 # Divided variables --------------------------------------------------------------------------------------------------
 
 

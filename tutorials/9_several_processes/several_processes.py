@@ -175,8 +175,8 @@ with training, tempfile.TemporaryDirectory() as folder:
     for epoch in range(1, EPOCHS + 1):
         losses = [run(training, own_share(images), own_share(labels)) for images, labels in batches]
         say_once(f"epoch {epoch}/{EPOCHS}, loss {np.mean(losses):.4f}")
-    training.save_checkpoint(f"{folder}/checkpoint")  # by all: the values come from the devices of all
-    print("I have written a checkpoint:", Path(folder, "checkpoint").exists())
+    training.save_checkpoint(f"{folder}/checkpoint")  # by all: each writes what its replicas hold
+    print("the checkpoint is in my folder:", Path(folder, "checkpoint").exists())
 
 # %% [markdown]
 # ## 6. Testing

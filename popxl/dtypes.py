@@ -121,7 +121,9 @@ class dtype:
         return self._kind == "f" and self.itemsize == 2
 
     def holds(self, value: Any) -> builtins.bool:
-        """Whether a value is a plain number of the kind that the dtype holds: integers are floats, too."""
+        """Whether a value is a plain number of the kind that the dtype holds: integers are floats and complex, too."""
+        if self.is_complex:
+            return isinstance(value, numbers.Complex)
         if self.is_floating_point:
             return isinstance(value, numbers.Real)
         return self.is_int and isinstance(value, numbers.Integral)
@@ -135,6 +137,21 @@ class dtype:
     def is_complex(self) -> builtins.bool:
         """Whether this is a complex type."""
         return self._kind == "c"
+
+    @property
+    def is_inexact(self) -> builtins.bool:
+        """Whether this is a real or complex floating point type: gradients flow through tensors of these."""
+        return self._kind in "fc"
+
+    @property
+    def is_wide(self) -> builtins.bool:
+        """Whether each number has 64 bits, as have both parts of `complex128`."""
+        return self.of_parts.itemsize == 8
+
+    @property
+    def of_parts(self) -> "dtype":
+        """The type of the real and of the imaginary part of a complex type; any other type itself."""
+        return {"complex64": float32, "complex128": float64}.get(self._name, self)
 
     @property
     def is_float8(self) -> builtins.bool:

@@ -47,7 +47,8 @@ def to_numpy(
         cannot be known; looking up the popxl dtype of such an array fails.
 
     Raises:
-        TypeError: if float8 is asked for and `x` is neither a wider float nor of the same float8 type.
+        TypeError: if float8 is asked for and `x` is neither a wider float nor of the same float8 type; or a real type
+            other than bool, and `x` is complex.
         ValueError: for `None`, if nested sequences are ragged, or a memory-mapped array would have to be converted.
         RuntimeError: if `log2_scale` or `nan_on_overflow` is given without a float8 `dtype`.
 
@@ -99,6 +100,11 @@ def to_numpy(
             )
     else:
         target = dtype.as_numpy()
+        if array.dtype.kind == "c" and not (dtype.is_complex or dtype is dtypes.bool):
+            raise TypeError(
+                f"to_numpy: the data is complex, and `dtype` is {dtype!r}, which has no imaginary part. Expected a "
+                "complex dtype, or real data such as `x.real`."
+            )
     # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(target, order="C", copy=copy)

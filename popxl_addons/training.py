@@ -148,6 +148,11 @@ def _check(module: Module, forward: GraphWithNamedArgs) -> None:
             f"train_step: `{type(module).__name__}.build` returns {made} first; expected the loss, a scalar, such "
             "as `ops.mean(losses)`."
         )
+    if complex_ones := [name for name, t in forward.args.to_dict().items() if t.dtype.is_complex]:
+        raise ValueError(
+            f"train_step: the variables {complex_ones} are complex, and optimisers take real ones. Declare them as "
+            "float32, with a last dimension of 2 for both parts, and use `ops.view_as_complex` of them."
+        )
     read = {t for op in forward.graph.ops for t in op.inputs}
     floats = {name: t for name, t in forward.args.to_dict().items() if t.dtype.is_floating_point}
     if unread := [name for name, t in floats.items() if t not in read]:

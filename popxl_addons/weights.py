@@ -168,6 +168,7 @@ _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": popxl.bfloat16.as_numpy(),
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    "C64": np.complex64,
 }  # fmt: skip
 
 
@@ -388,7 +389,8 @@ def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
         groups = v.replica_grouping.num_groups
         shared = f", or that with one axis {groups} times as long" if groups > 1 else ""
         return f"as the variable has it, that is the shape {shape}; expected {v.shape}{shared}"
-    if given is None or wanted.names or not (v.dtype.is_floating_point == (weight.dtype in _FLOATS)):
+    kinds = (v.dtype.is_floating_point, v.dtype.is_complex)
+    if given is None or wanted.names or kinds != (weight.dtype in _FLOATS, weight.dtype == "C64"):
         return "one cannot be made of the other"
     if not v.data.flags.writeable:
         return "the variable is a read-only memory map"

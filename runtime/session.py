@@ -638,7 +638,7 @@ class Session:
                 "stream (`ops.host_store`)."
             )
         self._check_own("get_tensors_data", t)
-        if isinstance(t, Variable) and (t.dtype.is_complex or t.dtype.name in ("int8", "uint8")):
+        if isinstance(t, Variable) and t.dtype.name in ("int8", "uint8", "complex128"):
             raise ValueError(f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported.")
 
     def _device_is_ahead(self) -> bool:

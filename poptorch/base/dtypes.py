@@ -18,7 +18,13 @@ __all__ = ["device_dtype", "from_numpy", "to_numpy"]
 _DEVICE_DTYPES = {
     dtype: dtype
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int8, torch.uint8)
-} | {torch.bool: torch.bool, torch.int64: torch.int32, torch.float64: torch.float32}
+} | {
+    torch.bool: torch.bool,
+    torch.int64: torch.int32,
+    torch.float64: torch.float32,
+    torch.complex64: torch.complex64,
+    torch.complex128: torch.complex64,
+}
 
 
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,10 +34,10 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
         dtype: a type of the host.
 
     Returns:
-        int32 for int64, float32 for float64, else the same type.
+        int32 for int64, float32 for float64, complex64 for complex128, else the same type.
 
     Raises:
-        Error: for a type that has no counterpart there, such as complex64.
+        Error: for a type that has no counterpart there, such as complex32.
 
     Example:
         >>> device_dtype(torch.int64)
@@ -59,7 +65,8 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
         dtype('int32')
     """
     wanted = _DEVICE_DTYPES.get(tensor.dtype) or device_dtype(tensor.dtype)
-    return as_array(tensor if tensor.dtype is wanted else tensor.detach().to(wanted))
+    tensor = tensor if tensor.dtype is wanted else tensor.detach().to(wanted)
+    return as_array(tensor.resolve_conj().resolve_neg())  # which PyTorch may have put off, and NumPy does not know
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:

@@ -40,4 +40,10 @@ def final_loss(nodes: Sequence[Node]) -> Value:
             'poptorch.identity_loss. Add them up, and mark the sum: `poptorch.identity_loss(a + b, reduction="none")`. '
             f"They are {', '.join(str(node) for node in reversed(final))}."
         )
-    return final[0].results[0]
+    (loss, *_) = final[0].results
+    if loss.dtype.is_complex:
+        raise createPoptorchError(
+            f"The loss is complex: {final[0]}. What is to become smaller has to be real, as `loss.abs()` and "
+            "`loss.real` are."
+        )
+    return loss

@@ -52,6 +52,8 @@ class _Cell:
     base: torch.Tensor
     place: _Place
     value: Value
+    says_no: bool = True
+    """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
     version: int = 0
     unsettled: list[tuple[Value, torch.Tensor, bool]] = field(default_factory=list)
     """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
@@ -303,9 +305,9 @@ class Recorder:
             values.append(results[view.result])
         return values
 
-    def _introduce(self, t: torch.Tensor, value: Value) -> None:
+    def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Make a tensor known that has a storage of its own."""
-        cell = self._cells[storage_key(t)] = _Cell(t, _Place.of(t), value)
+        cell = self._cells[storage_key(t)] = _Cell(t, _Place.of(t), value, says_no)
         self._all_cells.append(cell)
         self._seen[id(t)] = _Seen(t, cell, (), value, 0)
         self._await(cell, value, t)
@@ -320,7 +322,7 @@ class Recorder:
             says_no: whether none flow if this tensor has none, rather than those of what the value is made of.
         """
         if not self._parts:
-            cell.unsettled.append((value, t, says_no))
+            cell.unsettled.append((value, t, says_no and cell.says_no))
 
     def _unknown(self, t: torch.Tensor) -> _Seen:
         """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`, strides)."""
@@ -340,6 +342,11 @@ class Recorder:
                 self._note_frozen(frozen)
             self.new_constant(t, numbers)
             return self._seen[id(t)]
+        if any(of(t) != of(cell.base) for of in (torch.is_complex, torch.is_conj, torch.is_neg)):
+            raise createPoptorchError(
+                f"A tensor of {t.dtype} looks at the memory of one of {cell.base.dtype}, or at its conjugates "
+                f"({self.source()}), in a way that is not seen. Use `clone()`, `view_as_real` or `view_as_complex`."
+            )
         lens = _lens(cell.place, _Place.of(t), t.dtype)
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
@@ -409,13 +416,19 @@ class Recorder:
         node.results.append(value)
         return value
 
-    def results(self, node: Node, tensors: Any) -> None:
-        """The tensors that an op has made, each with a storage of its own."""
+    def results(self, node: Node, tensors: Any, says_no: bool = True) -> None:
+        """The tensors that an op has made, each with a storage of its own.
+
+        Args:
+            node: the op.
+            tensors: its results, in any structure.
+            says_no: whether PyTorch knows of those that need no gradient that none flow through them.
+        """
         for t in pytree.tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
                 value = self.result(node, tuple(t.shape), t.dtype)
                 if id(t) not in self._seen:
-                    self._introduce(t, value)
+                    self._introduce(t, value, says_no)
 
     def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
         """Note that the results look at the storage of an argument, if they do. The arguments hold tensors."""

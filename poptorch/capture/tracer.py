@@ -298,8 +298,10 @@ class Tracer:
                 self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
             node = self.recorder.node(name, op._overloadname, given)
+            # A conjugate or a sign that was put off is made good in a clone, below what PyTorch differentiates.
+            is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
             if not self.recorder.views(node, given, results):
-                self.recorder.results(node, results)
+                self.recorder.results(node, results, says_no=not is_resolved)
         return results
 
     def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:

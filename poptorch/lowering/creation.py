@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from popxl import ops
 # One number everywhere ------------------------------------------------------------------------------------------------
 
 
-def filled(value: Number) -> popxl.Tensor:
+def filled(value: Number | complex) -> popxl.Tensor:
     """A number, in the shape and dtype that is wanted."""
     (wanted,) = emission().wanted
     t = popxl.constant(value, wanted.dtype)
@@ -35,7 +36,7 @@ _constant_fill(1, "ones", "ones_like", "new_ones")
 
 
 @lowers("aten.full", "aten.full_like", "aten.new_full")
-def full(fill_value: Number, **shape: Any) -> popxl.Tensor:
+def full(fill_value: Number | complex, **shape: Any) -> popxl.Tensor:
     return filled(fill_value)
 
 
@@ -62,14 +63,16 @@ def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
 def _sequence(name: str) -> None:
     """A function of numbers alone: PyTorch computes it, once, and it is a constant."""
 
+    function = attrgetter(name.replace("fft_", "fft."))(torch)
+
     @lowers(f"aten.{name}")
     def lowering(dtype: popxl.dtype | None = None, **numbers: Any) -> popxl.Tensor:
         (wanted,) = emission().wanted
-        t = getattr(torch, name)(**numbers, dtype=getattr(torch, wanted.dtype.name))
+        t = function(**numbers, dtype=getattr(torch, wanted.dtype.name))
         return popxl.constant(to_numpy(t), wanted.dtype)
 
 
-for _name in ("linspace", "logspace", "tril_indices", "triu_indices"):
+for _name in ("linspace", "logspace", "tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq"):
     _sequence(_name)
 for _name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
     _sequence(f"{_name}_window")

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import popxl
+from poptorch.lowering.complex import sgn
+from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -30,7 +32,7 @@ Function = Callable[..., Any]
 
 def floating(t: popxl.Tensor) -> popxl.Tensor:
     """The tensor; integers and bools as float32, which PyTorch takes functions of."""
-    return t if t.dtype.is_floating_point else ops.cast(t, popxl.float32)
+    return t if t.dtype.is_inexact else ops.cast(t, popxl.float32)
 
 
 def unary(names: str, op: Callable[[popxl.Tensor], popxl.Tensor], of_floats: bool = True) -> None:
@@ -76,7 +78,6 @@ unary("detach", ops.detach, of_floats=False)
 _OF_FLOATS: dict[str, Function] = {
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
-    "angle": lambda t: jnp.where(jnp.isnan(t), t, jnp.where(t < 0, math.pi, 0)),
     "asin": jnp.arcsin,
     "asinh": jnp.arcsinh,
     "atan": jnp.arctan,
@@ -111,8 +112,18 @@ for _name, _function in _PREDICATES.items():
 unary("trunc", unary_op("trunc", jnp.trunc), of_floats=False)
 
 
+@lowers("aten.angle")
+def angle(input: popxl.Tensor) -> popxl.Tensor:
+    return ops.angle(input) if input.dtype.is_complex else _angle(floating(input))
+
+
+_angle = unary_op("angle", lambda t: jnp.where(jnp.isnan(t), t, jnp.where(t < 0, math.pi, 0)))
+
+
 @lowers("aten.sign", "aten.sgn")
 def sign(input: popxl.Tensor) -> popxl.Tensor:
+    if input.dtype.is_complex:
+        return sgn(input)
     return ops.identity(input) if input.dtype is popxl.bool else ops.sign(input)
 
 
@@ -135,7 +146,7 @@ _round = unary_op("round", _rounded)
 def nan_to_num(
     input: popxl.Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> popxl.Tensor:
-    if not input.dtype.is_floating_point:
+    if not input.dtype.is_inexact:
         return ops.identity(input)
     return _nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
@@ -245,7 +256,7 @@ def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
     base, power = promoted(input, exponent)
     if not isinstance(exponent, popxl.Tensor) and exponent == 2:
         return ops.mul(base, base)
-    return ops.pow(base, power) if base.dtype.is_floating_point else _integer_pow(base, power)
+    return ops.pow(base, power) if base.dtype.is_inexact else _integer_pow(base, power)
 
 
 @jax_op(title="IntegerPow", shape=broadcast, gradient=None)
@@ -295,12 +306,16 @@ def _lerp(input: Any, end: Any, weight: Any) -> Any:
 
 @lowers("aten._to_copy")
 def to(input: popxl.Tensor, dtype: popxl.dtype | None = None, copy: bool = False) -> popxl.Tensor:
-    return ops.identity(input) if dtype is None else together(input, dtype)
+    if dtype is None:
+        return ops.identity(input)
+    loses = input.dtype.is_complex and not (dtype.is_complex or dtype is popxl.bool)
+    return together(ops.real(input) if loses else input, dtype)
 
 
 @lowers("aten.copy_", "aten.copy")
 def copy(src: popxl.Tensor, input: popxl.Tensor | None = None) -> popxl.Tensor:
-    return ops.identity(src)
+    (wanted,) = emission().wanted
+    return to(src, wanted.dtype if src.dtype.is_complex else None)
 
 
 # Quantisation, as it is simulated in training -------------------------------------------------------------------------

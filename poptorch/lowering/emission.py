@@ -55,6 +55,7 @@ _DTYPES = {
     torch.int8: popxl.int8,
     torch.uint8: popxl.uint8,
     torch.bool: popxl.bool,
+    torch.complex64: popxl.complex64,
 }
 
 
@@ -181,13 +182,6 @@ class Emission:
             _emissions.current = before
 
     def _write(self, node: Node) -> None:
-        if any(value.dtype.is_complex for value in (*node.results, *node.inputs)):
-            line = f", `{node.source.text}`" if node.source.text else ""
-            raise createPoptorchError(
-                f"{node.op} at {node.source}{line}: complex numbers are not supported. Keep their real and imaginary "
-                "parts as tensors of their own: rotate with `x * cos + rotated(x) * sin`, as rotary embeddings do, and "
-                "transform with the matrices of cosines and sines."
-            )
         lowering = lowering_of(node.op, node.overload)
         if lowering is None:
             where = f", in the module {node.scope!r}" if node.scope else ""
@@ -208,11 +202,11 @@ class Emission:
                 stack.enter_context(popxl.name_scope(node.scope))
             try:
                 made = lowering(**arguments)
+                made = made if isinstance(made, tuple | list) else () if made is None else (made,)
+                made = [_as(t, value) for value, t in zip(node.results, made, strict=False)]
             except (PopxlError, TypeError, ValueError) as problem:
                 raise createPoptorchError(f"{node.op} at {node.source}, `{node.source.text}`: {problem}") from problem
-            made = made if isinstance(made, tuple | list) else () if made is None else (made,)
             for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
-                t = _as(t, value)
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
 
     def _plain(self, argument: Any) -> Any:

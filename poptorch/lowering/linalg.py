@@ -15,6 +15,8 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.ops.complex import conjugate
+from popxl.ops.families import REAL
 from popxl.ops.precision import rounded_once
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -31,10 +33,15 @@ def _multiplies(names: str, other: str) -> None:
     lowers(*names.split())(lambda input, **factor: product(input, factor[other]))
 
 
-_multiplies("torch.matmul aten.vdot", "other")
+_multiplies("torch.matmul", "other")
 _multiplies("aten.mm aten.bmm", "mat2")
 _multiplies("aten.mv", "vec")
 _multiplies("aten.dot", "tensor")
+
+
+@lowers("aten.vdot")
+def vdot(input: popxl.Tensor, other: popxl.Tensor) -> popxl.Tensor:
+    return product(conjugate(input), other)
 
 
 @jax_op(title="GroupedMatMul")
@@ -155,9 +162,8 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
 def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> None:
     first, *_ = names.split()
     plain = first.removeprefix("_").removeprefix("linalg_").removesuffix("_ex")
-    jax_op(*(f"aten.{name}" for name in names.split()), title=title or "".join(map(str.capitalize, plain.split("_"))))(
-        function
-    )
+    title = title or "".join(map(str.capitalize, plain.split("_")))
+    jax_op(*(f"aten.{name}" for name in names.split()), title=title, traits=REAL)(function)
 
 
 def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) -> Any:

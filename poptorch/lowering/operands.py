@@ -26,7 +26,7 @@ broadcast = OpKind(
 """A tensor in a larger shape, by the rules of broadcasting."""
 
 
-def promoted(*operands: popxl.Tensor | Number) -> tuple[popxl.Tensor, ...]:
+def promoted(*operands: popxl.Tensor | Number | complex) -> tuple[popxl.Tensor, ...]:
     """Operands as tensors of one dtype: that to which PyTorch promotes tensors. At least one has to be a tensor.
 
     A number counts less than any tensor: only one of a higher category (an integer beside bools, a float beside
@@ -45,14 +45,16 @@ def promoted(*operands: popxl.Tensor | Number) -> tuple[popxl.Tensor, ...]:
     return tuple(together(each, dtype) for each in operands)
 
 
-def _counts(number: Number, dtype: Any) -> bool:
+def _counts(number: Number | complex, dtype: Any) -> bool:
     """Whether a number is of a higher category than a dtype."""
-    if isinstance(number, bool) or jnp.issubdtype(dtype, jnp.floating):
+    if isinstance(number, complex):
+        return not jnp.issubdtype(dtype, jnp.complexfloating)
+    if isinstance(number, bool) or jnp.issubdtype(dtype, jnp.inexact):
         return False
     return isinstance(number, float) or dtype == jnp.bool_
 
 
-def together(operand: popxl.Tensor | Number, dtype: popxl.dtype) -> popxl.Tensor:
+def together(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:
     """An operand as a tensor of a dtype."""
     if not isinstance(operand, popxl.Tensor):
         return popxl.constant(operand, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,9 @@ def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **li
     (wanted,) = emission().wanted
     if isinstance(mean, popxl.Tensor) or isinstance(std, popxl.Tensor):
         return _normal(*(together(each, wanted.dtype) for each in (mean, std)), shape=wanted.shape)
+    if wanted.dtype.is_complex:  # both parts have half of the variance
+        parts = ops.random_normal(emission().seed(), (*wanted.shape, 2), 0, std / math.sqrt(2))
+        return ops.view_as_complex(parts) + mean
     return ops.random_normal(emission().seed(), wanted.shape, mean, std, wanted.dtype)
 
 

@@ -123,7 +123,7 @@ def aminmax(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) 
 def _variance(input: Any, *, axes: tuple[int, ...], correction: float, is_root: bool) -> Any:
     count = math.prod(input.shape[axis] for axis in axes)
     deviation = input - jnp.mean(input, axes, keepdims=True)
-    variance = jnp.sum(deviation * deviation, axes) / jnp.float32(max(count - correction, 0))
+    variance = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes) / jnp.float32(max(count - correction, 0))
     return _root(variance) if is_root else variance
 
 
@@ -161,7 +161,7 @@ def norm(t: Any, order: float, axes: tuple[int, ...]) -> Any:
     if math.isinf(order):
         return (jnp.max if order > 0 else jnp.min)(size, axes)
     if order == 0:
-        return jnp.sum(size != 0, axes, dtype=t.dtype)
+        return jnp.sum(size != 0, axes, dtype=size.dtype)
     if order == 1:
         return jnp.sum(size, axes)
     if order == 2:
@@ -185,7 +185,7 @@ def _norm_backward(order: float, axes: tuple[int, ...], kept: tuple[Any, Any], g
         share = jnp.zeros_like(t)
     else:
         share = jnp.where(is_zero, 0, jnp.where(is_zero, 1, size / out) ** (order - 1))
-    return (g * jnp.sign(t) * share,)
+    return (g * jnp.conj(jnp.sign(t)) * share,)
 
 
 norm.defvjp(_norm_forward, _norm_backward)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import popxl
 from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import LOOKED_AT, Data, View
+from poptorch.lowering.complex import PUT_BACK
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, reshaped, together
 from poptorch.lowering.registry import jax_op, lowers
@@ -167,6 +168,8 @@ def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
     """A tensor in which what a view sees has been replaced."""
     if view.op == "aten.view" and view.overload == "dtype":
         return bits(content, dtype=base.dtype)
+    if view.op in PUT_BACK:
+        return PUT_BACK[view.op](content)
     if view.op == "aten.detach":
         return replaced(base, content)
     return _put(base, content, view.op, view.overload, view.arguments, view.result)

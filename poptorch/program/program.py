@@ -329,7 +329,7 @@ class Program:
         results: list[popxl.Tensor | None] = []
         if accumulation > 1:
             sums = {
-                f"//sum/{name}": ops.init(t.shape, self._update.accumulation_dtype, f"Accum___{name}", "zero")
+                f"//sum/{name}": ops.init(t.shape, self._summed_in(t), f"Accum___{name}", "zero")
                 for name, t in self._trained().items()
             }
             if self._halves:
@@ -468,6 +468,11 @@ class Program:
             ops.dynamic_update_(kept, slot, ops.reshape(t, (1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
 
     # Gradients ------------------------------------------------------------------------------------------------------
+
+    def _summed_in(self, parameter: popxl.Tensor) -> popxl.dtype:
+        """The type in which gradients of a parameter are summed."""
+        assert self._update is not None
+        return parameter.dtype if parameter.dtype.is_complex else self._update.accumulation_dtype
 
     def _loss_gradient(self, loss: popxl.Tensor, tensors: Tensors) -> popxl.Tensor:
         """What the gradient of the loss begins with: the loss scale, for each of its elements."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 import popxl
 from poptorch import optim
@@ -35,6 +36,7 @@ __all__ = [
     "Rule",
     "attribute_of",
     "attributes_of",
+    "in_parts",
     "numbers_of",
     "op_kind",
     "rule_of",
@@ -242,13 +244,27 @@ def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple
 
     def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
         given = signature.bind(*operands, **named).arguments
-        wide = {name: x.astype(jnp.float32) if hasattr(x, "astype") else x for name, x in given.items()}
+        wide = {name: in_parts(x) if hasattr(x, "astype") else x for name, x in given.items()}
         wide["g"] = wide["g"] * wide.pop("scale", 1.0)
         found = formula(**wide)
-        return tuple(x for name, x in zip(changed, found, strict=False) if given.get(name) is not None)
+        whole = _of_parts if jnp.iscomplexobj(given["w"]) else _as_it_is
+        return tuple(whole(x) for name, x in zip(changed, found, strict=False) if given.get(name) is not None)
 
     lowering.__signature__ = signature  # type: ignore[attr-defined]
     return lowering
+
+
+def in_parts(x: Array) -> Array:
+    """An array in float32. What is complex has two numbers each, of which optimisers know nothing more."""
+    return jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
+
+
+def _of_parts(x: Array) -> Array:
+    return lax.complex(x[..., 0], x[..., 1])
+
+
+def _as_it_is(x: Array) -> Array:
+    return x
 
 
 def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.TensorSpec, ...]:

@@ -71,6 +71,7 @@ from poptorch.program.rules import (
     Number,
     attribute_of,
     attributes_of,
+    in_parts,
     numbers_of,
     op_kind,
     rule_of,
@@ -95,7 +96,7 @@ LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
 
 def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[Array]], Array]) -> popxl.OpKind:
     """Declare an op that makes one number of any number of tensors."""
-    return op_kind(name, lambda *ts: combine([each(t.astype(jnp.float32)) for t in ts]))
+    return op_kind(name, lambda *ts: combine([each(in_parts(t)) for t in ts]))
 
 
 _sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
@@ -478,7 +479,10 @@ class Update:
                 continue
             dtype = device_dtype(parameter.dtype) if combined else self._numbers[None, kept.type_from]
             fill = np.ones if kept.ones and self._numbers[None, kept.ones] else np.zeros
-            numbers = fill(tuple(parameter.shape), popxl.dtype.as_dtype(dtype).as_numpy())
+            if parameter.is_complex():  # a number for each part
+                numbers = fill((*parameter.shape, 2), np.float32).view(np.complex64)[..., 0]
+            else:
+                numbers = fill(tuple(parameter.shape), popxl.dtype.as_dtype(dtype).as_numpy())
             yield State(f"{kept.name}___{name}", numbers, name)
 
     def _common(self) -> Iterator[State]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from numbers import Real
+from numbers import Complex
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -194,7 +194,11 @@ def with_numbers(op: Callable[..., T], *operands: Any) -> T:
     with ExitStack() as stack:
 
         def tensor(operand: Any) -> Any:
-            if isinstance(operand, Tensor) or beside is None or not isinstance(operand, Real | np.generic | np.ndarray):
+            if (
+                isinstance(operand, Tensor)
+                or beside is None
+                or not isinstance(operand, Complex | np.generic | np.ndarray)
+            ):
                 return operand
             return stack.enter_context(taken_back_on_failure(operand_beside(beside, cast(Any, operand))))
 

@@ -35,6 +35,7 @@ from popxl.core.traits import (
     OnIpus,
     Overwrites,
     Placed,
+    RealOnly,
     Requirement,
     Runs,
     StandsFor,
@@ -73,7 +74,9 @@ class OpKind:
             of them); `<operand>_spec`, the spec of an operand; `attributes`, all there are; and where the last operand
             stands for several, `i`, `operand` and `operand_spec`, the one in question. Operands and results that it
             reads are kept alive. A rule that returns another shape than the operand's is summed over the broadcast
-            axes. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run graphs.
+            axes. Rules are written as for real numbers: of complex tensors, `g` and what a rule returns are the
+            conjugates of gradients. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run
+            graphs.
         result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
             the result where there are several; a tuple names several results.
         traits: what else is true of the op, as values of `popxl.core.traits`: that it overwrites operands, is a view,
@@ -143,6 +146,7 @@ class OpKind:
         self.effect = Effect in known
         self.exchange: str = known[Exchange].attribute if Exchange in known else ""
         self.between_replicas = BetweenReplicas in known
+        self.real_only = RealOnly in known
         self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
         self.drops: Drops | None = known.get(Drops)
         self.aliased = self.overwrites is not None and self.overwrites.aliased
@@ -178,7 +182,7 @@ class OpKind:
         """The same op, overwriting its first operand and returning an alias of it."""
         traits = [
             Overwrites(self._operands[0]),
-            *(trait for trait in self.traits if isinstance(trait, BetweenReplicas)),
+            *(trait for trait in self.traits if isinstance(trait, BetweenReplicas | RealOnly)),
         ]
         settings = {"shape": like_first, "operands": self._renamed, "traits": traits} | changes
         return OpKind(name, self.lowering, result=result, **settings)
@@ -271,6 +275,8 @@ class OpKind:
                 plain = {name: operand for name, operand in named.items() if name not in names}
             if len(inputs) > 1 and self.colocated != ():
                 check_colocated(names or self.operand_names(len(inputs)), inputs, self.colocated)
+            if self.real_only:
+                self._check_real(names or self.operand_names(len(inputs)), inputs)
         except (ValueError, TypeError) as problem:
             raise type(problem)(f"{problem} {at_this_line(graph)}") from None
         specs = self._infer(operands, inputs, names, attributes, plain, graph)
@@ -330,6 +336,15 @@ class OpKind:
         elif len(operands) < self._required or (len(operands) > len(self._operands) and not self._variadic):
             raise TypeError(f"{self.name}: takes the operands {self._operands}; {len(operands)} were given.")
         return tuple(operand for operand in operands if isinstance(operand, Tensor))
+
+    def _check_real(self, names: Iterable[str], inputs: tuple[Tensor, ...]) -> None:
+        """`TypeError` for a complex operand."""
+        for name, t in zip(names, inputs, strict=True):
+            if t.dtype.is_complex:
+                raise TypeError(
+                    f"{self.name}: `{name}` is {brief(t)}, and the op is for real numbers alone. Take what is meant of "
+                    "it: `ops.real`, `ops.imag`, `ops.abs`, `ops.angle`, or `ops.view_as_real` for both parts."
+                )
 
     def _infer(
         self,

@@ -431,7 +431,7 @@ class Constant(Tensor, tensor_type="Constant"):
         return True
 
 
-ScalarType = int | float | bool
+ScalarType = int | float | complex | bool
 HostTensor = np.ndarray | Iterable[ScalarType]
 HostScalarTensor = ScalarType | HostTensor
 TensorLike = Tensor | HostScalarTensor

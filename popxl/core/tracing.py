@@ -66,4 +66,4 @@ def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tu
 
 def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:
     """JAX takes 64-bit numbers for 32-bit ones unless it is told otherwise."""
-    return jax.enable_x64(True) if any(spec.dtype.itemsize == 8 for spec in specs) else nullcontext()
+    return jax.enable_x64(True) if any(spec.dtype.is_wide for spec in specs) else nullcontext()

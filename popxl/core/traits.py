@@ -32,6 +32,7 @@ __all__ = [
     "OnIpus",
     "Overwrites",
     "Placed",
+    "RealOnly",
     "Requirement",
     "Run",
     "Runs",
@@ -236,6 +237,11 @@ class Placed(Trait):
     """
 
     place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location]
+
+
+@dataclass(frozen=True)
+class RealOnly(Trait):
+    """The op refuses complex numbers: it asks which of two is larger, rounds them, or means something else by them."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ class Flops(NamedTuple):
 
     Attributes:
         products: in matrix products and convolutions, the sum of two numbers and their product being two.
-        others: one for each element that is computed, or that is reduced: a sum, an exponential.
+        others: one for each element that is computed, or that is reduced: a sum, an exponential. Of complex numbers
+            two, one for each part, and six for a product; 5 n log₂ n for a Fourier transform of n numbers.
     """
 
     products: int = 0
@@ -93,11 +94,14 @@ def _of(jaxpr: Any) -> Flops:
         if name in _PRODUCTS:
             found = found.plus(Flops(products=_PRODUCTS[name](equation)))
         elif name in _OF_RESULTS:
-            found = found.plus(Flops(others=equation.outvars[0].aval.size))
+            made = equation.outvars[0].aval
+            found = found.plus(Flops(others=_numbers(made) * (3 if name == "mul" and _is_complex(made) else 1)))
         elif name in _OF_OPERANDS:
-            found = found.plus(Flops(others=equation.invars[0].aval.size))
+            found = found.plus(Flops(others=_numbers(equation.invars[0].aval)))
         elif name in _OF_UPDATES:
-            found = found.plus(Flops(others=equation.invars[-1].aval.size))
+            found = found.plus(Flops(others=_numbers(equation.invars[-1].aval)))
+        elif name == "fft":
+            found = found.plus(Flops(others=_of_fourier(equation)))
         elif name in _OF_WINDOWS:
             window = math.prod(equation.params["window_dimensions"])
             found = found.plus(Flops(others=window * equation.outvars[0].aval.size))
@@ -109,6 +113,23 @@ def _of(jaxpr: Any) -> Flops:
             for each in inner:
                 found = found.plus(_of(each), equation.params.get("length", 1))
     return found
+
+
+def _is_complex(array: Any) -> bool:
+    return array.dtype.kind == "c"
+
+
+def _numbers(array: Any) -> int:
+    """How many real numbers an array has."""
+    return array.size * (2 if _is_complex(array) else 1)
+
+
+def _of_fourier(equation: Any) -> int:
+    """Of real numbers, or to them, it is half the work."""
+    given, made, size = equation.invars[0].aval, equation.outvars[0].aval, math.prod(equation.params["fft_lengths"])
+    of_real = not (_is_complex(given) and _is_complex(made))
+    count = (made if _is_complex(given) else given).size // size
+    return round(count * 5 * size * math.log2(size)) // (2 if of_real else 1)
 
 
 def _inside(parameters: Iterable[Any]) -> Iterator[Any]:
@@ -123,7 +144,8 @@ def _inside(parameters: Iterable[Any]) -> Iterator[Any]:
 def _of_product(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
-    return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    of_one = 8 if _is_complex(equation.outvars[0].aval) else 2
+    return of_one * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
 
 
 def _of_convolution(equation: Any) -> int:

@@ -18,6 +18,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
 from popxl.ops.kernels.convolutions import convolved, transposed, weights_gradient
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, halves, windows_over
@@ -125,7 +126,7 @@ def _declared(
         return TensorSpec(shape(t, weight, scaled=True, **attributes), dtypes.float16)
 
     result = f"{name.lower()}_out"
-    return OpKind(name, lowering, shape=spec, result=result, gradient=gradient), OpKind(
+    return OpKind(name, lowering, shape=spec, result=result, gradient=gradient, traits=REAL), OpKind(
         name,
         pow2scaled,
         key=f"{name}Pow2Scaled",

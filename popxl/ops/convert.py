@@ -31,6 +31,8 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
         lowest, largest = (np.asarray(limit, wide.dtype) for limit in (limits.min, limits.max))
         whole = jnp.clip(jnp.trunc(wide), lowest, largest).astype(target)
         return jnp.where(wide >= largest, np.asarray(limits.max, target), whole)
+    if jnp.iscomplexobj(t) and not data_type.is_complex:
+        t = jnp.real(t)  # of the gradient of what was real
     return t.astype(target)
 
 
@@ -50,7 +52,7 @@ _cast: OpKind = OpKind(
     _convert,
     shape=_converted,
     result="{t}_{data_type.name}",
-    gradient={"t": lambda g, t_spec: _cast(g, data_type=t_spec.dtype) if t_spec.dtype.is_floating_point else None},
+    gradient={"t": lambda g, t_spec: _cast(g, data_type=t_spec.dtype) if t_spec.dtype.is_inexact else None},
 )
 _identity = OpKind("Identity", lambda t: t, shape=like_first, result="identity_{t}", gradient={"t": lambda g: g})
 _detach = OpKind("Detach", lambda t: t, shape=like_first, result="detach_out", gradient=None)
@@ -91,7 +93,8 @@ def cast(t: Tensor, data_type: dtype_) -> Tensor:
 
     Floats become integers by dropping the fraction; what does not fit becomes the nearest integer that does, and NaN
     becomes 0. Integers wrap when narrowed. Floats round to the nearest, and to infinity beyond the largest. Anything
-    but 0 becomes true, NaN too. The gradient is cast back; it flows from floats only.
+    but 0 becomes true, NaN too. Real numbers become complex ones without an imaginary part. The gradient is cast back;
+    it flows from floats and complex numbers only.
 
     Args:
         t: tensor of any shape.
@@ -101,13 +104,19 @@ def cast(t: Tensor, data_type: dtype_) -> Tensor:
         A new tensor of the same shape, named `<name of t>_<dtype>`.
 
     Raises:
-        TypeError: if `data_type` is no popxl dtype, or either dtype is a float8.
+        TypeError: if `data_type` is no popxl dtype, either dtype is a float8, or complex numbers are to become real.
 
     See also: `numpy.ndarray.astype`.
 
     Example:
         >>> h = ops.cast(x, popxl.float16)
     """
+    loses = isinstance(t, Tensor) and t.dtype.is_complex and isinstance(data_type, dtype_) and not data_type.is_complex
+    if loses and data_type is not dtypes.bool:
+        raise TypeError(
+            f"cast: {t!r} is complex, and {data_type.name} has no imaginary part. Say what is meant of it: `ops.real`, "
+            "`ops.abs`."
+        )
     return _cast(t, data_type=data_type)
 
 

@@ -25,7 +25,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.ops.convert import cast_if_needed
-from popxl.ops.families import Unary, binary, inplace, unary
+from popxl.ops.families import REAL, Unary, binary, inplace, unary
 from popxl.ops.kernels.elements import of_elements, quotient
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
@@ -34,6 +34,7 @@ from popxl.values.spec import TensorSpec
 # Gradients that are one op of their own -----------------------------------------------------------------------------
 
 zeros_grad = OpKind("ZerosGrad", jnp.zeros_like, shape=like_first)
+abs_grad = OpKind("AbsGrad", lambda g, t: g * jnp.conj(jnp.sign(t)), shape=lambda g, t: like_first(t))  # of complex t
 relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out > 0, g, 0), shape=like_first)
 clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
@@ -50,15 +51,27 @@ pow_base_grad = OpKind(
 )
 pow_exponent_grad = OpKind(
     "PowExponentGrad",
-    rounded_once(lambda g, t, e, out: g * jnp.where((t == 0) & (e >= 0), 0, out * jnp.log(t))),
+    rounded_once(lambda g, t, e, out: g * jnp.where((t == 0) & (jnp.real(e) >= 0), 0, out * jnp.log(t))),
     shape=like_first,
 )
 
 # One operand --------------------------------------------------------------------------------------------------------
 
-abs = unary("abs", jnp.abs, "|t|. The gradient at 0 is 0.", lambda g, t: g * sign(t), see="numpy.abs")
+abs = unary(
+    "abs",
+    jnp.abs,
+    "|t|; of complex numbers a real one. The gradient at 0 is 0.",
+    lambda g, t: abs_grad(g, t) if t.dtype.is_complex else g * sign(t),
+    shape=lambda t: TensorSpec(t.shape, t.dtype.of_parts, t.meta_shape),
+    see="numpy.abs",
+)
 ceil = unary(
-    "ceil", jnp.ceil, "The next integer above. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.ceil"
+    "ceil",
+    jnp.ceil,
+    "The next integer above. The gradient is zero.",
+    lambda g: zeros_grad(g),
+    see="numpy.ceil",
+    traits=REAL,
 )
 cos = unary("cos", jnp.cos, "Cosine of an angle in radians.", see="numpy.cos")
 erf = unary(
@@ -66,16 +79,23 @@ erf = unary(
     lambda t: of_elements(lax.erf, t),
     "The error function, 2/√π times the integral of exp(-x²) from 0 to t.",
     see="scipy.special.erf",
+    traits=REAL,
 )
 exp = unary("exp", jnp.exp, "e to the power of t.", lambda g, out: g * out, see="numpy.exp")
 floor = unary(
-    "floor", jnp.floor, "The next integer below. The gradient is zero.", lambda g: zeros_grad(g), see="numpy.floor"
+    "floor",
+    jnp.floor,
+    "The next integer below. The gradient is zero.",
+    lambda g: zeros_grad(g),
+    see="numpy.floor",
+    traits=REAL,
 )
 gelu = unary(
     "gelu",
     lambda t: jax.nn.gelu(t, approximate=True),
     "0.5 t (1 + tanh(√(2/π) (t + 0.044715 t³))), the tanh form of the Gaussian error linear unit.",
     see="torch.nn.functional.gelu(approximate='tanh')",
+    traits=REAL,
 )
 geluerf = unary(
     "geluerf",
@@ -83,6 +103,7 @@ geluerf = unary(
     "0.5 t (1 + erf(t / √2)), the exact Gaussian error linear unit.",
     kind="GeluErf",
     see="torch.nn.functional.gelu",
+    traits=REAL,
 )
 log = unary("log", jnp.log, "Natural logarithm.", lambda g, t: g / t, see="numpy.log")
 negate: Unary = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", see="numpy.negative")
@@ -92,6 +113,7 @@ relu = unary(
     "max(t, 0). NaN stays NaN. The gradient at 0 is 0.",
     lambda g, out: relu_grad(g, out),
     see="torch.nn.functional.relu",
+    traits=REAL,
 )
 rsqrt = unary("rsqrt", lax.rsqrt, "1 / √t.", lambda g, out: rsqrt_grad(g, out), see="torch.rsqrt")
 sigmoid = unary(
@@ -103,6 +125,7 @@ sign: Unary = unary(
     "-1, 0 or 1; 0 for NaN. The gradient is zero.",
     lambda g: zeros_grad(g),
     see="numpy.sign",
+    traits=REAL,
 )
 sin = unary("sin", jnp.sin, "Sine of an angle in radians.", see="numpy.sin")
 softplus = unary(
@@ -112,6 +135,7 @@ softplus = unary(
     lambda g, t: softplus_grad(g, t),
     kind="SoftPlus",  # programs have declared an op of their own that is called Softplus
     see="torch.nn.functional.softplus",
+    traits=REAL,
 )
 sqrt = unary("sqrt", jnp.sqrt, "Square root; NaN for negative t.", lambda g, out: g / (out * 2), see="numpy.sqrt")
 square = unary("square", jnp.square, "t · t.", lambda g, t: g * t * 2, see="numpy.square")
@@ -172,6 +196,7 @@ fmod = binary(
     "Remainder of lhs / rhs with the sign of `lhs`, as in C. No gradient flows to `rhs`.",
     {"lhs": lambda g: g},
     see="numpy.fmod",
+    traits=REAL,
 )
 
 add_ = inplace(add, "add_", "add_lhs_inplace_out")
@@ -191,12 +216,14 @@ _clip = OpKind(
     _clipped,
     shape=like_first,
     gradient={"t": lambda g, out, min, max: clip_grad(g, out, min=min, max=max)},
+    traits=REAL,
 )
 _increment_mod = OpKind(
     "IncrementMod",
     lambda t, *, increment, modulus: _remainder(t, *(_number(n, t) for n in (increment, modulus))),
     shape=like_first,
     gradient=None,
+    traits=REAL,
 )
 _increment_mod_ = _increment_mod.inplace("IncrementModInplace", "increment_mod_inplace_out")
 _max = OpKind(
@@ -205,6 +232,7 @@ _max = OpKind(
     shape=broadcast,
     result="maximum_out",
     gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
+    traits=REAL,
 )
 _min = OpKind(
     "Min",
@@ -212,6 +240,7 @@ _min = OpKind(
     shape=broadcast,
     result="minimum_out",
     gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
+    traits=REAL,
 )
 _pow = OpKind(
     "Pow",

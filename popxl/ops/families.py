@@ -12,6 +12,7 @@ from popxl.base.names import camel
 from popxl.core.create import with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, TensorLike
+from popxl.core.traits import RealOnly, Trait
 from popxl.ops.precision import rounded_once, widened
 from popxl.values.shapes import (
     broadcast,
@@ -25,6 +26,8 @@ from popxl.values.shapes import (
 from popxl.values.spec import TensorSpec
 
 Rule = Callable[..., Tensor]
+REAL = (RealOnly(),)
+"""The traits of an op that has no others, and refuses complex numbers."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -70,6 +73,7 @@ def unary(
     *,
     kind: str = "",
     shape: Callable[..., TensorSpec] = like_first,
+    traits: Iterable[Trait] = (),
     see: str = "",
 ) -> Unary:
     """Declare an elementwise op of one tensor `t`.
@@ -81,14 +85,14 @@ def unary(
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
         shape: shape rule, for ops whose result has another dtype.
+        traits: what else is true of the op.
         see: the namesake in NumPy or PyTorch.
     """
     declared: dict[str, Any] = (
         {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
     )
-    declaration = OpKind(
-        kind or camel(name), rounded_once(lowering), shape=shape, result=f"{name}_out", operands=("t",), **declared
-    )
+    declared |= {"shape": shape, "result": f"{name}_out", "operands": ("t",), "traits": traits}
+    declaration = OpKind(kind or camel(name), rounded_once(lowering), **declared)
     result = "a bool for each element" if shape is predicate else "same shape and dtype"
     also = f"\n\nSee also: `{see}`." if see else ""
     return _unary(
@@ -129,6 +133,7 @@ def binary(
     kind: str = "",
     shape: Callable[..., TensorSpec] = broadcast,
     result: str = "",
+    traits: Iterable[Trait] = (),
     see: str = "",
 ) -> Binary:
     """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast.
@@ -136,8 +141,8 @@ def binary(
     Arguments as for `unary`, but `lowering` gets halves as they are.
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
-    result = result or f"{name}_out"
-    declaration = OpKind(kind or camel(name), lowering, shape=shape, result=result, operands=("lhs", "rhs"), **declared)
+    declared |= {"shape": shape, "result": result or f"{name}_out", "operands": ("lhs", "rhs"), "traits": traits}
+    declaration = OpKind(kind or camel(name), lowering, **declared)
     returns = "a bool for each element" if shape is predicate else "their dtype"
     refused = "" if shape is predicate else " or the dtypes differ"
     also = f"\n\nSee also: `{see}`." if see else ""
@@ -171,6 +176,7 @@ def reduction(
     gradient: Rule | Any = ...,
     *,
     kind: str = "",
+    traits: Iterable[Trait] = (),
 ) -> Reduction:
     """Declare a reduction of `t` over `axis`.
 
@@ -184,7 +190,8 @@ def reduction(
         return TensorSpec(reduced_shape(t.shape, axis, keepdims), t.dtype)
 
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": {"t": gradient}}
-    declaration = OpKind(kind or f"Reduce{camel(name)}", reduce, shape=shape, result=f"{name}_out", **declared)
+    declared |= {"shape": shape, "result": f"{name}_out", "traits": traits}
+    declaration = OpKind(kind or f"Reduce{camel(name)}", reduce, **declared)
 
     def op(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
         axes = axis if axis is None else integer_or_integers(axis, f"{name}: `axis`")

@@ -22,6 +22,7 @@ from popxl.core.traits import Effect, Exchange
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
+from popxl.ops.complex import conjugate
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.shapes import integers, like_first, number
 from popxl.values.spec import TensorSpec
@@ -87,7 +88,11 @@ print_tensor_kind: OpKind = OpKind(
     traits=[Effect()],
     gradient={
         "t": lambda g, title, print_gradient, style: (
-            print_tensor_kind(g, title=f"{title}_gradient", print_self=True, print_gradient=False, style=style)
+            conjugate(
+                print_tensor_kind(
+                    conjugate(g), title=f"{title}_gradient", print_self=True, print_gradient=False, style=style
+                )
+            )
             if print_gradient
             else g
         )

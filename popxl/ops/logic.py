@@ -16,7 +16,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, TensorLike
 from popxl.core.traits import REFUSED
 from popxl.ops.convert import cast_if_needed, identity
-from popxl.ops.families import Binary, binary, public, unary
+from popxl.ops.families import REAL, Binary, binary, public, unary
 from popxl.values.shapes import broadcast_shapes, meta_shape_of, predicate, same_dtype
 from popxl.values.spec import TensorSpec
 
@@ -52,7 +52,8 @@ def _comparison(name: str, relation: Callable[[Any, Any], Any], meaning: str, ki
         same_dtype(lhs, rhs)
         return predicate(lhs, rhs)
 
-    return binary(name, relation, meaning, REFUSED, kind=kind, shape=shape, see=f"numpy.{name}")
+    traits = () if relation is jnp.not_equal else REAL
+    return binary(name, relation, meaning, REFUSED, kind=kind, shape=shape, traits=traits, see=f"numpy.{name}")
 
 
 greater_equal = _comparison(
@@ -89,7 +90,14 @@ logical_and = _logical("logical_and", "And", lambda lhs, rhs: lhs & rhs, "Whethe
 logical_or = _logical("logical_or", "Or", lambda lhs, rhs: lhs | rhs, "Whether one or both are true, elementwise.")
 
 _not = OpKind("Not", lambda t: ~t, shape=predicate, gradient=REFUSED)
-_greater = OpKind("Greater", _of_one_dtype(jnp.greater), shape=predicate, gradient=REFUSED, operands=("input", "other"))
+_greater = OpKind(
+    "Greater",
+    _of_one_dtype(jnp.greater),
+    shape=predicate,
+    gradient=REFUSED,
+    operands=("input", "other"),
+    traits=REAL,
+)
 _where = OpKind(
     "Where",
     lambda condition, lhs, rhs: jnp.where(condition, lhs, rhs),

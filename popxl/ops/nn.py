@@ -13,6 +13,7 @@ from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, wide_dtype, widened
@@ -50,6 +51,7 @@ _softmax = OpKind(
     _softmax_lowering,
     shape=_has_axis,
     gradient={"t": lambda g, out, axis: _softmax_grad(g, out, axis=axis)},
+    traits=REAL,
 )
 
 
@@ -88,6 +90,7 @@ _log_softmax = OpKind(
     shape=_has_axis,
     operands=("t",),
     gradient={"t": lambda g, out, axis: _log_softmax_grad(g, out, axis=axis)},
+    traits=REAL,
 )
 
 
@@ -221,6 +224,7 @@ _nll = OpKind(
             g, probs, labels, ignore_index=ignore_index, reduction=reduction, log_prob=log_prob
         )
     },
+    traits=REAL,
 )
 
 
@@ -236,7 +240,12 @@ def _fused_lowering(
 
 
 _fused = OpKind(
-    "NlllWithSoftmaxGradDirect", _fused_lowering, shape=_with_gradient, result=("loss", "dx"), gradient=None
+    "NlllWithSoftmaxGradDirect",
+    _fused_lowering,
+    shape=_with_gradient,
+    result=("loss", "dx"),
+    gradient=None,
+    traits=REAL,
 )
 
 
@@ -390,6 +399,7 @@ _cross_entropy = OpKind(
             g, x, labels, ignore_index=ignore_index, reduction=reduction
         )
     },
+    traits=REAL,
 )
 _cross_entropy_with_grad = OpKind(
     "CrossEntropyWithGrad",
@@ -397,6 +407,7 @@ _cross_entropy_with_grad = OpKind(
     shape=_with_gradient,
     result=("loss", "dx"),
     gradient=None,
+    traits=REAL,
 )
 
 

@@ -12,6 +12,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.kernels.sums import summed
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import integer, like_first, number
@@ -38,7 +39,12 @@ def _batch_norm(t: Any, scale: Any, bias: Any, mean: Any, var: Any, *, epsilon: 
 
 
 _batch_normalization = OpKind(
-    "BatchNormalization", _batch_norm, shape=_batch_norm_spec, result="batch_norm_out", gradient=REFUSED
+    "BatchNormalization",
+    _batch_norm,
+    shape=_batch_norm_spec,
+    result="batch_norm_out",
+    gradient=REFUSED,
+    traits=REAL,
 )
 
 
@@ -170,6 +176,7 @@ _group_normalization = OpKind(
     shape=_group_norm_specs,
     gradient=_group_norm_gradient,
     result=("group_norm_out", "group_norm_mean", "group_norm_inv_std_dev"),
+    traits=REAL,
 )
 _group_normalization_grad = OpKind(
     "GroupNormalizationGrad",

@@ -14,6 +14,7 @@ from jax import lax
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.kernels.elements import over_images
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
@@ -181,6 +182,7 @@ _max_pool = OpKind(
     shape=_pooled_shape,
     result="maxpool_out",
     gradient={"t": lambda g, t, attributes: _max_pool_grad(g, t, **attributes)},
+    traits=REAL,
 )
 
 # What users call ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.ops.elementwise import abs, sign, ties_grad
-from popxl.ops.families import reduction
+from popxl.ops.families import REAL, reduction
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
@@ -71,12 +71,14 @@ max = reduction(
     largest,
     "The largest element. Every element equal to it receives the whole gradient; ties are not split.",
     lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
+    traits=REAL,
 )
 min = reduction(
     "min",
     lambda t, axes, keepdims: jnp.min(t, axis=axes, keepdims=keepdims),
     "The smallest element. Every element equal to it receives the whole gradient; ties are not split.",
     lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
+    traits=REAL,
 )
 prod = reduction(
     "prod",
@@ -89,17 +91,20 @@ sumsquare = reduction(
     "The sum of the squares of the elements.",
     lambda g, t, axis: spread(g, t, axis) * t * 2,
     kind="ReduceSumSquare",
+    traits=REAL,
 )
 l1 = reduction(
     "l1",
     lambda t, axes, keepdims: summed(jnp.abs(t), axes, keepdims),
     "The sum of the absolute values of the elements.",
     lambda g, t, axis: spread(g, t, axis) * sign(t),
+    traits=REAL,
 )
 var = reduction(
     "var",
     _var,
     "The mean of the squares of what the elements are off their mean: divided by their number.",
+    traits=REAL,
 )
 
 
@@ -115,6 +120,7 @@ std = reduction(
     lambda t, axes, keepdims: jnp.sqrt(_var(t, axes, keepdims)),
     "The square root of `var`. Its gradient is 0 where all elements are equal.",
     lambda g, t, out, axis: std_grad(spread(g, t, axis), t, spread(out, t, axis), axis=axis),
+    traits=REAL,
 )
 l2_grad = OpKind("ReduceL2Grad", rounded_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
 l2 = reduction(
@@ -122,6 +128,7 @@ l2 = reduction(
     lambda t, axes, keepdims: jnp.sqrt(summed(t * t, axes, keepdims)),
     "The square root of the sum of the squares of the elements. Its gradient is NaN where all of them are zero.",
     lambda g, t, out, axis: l2_grad(spread(g, t, axis), t, spread(out, t, axis)),
+    traits=REAL,
 )
 logsum_grad = OpKind("ReduceLogSumGrad", rounded_once(lambda g, out: g / jnp.exp(out)), shape=like_first)
 logsum = reduction(
@@ -136,6 +143,7 @@ logsumexp = reduction(
     lambda t, axes, keepdims: jax.nn.logsumexp(t, axis=axes, keepdims=keepdims),
     "The natural logarithm of the sum of the exponentials of the elements, in a form that does not overflow.",
     kind="ReduceLogSumExp",
+    traits=REAL,
 )
 
 
@@ -150,7 +158,7 @@ def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, kee
         keepdims: keep the reduced dimensions, with size 1.
 
     Returns:
-        A new tensor of the same dtype.
+        A new tensor of the same dtype; of complex numbers a real one.
 
     Raises:
         ValueError: for another `ord`.
@@ -161,6 +169,8 @@ def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, kee
     Example:
         >>> length = ops.norm(gradient)
     """
+    if isinstance(t, Tensor) and t.dtype.is_complex:
+        t = abs(t)
     if ord == 1:
         return l1(t, axis, keepdims)
     if ord == 2:
@@ -216,12 +226,14 @@ _median_kind = OpKind(
     shape=_median_specs,
     result=("median_out", "median_indices_out"),
     gradient=_median_gradient,
+    traits=REAL,
 )
 _lamb_square = OpKind(
     "LambSquare",
     lambda t: jnp.sum(jnp.square(t.astype(jnp.float32))),
     shape=lambda t: TensorSpec((), dtypes.float32),
     gradient=None,
+    traits=REAL,
 )
 
 

@@ -99,7 +99,7 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     op = forward.op
     wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
     own_inputs, results = wrapper.inputs[EXTRA_INPUTS:], _carried(op)
-    flowing = [k for k, t in enumerate(results) if t.dtype.is_floating_point]
+    flowing = [k for k, t in enumerate(results) if t.dtype.is_inexact]
     if count == 0:  # the results are the carried inputs themselves, and `returns` says that the wrapper does not matter
         return {k: g for k in flowing if (g := gs[k]) is not None}
     info = forward.differentiate(wrapper)
@@ -191,7 +191,7 @@ def _that_matter(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Ten
         return []
     stacked = zip(callee.outputs[EXTRA_OUTPUTS + carried :], op.outputs[carried:], strict=True)
     found = [*_carried(op), *(t for t, result in stacked if result in matter)]
-    return [t for t in dict.fromkeys(found) if t.dtype.is_floating_point]
+    return [t for t in dict.fromkeys(found) if t.dtype.is_inexact]
 
 
 _FLAG = TensorSpec((), dtypes.bool)

@@ -15,6 +15,7 @@ import numpy as np
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.precision import wide_dtype, widened
 from popxl.values.shapes import integer, integers, number
 from popxl.values.spec import TensorSpec
@@ -157,6 +158,7 @@ def _interpolated(t: Any, *, scale_factor: tuple[float, ...], **modes: str) -> T
 _resize = OpKind(
     "Resize",
     _interpolate,
+    traits=REAL,
     shape=_interpolated,
     result="interpolate_out",
     gradient={
@@ -333,6 +335,7 @@ def _aligned(
 _roi_align_kind = OpKind(
     "RoiAlign",
     _roi_align,
+    traits=REAL,
     shape=_aligned,
     gradient={
         "t": lambda g, t_spec, rois, batch_index, output_size, spatial_scale, sampling_ratio: _roi_align_grad(

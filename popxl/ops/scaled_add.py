@@ -11,11 +11,12 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number
-from popxl.values.shapes import meta_shape_of
+from popxl.values.shapes import keeps_parts, meta_shape_of
 from popxl.values.spec import TensorSpec
 
 
 def _spec(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> TensorSpec:
+    keeps_parts(X, Y)
     one_number(a, b)
     return TensorSpec(X.shape, X.dtype, meta_shape_of(X, Y))
 

@@ -14,6 +14,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.host import init
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widened
@@ -226,6 +227,7 @@ _kinds = {
         result="scatterreduce_out",
         gradient=gradient,
         key=f"ScatterReduce.{reduction}",
+        traits=REAL if reduction in ("min", "max") else (),
     )
     for reduction, gradient in _gradients.items()
 }

@@ -17,7 +17,7 @@ from popxl import dtypes
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.ops.families import public
+from popxl.ops.families import REAL, public
 from popxl.ops.precision import widened
 from popxl.values.shapes import integer, one_axis, reduced_shape
 from popxl.values.spec import TensorSpec
@@ -43,7 +43,7 @@ def _search(name: str, function: Any, which: str) -> Search:
         one_axis(dim, len(t.shape))
         return TensorSpec(reduced_shape(t.shape, dim, keepdim), dtypes.int32)
 
-    kind = OpKind(f"Arg{which.capitalize()}", lowering, shape=shape, result=f"{name}_out", gradient=None)
+    kind = OpKind(f"Arg{which.capitalize()}", lowering, shape=shape, result=f"{name}_out", gradient=None, traits=REAL)
 
     def op(t: Tensor, dim: int = 0, keepdim: bool = False) -> Tensor:
         if keepdim is None:
@@ -127,6 +127,7 @@ _topk = OpKind(
     shape=_topk_specs,
     gradient=_topk_gradient,
     result=("topk_out_value", "topk_out_indices"),
+    traits=REAL,
 )
 
 
@@ -188,7 +189,7 @@ def _bins(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> Tens
     return TensorSpec((len(levels) + 1,), dtypes.uint32)
 
 
-_histogram = OpKind("Histogram", _counted, shape=_bins, gradient=None)
+_histogram = OpKind("Histogram", _counted, shape=_bins, gradient=None, traits=REAL)
 
 
 def histogram(t: Tensor, levels: Iterable[float], absolute_of_input: bool) -> Tensor:

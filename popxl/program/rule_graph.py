@@ -51,7 +51,7 @@ def _made(op: Op) -> RuleGraph:
     """See `rule_graph`."""
     ir = Ir()
     graph = ir.create_empty_graph(f"{op.op_type}_bwd")
-    given = tuple(k for k, t in enumerate(op.outputs) if t.dtype.is_floating_point)
+    given = tuple(k for k, t in enumerate(op.outputs) if t.dtype.is_inexact)
     # In a context of its own: somebody may be building another Ir around this.
     with (
         get_current_context().set(_graphs=[], scope_prefix="", sequence=Sequencer(), ipu_id=0, io_tile_set=False),
@@ -59,7 +59,7 @@ def _made(op: Op) -> RuleGraph:
     ):
         copies = {t: graph.add_input(t.spec, "t") for t in dict.fromkeys((*op.inputs, *op.outputs))}
         arrived = {k: graph.add_input(op.outputs[k].spec, "g") for k in given}
-        follows = {t for i, t in enumerate(op.inputs) if passes(op, i) and t.dtype.is_floating_point}
+        follows = {t for i, t in enumerate(op.inputs) if passes(op, i) and t.dtype.is_inexact}
         forward = Forward(op, follows, copies.__getitem__, lambda callee: None)
         found = gradients(forward, tuple(arrived.get(k) for k in range(len(op.outputs))))
         for gradient in found.values():

@@ -127,4 +127,6 @@ def arrays_in(content: bytes) -> dict[str, np.ndarray]:
     return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"]) for name, t in found}
 
 
-_DTYPES = {dtype.short.upper(): dtype.as_numpy() for dtype in dtypes.ALL if not (dtype.is_float8 or dtype.is_complex)}
+_DTYPES = {
+    dtype.short.upper(): dtype.as_numpy() for dtype in dtypes.ALL if not (dtype.is_float8 or dtype is dtypes.complex128)
+}

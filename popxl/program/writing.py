@@ -135,8 +135,8 @@ class _Writer:
 
     def array(self, array: np.ndarray, name: str | None = None) -> str:
         name = f"#{len(self.arrays)}" if name is None else name
-        if array.dtype.kind == "c":
-            raise PopxlError(f"Ir.save: {name} holds complex numbers, which cannot be saved.")
+        if array.dtype == np.complex128:
+            raise PopxlError(f"Ir.save: {name} is of complex128, which cannot be saved; use popxl.complex64.")
         # The bytes of a float8 array, which NumPy has no dtype for.
         own = np.array(array, order="C")
         self.arrays[name] = own.view(np.uint8) if array.dtype.names else own

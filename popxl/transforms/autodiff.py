@@ -21,6 +21,7 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import REFUSED, is_call
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.ops.complex import conjugate
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.reduce import sum as sum_
@@ -48,9 +49,9 @@ def autodiff(
     """The gradient graph of a graph: a new graph that computes vector-Jacobian products.
 
     Given gradients of the provided tensors, it returns for each required tensor `t` the sum of `gradient · ∂p/∂t` over
-    the provided `p`. Forward tensors that it needs are further inputs; bind them with `info.inputs_dict(site)`. Those
-    that are neither inputs nor outputs of `graph` are appended to its outputs, and to the results of every call of it
-    that exists already.
+    the provided `p`. Gradients of complex tensors are PyTorch's: ∂L/∂x + i ∂L/∂y for z = x + iy. Forward tensors that
+    it needs are further inputs; bind them with `info.inputs_dict(site)`. Those that are neither inputs nor outputs of
+    `graph` are appended to its outputs, and to the results of every call of it that exists already.
 
     Args:
         graph: what to differentiate. Nothing in it, or in what it calls, may be modified in place.
@@ -189,7 +190,8 @@ class _Differentiation:
     def _build(self) -> Nested[dict[Tensor, Tensor]]:
         """Fill the gradient graph. Returns the gradients, by the required tensors."""
         for t in self.provided:
-            self._contribute(t, self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}"))
+            given = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
+            self._contribute(t, conjugate(given, _name_within(t)))
         for op in reversed(self.forward_graph.ops):
             gs = tuple(self.gradient(t) for t in op.outputs)
             wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
@@ -210,7 +212,7 @@ class _Differentiation:
                 f"({', '.join(t.name for t in self.provided) or 'none'}) "
                 f"depends on it in a differentiable way. {remedy}"
             )
-        return {t: self._named(t, g) for t, g in found.items()}
+        return {t: self._named(t, conjugate(g, f"Gradient___{t.name}")) for t, g in found.items()}
 
     def _named(self, t: Tensor, gradient: Tensor) -> Tensor:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
@@ -268,7 +270,7 @@ class _Differentiation:
             with get_current_context().set(ipu_id=ipu, io_tile_set=bool(io_tiles)):
                 total = parts[0] if len(parts) == 1 else add_n(*parts)
             if len(parts) > 1 or self._has_no_name(total):
-                self.graph.rename(total, f"Gradient___{t.name}")
+                self.graph.rename(total, _name_within(t))
                 self.graph.show_as({total: f"Gradient___{t.path}"})
                 self.renamed.add(total)
             self.gradients[t] = total
@@ -345,6 +347,11 @@ def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:
         if any(t in follows and passes(op, i) for i, t in enumerate(op.inputs)):
             follows.update(op.outputs)
     return follows
+
+
+def _name_within(t: Tensor) -> str:
+    """What the gradient of a tensor is called in a gradient graph, where that of a complex one is its conjugate."""
+    return f"Gradient___{t.name}{'__conj' if t.dtype.is_complex else ''}"
 
 
 def _unbroadcast(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -24,6 +24,7 @@ from popxl.core.tracing import inputs_used
 from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.ops.complex import conjugate
 from popxl.ops.host import init
 from popxl.values.spec import TensorSpec
 
@@ -61,14 +62,17 @@ def passes(op: Op, i: int) -> bool:
         return False
     rule = op.kind.gradient
     if rule is VJP:
-        return op.inputs[i].dtype.is_floating_point
+        return op.inputs[i].dtype.is_inexact
     if isinstance(rule, Mapping):
         return op.operand_names()[i].partition("[")[0] in rule
     return rule is not None and rule is not REFUSED
 
 
 def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
-    """Gradients of the inputs of an op, given those of its results (`None` where there is none)."""
+    """Gradients of the inputs of an op, given those of its results (`None` where there is none).
+
+    Of complex tensors they are JAX's, the conjugates of those that users see: so rules are as for real numbers.
+    """
     rule = forward.op.kind.gradient
     if rule is None:
         return {}
@@ -78,7 +82,11 @@ def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
         return _refuse(forward, gs)
     if isinstance(rule, Mapping):
         return _by_rules(rule, forward, gs)
-    return cast(Any, rule)(forward, gs)
+    if not forward.op.runs:
+        return cast(Any, rule)(forward, gs)
+    # What it calls are gradient graphs, and these take and give gradients as users see them.
+    found = cast(Any, rule)(forward, tuple(None if g is None else conjugate(g) for g in gs))
+    return {i: conjugate(g) for i, g in found.items()}
 
 
 def _refuse(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
@@ -151,8 +159,8 @@ def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) ->
 def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     """The gradient op of an op whose gradient is JAX's, for the operands that matter."""
     op = forward.op
-    wanted = tuple(i for i, t in enumerate(op.inputs) if forward.wants(i) and t.dtype.is_floating_point)
-    given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_floating_point)
+    wanted = tuple(i for i, t in enumerate(op.inputs) if forward.wants(i) and t.dtype.is_inexact)
+    given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_inexact)
     if not wanted or not given:
         return {}
     kind, read = _gradient_kind(op, wanted, given)

@@ -73,6 +73,15 @@ def same_dtype(first: Any, *others: Any) -> None:
             )
 
 
+def keeps_parts(t: Any, *others: Any) -> None:
+    """What is real stays real: nothing complex is added to it."""
+    for other in others:
+        if other.dtype.is_complex and not t.dtype.is_complex:
+            raise PopxlError(
+                f"complex numbers cannot be added to {t.dtype.name}, in place; use complex64, or `ops.real` of them."
+            )
+
+
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """NumPy's rule: sizes are aligned at the right, and are equal or 1."""
     first, *others = shapes

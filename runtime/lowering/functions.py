@@ -58,6 +58,7 @@ def to_jax(graph: Graph) -> GraphFunction:
 
     Graphs that are called from several places are compiled once, as in a session. Printing ops print. What ops require
     of their operands while they run is checked if the function is given to `jax.experimental.checkify.checkify`.
+    Gradients of complex arguments are those that JAX has, the conjugates of PyTorch's and `autodiff`'s.
 
     Args:
         graph: the graph as it is now: a function refuses to run once ops have been added.
@@ -367,7 +368,7 @@ class _Differentiable(Lowering):
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
         """The results of an op, which know their derivatives."""
         rule = op.kind.gradient
-        if op.modified or op.kind.between_replicas or not any(t.dtype.is_floating_point for t in op.outputs):
+        if op.modified or op.kind.between_replicas or not any(t.dtype.is_inexact for t in op.outputs):
             return super().apply(op, operands)  # refused by autodiff, or of one replica: JAX differentiates it
         if rule is None:
             return op.apply([jax.lax.stop_gradient(operand) for operand in operands])

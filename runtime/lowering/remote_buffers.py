@@ -122,7 +122,7 @@ def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
     """`PopxlError` for buffers of numbers with 64 bits, which the compiler of TPUs (libtpu 0.0.42) cannot move: it ends
     the process."""
     for buffer in buffers:
-        if buffer.tensor_dtype.itemsize == 8:
+        if buffer.tensor_dtype.is_wide:
             raise PopxlError(
                 f"Session: {described(buffer, main)} has numbers of 64 bits, which a TPU cannot move to and from the "
                 "host's memory. Use 32 bits, or keep buffers in the device's memory: "

@@ -218,11 +218,17 @@ def _advice(targets: Sequence[Tensor], made: Sequence[Array]) -> str:
 
 
 def _numbers(array: Array) -> np.ndarray:
-    """The floats of an array on the host; none, of one that has no floats."""
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    """The floats of an array on the host, of complex numbers both parts; none, of one that has no floats."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
         return np.zeros(0)
-    numbers = np.asarray(array)
+    numbers = _in_parts(array)
     return numbers if numbers.dtype.itemsize > 1 else numbers.astype(np.float32)
+
+
+def _in_parts(array: Array) -> np.ndarray:
+    """An array on the host; of complex numbers, their parts."""
+    numbers = np.asarray(array)
+    return np.stack([numbers.real, numbers.imag], -1) if np.iscomplexobj(numbers) else numbers
 
 
 def _unusual(arrays: Sequence[Array]) -> _Unusual:
@@ -252,8 +258,8 @@ def _title(thing: Block | Channel) -> str:
 def _row(t: Tensor, what: str, array: Array) -> list[str]:
     """A tensor and its numbers, as a row of a table."""
     nans, infinities = _unusual([array])
-    numbers = np.asarray(array)
-    numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else numbers.dtype).ravel()
+    numbers = _in_parts(array)
+    numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.inexact) else numbers.dtype).ravel()
     finite = numbers[np.isfinite(numbers)]
     ranges = [f"{value:g}" for value in (finite.min(), finite.max(), finite.mean())] if finite.size else [""] * 3
     return [f"{t.path}: {brief(t)}{what}", *ranges, str(nans), str(infinities)]

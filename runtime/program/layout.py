@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from popxl.base.nesting import done
 from popxl.core.aliasing import reachable, storages, written_tensors
 from popxl.core.tensor import Tensor, Variable
-from popxl.dtypes import dtype
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
@@ -113,10 +112,10 @@ class Layout:
         self.counts = transfers_of(main)
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.room[stream]}
         tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
-        self.wide = any(t.dtype in _WIDE for t in tensors)
+        self.wide = any(t.dtype.is_wide for t in tensors)
         for t in tensors:
-            if t.dtype.is_complex:
-                raise PopxlError(f"Session: {t!r} is complex, and complex numbers cannot be run; use floats.")
+            if t.dtype.is_complex and t.dtype.is_wide:
+                raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")
         decided = decide(main, ir.options, destination, self.held, self.changed, calls)
         self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
         self._choice = decided.choice if self.calls == "dispatched" else None
@@ -316,6 +315,3 @@ class Layout:
 def _several(*counts: int) -> tuple[int, ...]:
     """Dimensions for what there are several of."""
     return tuple(count for count in counts if count > 1)
-
-
-_WIDE = frozenset({dtype.from_name(name) for name in ("int64", "uint64", "float64")})

@@ -34,7 +34,7 @@ class Row:
     Attributes:
         name: what is tested.
         function: of tensors (and what else there is in `inputs`); the results are tensors, in any structure.
-        inputs: what it is called with. Floating-point tensors get gradients.
+        inputs: what it is called with. Floating-point and complex tensors get gradients.
         half: whether it is tested in float16, too.
         gradient: whether its gradients are.
         tolerance: relative and absolute, in float32.
@@ -92,7 +92,7 @@ class _Case:
     def __init__(self, row: Row, dtype: torch.dtype) -> None:
         self.row, self.dtype = row, dtype
         function, tensors = _of_tensors(row, dtype)
-        with_gradient = row.gradient and any(t.is_floating_point() for t in tensors)
+        with_gradient = row.gradient and any(map(_has_gradient, tensors))
         torch.manual_seed(0)
         self._results, self._gradients = _eagerly(function, tensors, with_gradient)
         self._streams, self._found = _write(function, tensors, self._gradients is not None)
@@ -136,7 +136,7 @@ def _eagerly(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], with_gradient: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
     """Results; gradients of the sum of the results, weighted."""
-    leaves = [t.clone().requires_grad_(with_gradient and t.is_floating_point()) for t in tensors]
+    leaves = [t.clone().requires_grad_(with_gradient and _has_gradient(t)) for t in tensors]
     results = _leaves(function([t.clone() for t in leaves]))
     tracked = [r for r in results if r.requires_grad]
     if not tracked:
@@ -145,9 +145,14 @@ def _eagerly(
     return [r.detach() for r in results], [t.grad for t in leaves]
 
 
+def _has_gradient(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 def _weights(result: torch.Tensor) -> torch.Tensor:
     """What the gradients of a result begin with: something else for each of its numbers."""
-    return torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype)
+    weights = torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape)
+    return (weights * (1 - 0.5j) if result.is_complex() else weights).to(result.dtype)
 
 
 def captured(row: Row) -> tuple[Trace, list[Value]]:
@@ -157,7 +162,7 @@ def captured(row: Row) -> tuple[Trace, list[Value]]:
 
 
 def _leaves_of_ours(tensors: Sequence[torch.Tensor], with_gradient: bool) -> list[torch.Tensor]:
-    return [t.clone().requires_grad_(with_gradient and t.is_floating_point()) for t in tensors]
+    return [t.clone().requires_grad_(with_gradient and _has_gradient(t)) for t in tensors]
 
 
 def _captured(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> tuple[Trace, list[Value]]:
@@ -203,7 +208,8 @@ def _write(
     if found:
         required = [emission.tensor(values[i]) for i in found]
         info = popxl.transforms.autodiff(graph, [results[i] for i in tracked], required)
-        weights = [popxl.constant(to_numpy(_weights(torch.empty(stored[i].shape))), stored[i].dtype) for i in tracked]
+        like = [torch.empty(stored[i].shape, dtype=stored[i].dtype.as_torch()) for i in tracked]
+        weights = [popxl.constant(to_numpy(_weights(t))) for t in like]
         stored += ops.call_with_info(info.graph, *weights, inputs_dict=info.inputs_dict(site)).outputs
     streams = [popxl.d2h_stream(t.shape, t.dtype) for t in stored]
     for stream, t in zip(streams, stored, strict=True):
@@ -235,4 +241,5 @@ def _compare(
     if like is not None:
         like(mine, expected)
         return
-    torch.testing.assert_close(mine.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    torch.testing.assert_close(mine.to(wide), expected.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)

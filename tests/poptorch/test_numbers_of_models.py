@@ -316,22 +316,6 @@ def test_fractional_pools_draw_windows_of_their_own() -> None:
 
 # What there is not ----------------------------------------------------------------------------------------------------
 
-COMPLEX: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "view_as_complex": lambda x: torch.view_as_real(torch.view_as_complex(x) * 2),
-    "polar": lambda x: torch.polar(x, x).real,
-    "complex": lambda x: torch.complex(x, x).abs(),
-    "_fft_r2c": lambda x: torch.fft.rfft(x).abs(),
-    "_fft_r2c of windows": lambda x: torch.stft(x.T, 4, window=torch.ones(4), return_complex=True).abs(),
-    "mul": lambda x: (x * 1j).imag,
-}
-
-
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_numbers_are_refused_by_the_name_of_the_op_with_advice(name: str) -> None:
-    model = poptorch.inferenceModel(COMPLEX[name])
-    with pytest.raises(poptorch.Error, match=rf"aten.{name.split()[0]} at .*complex numbers are not.*x \* cos"):
-        model(torch.randn(8, 2))
-
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_with_scores_and_masks_of_ones_own() -> None:

@@ -59,6 +59,7 @@ def found(build: Build, *arrays: Any, infinities: bool = True) -> NonFiniteError
         (lambda x: ops.softmax(x, 0), ([-INF, -INF],), "Softmax", "2 NaNs of infinities, and no NaN"),
         (lambda x: ops.add_(x, x), (np.float16([60000, 1]),), "AddLhsInplace", "1 infinity of finite"),
         (lambda x: ops.sqrt(x[1:]), ([1.0, -1.0],), "Sqrt", "1 NaN"),
+        (lambda z: z / z, (np.complex64([0, 1]),), "Div", "2 NaNs of finite numbers"),  # one in each part
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

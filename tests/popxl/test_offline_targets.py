@@ -148,6 +148,18 @@ def test_a_session_compiles_and_tells_and_does_not_run(description: str) -> None
 
 
 @pytest.mark.targets
+@pytest.mark.parametrize("description", [V5E, H100])
+def test_complex_numbers_and_fourier_transforms_compile(description: str) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        z = ops.host_load(popxl.h2d_stream((2, 4, 8), popxl.complex64, "z"))
+        w = popxl.variable(np.ones((8, 8)), popxl.complex64, "w")
+        y = ops.irfft(ops.fft(ops.exp(z) @ w, axes=(0, 1, 2)), axes=-1, sizes=14)
+        ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
+    assert popxl.Session(ir, popxl.Target(description)).memory().variables == 8 * 8 * 8
+
+
+@pytest.mark.targets
 @pytest.mark.parametrize("description", ["tpu v5e:4x4", "gpu h100:16"])
 def test_the_chips_of_several_hosts_are_in_one_mesh(description: str) -> None:
     ir, *_ = network(16)

@@ -129,7 +129,15 @@ def test_what_is_refused() -> None:
             addons.train_step(addons.layers.Linear(4), stream, optimizer=optimizers.sgd, accumulate=2)
         with pytest.raises(ValueError, match=r"nothing reads the variables \['unread'\].*out of `Unread.build`"):
             addons.train_step(Unread(), stream, optimizer=optimizers.sgd, accumulate=2)
+        with pytest.raises(ValueError, match=r"the variables \['w'\] are complex.*`ops.view_as_complex`"):
+            addons.train_step(Complex(), stream, optimizer=optimizers.sgd, accumulate=2)
         assert stream.num_host_transfers == 1
+
+
+class Complex(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", lambda: np.ones(5), popxl.complex64)
+        return ops.mean(ops.abs(ops.cast(x, w.dtype) @ w))
 
 
 class Unread(addons.Module):

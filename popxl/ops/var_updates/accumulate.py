@@ -5,7 +5,7 @@ The ops of this family differ by a formula, which is the whole of their declarat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,23 +14,27 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
-from popxl.core.traits import Overwrites
+from popxl.core.traits import Overwrites, Trait
 from popxl.errors import PopxlError
+from popxl.ops.families import REAL
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, product
-from popxl.values.shapes import like_first, meta_shape_of
+from popxl.values.shapes import keeps_parts, like_first, meta_shape_of
 from popxl.values.spec import TensorSpec
 
 
 def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
     if t.shape != X.shape:
         raise PopxlError("`t` and `X` have to have the same shape; nothing is broadcast.")
+    keeps_parts(t, X)
     one_number(f)
     meta_shape_of(t, X)
     return like_first(t)
 
 
-def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **settings: Any) -> OpKind:
+def _accumulator(
+    name: str, formula: Callable[..., Any], casts: bool = False, traits: Iterable[Trait] = (), **settings: Any
+) -> OpKind:
     """Declare an op that overwrites `t` with `formula(t, X, f)`, where `X` may be cast to the dtype of `t` first."""
 
     def lowering(t: Any, X: Any, f: Any = None) -> Any:
@@ -39,12 +43,12 @@ def _accumulator(name: str, formula: Callable[..., Any], casts: bool = False, **
         given = X.astype(t.dtype) if casts else X
         return formula(t.astype(dtype), given.astype(dtype), number(f, dtype))
 
-    settings |= {"key": name, "shape": _accumulated, "traits": [Overwrites("t")], "gradient": None}
+    settings |= {"key": name, "shape": _accumulated, "traits": [Overwrites("t"), *traits], "gradient": None}
     return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
 _accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
-_square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True)
+_square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True, traits=REAL)
 _mean = _accumulator(
     "accumulate_mean",
     lambda t, X, step: (jnp.where(step == 0, 0, step * t) + X) / (step + 1),  # whatever is left in `t`, even NaN
@@ -52,7 +56,7 @@ _mean = _accumulator(
 )
 _average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)
 _average_square = _accumulator(
-    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True
+    "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True, traits=REAL
 )
 
 

@@ -15,7 +15,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import Colocated, Overwrites
 from popxl.errors import PopxlError
-from popxl.ops.families import public
+from popxl.ops.families import REAL, public
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor
 from popxl.values.shapes import like_first, meta_shape_of
@@ -82,6 +82,7 @@ _adam_updater = OpKind(
     traits=[
         Overwrites("time_step", aliased=False),
         Colocated("acc_first_order", "acc_second_order", "weight", "time_step", "weight_decay"),
+        *REAL,
     ],
 )
 
@@ -256,7 +257,7 @@ def _step_spec(t: Any, x: Any, *factors: Any) -> TensorSpec:
 
 
 _adam_var_update = OpKind(
-    "AdamVarUpdate", _stepped, shape=_step_spec, traits=[Overwrites("t"), Colocated()], gradient=None
+    "AdamVarUpdate", _stepped, shape=_step_spec, traits=[Overwrites("t"), Colocated(), *REAL], gradient=None
 )
 
 

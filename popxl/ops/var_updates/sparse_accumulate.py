@@ -13,12 +13,13 @@ from popxl.errors import PopxlError
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number, optional_tensor, product
-from popxl.values.shapes import integer, like_first
+from popxl.values.shapes import integer, keeps_parts, like_first
 from popxl.values.spec import TensorSpec
 
 
 def _updated(t: Any, X: Any, indices: Any, f: Any = None, W: Any = None, *, axis: int) -> TensorSpec:
     """Shapes are not judged: programs that are only built may say otherwise."""
+    keeps_parts(t, X)
     one_number(f)
     return like_first(t)
 

@@ -118,12 +118,14 @@ def arrays_of(operands: tuple[Any, ...]) -> list[Array]:
 
 
 def plain(value: Any) -> Any:
-    """An operand as its NumPy meaning gets it: floats in double precision."""
+    """An operand as its NumPy meaning gets it: floats and complex numbers in double precision."""
     if isinstance(value, Fed):
         return plain(value.data)
     if isinstance(value, list | tuple) and any(isinstance(v, np.ndarray) for v in value):
         return [plain(v) for v in value]
-    return value.astype(np.float64) if isinstance(value, np.ndarray) and kind_of(value.dtype) == "f" else value
+    if not isinstance(value, np.ndarray) or kind_of(value.dtype) not in "fc":
+        return value
+    return value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
 
 
 def meant(row, sample: Sample) -> list[Array]:
@@ -135,10 +137,11 @@ def meant(row, sample: Sample) -> list[Array]:
     fed = [value.data for value in sample.operands if isinstance(value, Fed)]
     first = next(iter(fed + arrays_of(sample.operands)), None)
     floating = np.dtype(sample.dtype or (first.dtype if first is not None else np.float32))
+    wanted = {"c": np.dtype(np.complex64), "f": np.dtype(np.float32) if floating.kind == "c" else floating}
     results = []
     for result in expected if isinstance(expected, list | tuple) else [expected]:
         result = np.asarray(result)
-        results.append(result.astype(floating) if kind_of(result.dtype) == "f" else result)
+        results.append(result.astype(wanted.get(kind_of(result.dtype), result.dtype)))
     return results
 
 
@@ -148,7 +151,7 @@ APART = {popxl.float16.as_numpy(): 2e-3, popxl.bfloat16.as_numpy(): 8e-3}
 def assert_close(actual: Array, expected: Array, tolerance: float, what: Any) -> None:
     """Equal spec, and numbers within a tolerance, for halves one of their own, as far as two are apart."""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
-    if kind_of(actual.dtype) != "f":
+    if kind_of(actual.dtype) not in "fc":
         np.testing.assert_array_equal(actual, expected, err_msg=str(what))
     else:
         near = max(tolerance, APART.get(actual.dtype, 0)) if tolerance else tolerance
@@ -297,10 +300,10 @@ def test_torch(row) -> None:
             sample.torch
             and sample.expect is None
             and not hints
-            and all(a.dtype in ("float32", "int32") for a in arrays)
+            and all(a.dtype in ("float32", "int32", "complex64") for a in arrays)
         ):
             (expected,) = meant(row, sample)
-            actual = row.torch(*map(tensors, sample.operands), **sample.attributes).numpy()
+            actual = row.torch(*map(tensors, sample.operands), **sample.attributes).resolve_conj().numpy()
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6, err_msg=str(sample))
             compared += 1
     assert compared
@@ -350,29 +353,38 @@ def directions(size: int) -> Array:
 
 
 def differences(row, sample: Sample, wanted: list[int], gs: list[Array]) -> list[Array]:
-    """Central differences of the NumPy meaning along `directions`, in double precision."""
+    """Central differences of the NumPy meaning along `directions`, in double precision.
+
+    Of complex numbers they are those along the real parts, and i times those along the imaginary ones.
+    """
     exact = [plain(a) for a in arrays_of(sample.operands)]
 
     def total(i: int, changed: Array) -> float:
         operands = (*exact[:i], changed.reshape(exact[i].shape), *exact[i + 1 :])
         results = nested(row.meaning, sample, operands)
-        return sum(
-            float((r * g).sum()) for r, g in zip(results if isinstance(results, list) else [results], gs, strict=True)
-        )
+        several = results if isinstance(results, list) else [results]
+        return sum(float(np.real(r * np.conj(g)).sum()) for r, g in zip(several, gs, strict=True))
 
     def slope(i: int, direction: Array) -> float:
         return (total(i, exact[i].ravel() + 1e-6 * direction) - total(i, exact[i].ravel() - 1e-6 * direction)) / 2e-6
 
-    return [np.array([slope(i, d) for d in directions(exact[i].size)]) for i in wanted]
+    def slopes(i: int) -> Array:
+        along = directions(exact[i].size)
+        parts = [
+            np.array([slope(i, way * d) for d in along]) for way in ([1, 1j] if exact[i].dtype.kind == "c" else [1])
+        ]
+        return sum(part * way for part, way in zip(parts, [1, 1j], strict=False))
+
+    return list(map(slopes, wanted))
 
 
 def smooth(row, sample: Sample) -> bool:
-    """Whether differences say something: only floats, all finite, and no result stated."""
+    """Whether differences say something: only floats or complex numbers, all finite, and no result stated."""
     arrays = arrays_of(sample.operands)
     return (
         sample.expect is None
         and all(np.isfinite(a).all() for a in arrays)
-        and all(kind_of(r.dtype) == "f" for r in meant(row, sample))
+        and all(kind_of(r.dtype) in "fc" for r in meant(row, sample))
     )
 
 
@@ -381,9 +393,7 @@ def check_gradients(every: list[tuple[Row, list[Sample]]]) -> None:
     calls: list[tuple[Callable[..., Any], Sample, list[int], list[Array]]] = []
     rows = []
     for row, sample in ((row, sample) for row, samples in every for sample in samples):
-        gs = [
-            np.random.default_rng(i).uniform(-2, 2, r.shape).astype(r.dtype) for i, r in enumerate(meant(row, sample))
-        ]
+        gs = [given_gradient(i, r) for i, r in enumerate(meant(row, sample))]
         forms = [row.build or row.op, *([function_of(row.inplace.name)] if row.inplace and row.inplace.view else [])]
         calls += [(form, sample, wanted_of(row, sample), gs) for form in forms]
         rows += [row] * len(forms)
@@ -391,14 +401,21 @@ def check_gradients(every: list[tuple[Row, list[Sample]]]) -> None:
         expected = differences(row, sample, wanted, gs)
         for g, wish in zip(found, expected, strict=True):
             near = max(row.tolerance, 2e-5, *(5 * APART.get(a.dtype, 0) for a in (g, gs[0])))
-            found_slopes = directions(g.size) @ g.ravel().astype(np.float64)
+            found_slopes = directions(g.size) @ plain(g.ravel())
             np.testing.assert_allclose(found_slopes, wish, rtol=near, atol=near, err_msg=f"{row.name}{sample}")
+
+
+def given_gradient(seed: int, like: Array) -> Array:
+    """A gradient for a result."""
+    random = np.random.default_rng(seed)
+    g = random.uniform(-2, 2, like.shape)
+    return (g + 1j * random.uniform(-2, 2, like.shape) if like.dtype.kind == "c" else g).astype(like.dtype)
 
 
 def wanted_of(row: Row, sample: Sample) -> list[int]:
     """The operands whose gradients are asked for."""
     arrays = arrays_of(sample.operands)
-    return [i for i in row.differentiable if i < len(arrays) and kind_of(arrays[i].dtype) == "f"]
+    return [i for i in row.differentiable if i < len(arrays) and kind_of(arrays[i].dtype) in "fc"]
 
 
 def with_gradient(row: Row, samples: list[Sample]) -> list[Sample]:
@@ -565,6 +582,69 @@ def test_operands_are_in_one_place(row, form) -> None:
             elsewhere = [ops.identity(t) for t in others]
         with pytest.raises(ValueError, match="different tile sets"):
             nested(form, sample, (here, *elsewhere))
+
+
+# Complex numbers ----------------------------------------------------------------------------------------------------
+
+
+def made_complex(value: Any) -> Any:
+    """An operand with complex numbers for floats of several elements; single ones are factors, and lengths."""
+    if isinstance(value, list | tuple) and any(isinstance(v, np.ndarray) for v in value):
+        return [made_complex(v) for v in value]
+    if not isinstance(value, np.ndarray) or value.dtype != np.float32 or value.size == 1:
+        return value
+    return np.stack([value, np.roll(value, 1)], -1).view(np.complex64)[..., 0]
+
+
+def complex_sample(row: Row) -> Sample | None:
+    """A sample of a row that speaks of real numbers, made complex."""
+    for sample in row.samples:
+        operands = tuple(map(made_complex, sample.operands))
+        arrays = arrays_of(operands)
+        usual = {np.dtype(name) for name in ("complex64", "float32", "int32", "uint32", "bool")}
+        if sample.expect is None and any(a.dtype == "complex64" for a in arrays) and {a.dtype for a in arrays} <= usual:
+            if not any(a.dtype == "complex64" for a in arrays_of(sample.operands)):
+                return Sample(operands, sample.attributes)
+    return None
+
+
+OF_COMPLEX = {
+    row.name: (row, sample)
+    for row in ROWS
+    if (sample := complex_sample(row)) and row not in FLOAT8 and not row.build and row.name not in MAKE
+}
+REFUSING_COMPLEX = set(
+    "ceil floor erf softplus gelu geluerf relu sign fmod greater greater_equal less less_equal clip increment_mod "
+    "maximum minimum max min sumsquare l1 l2 std var logsumexp median lamb_square argmax argmin topk histogram softmax "
+    "log_softmax attention nll_loss nll_loss_with_softmax_grad batch_norm_inference group_norm layer_norm conv "
+    "conv_transpose max_pool roi_align interpolate accumulate_square_ accumulate_moving_average_square_ adam_updater "
+    "lamb_updater adamax_updater adam_var_update complex polar view_as_complex rfft cast".split()
+)
+"""Those that need an order, or the square of a length, or would make real numbers of complex ones."""
+
+
+@pytest.mark.parametrize("name", [name for name in OF_COMPLEX if name in REFUSING_COMPLEX])
+def test_refuses_complex_numbers(name) -> None:
+    row, sample = OF_COMPLEX[name]
+    with popxl.Ir().main_graph as main:
+        operands = tensors_for(sample.operands)
+        with pytest.raises((TypeError, PopxlError), match="complex|real numbers alone"):
+            row.op(*operands, **sample.attributes)
+        assert main.ops == []
+
+
+COMPLEX_ROWS = [row for name, (row, _) in OF_COMPLEX.items() if name not in REFUSING_COMPLEX]
+
+
+@pytest.mark.filterwarnings("ignore::popxl.errors.RepeatedSeedWarning")  # of rows that train nothing
+def test_numbers_of_complex_numbers() -> None:
+    """All other ops take them, and mean what NumPy means."""
+    check_together(check_numbers, COMPLEX_ROWS, lambda row: [OF_COMPLEX[row.name][1]])
+
+
+def test_gradients_of_complex_numbers() -> None:
+    rows = [row for row in COMPLEX_ROWS if row.differentiable and not row.steps]
+    check_together(check_gradients, rows, lambda row: with_gradient(row, [OF_COMPLEX[row.name][1]]))
 
 
 # What concerns several ops ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tests.popxl.ops.rows.code_copy import CODE_COPY
 from tests.popxl.ops.rows.collectives import COLLECTIVES
+from tests.popxl.ops.rows.complex import COMPLEX
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.cutting import CUTTING
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
@@ -31,6 +32,7 @@ from tests.popxl.ops.rows.windows import WINDOWS
 
 ROWS: Sequence[Row] = [
     *ELEMENTWISE,
+    *COMPLEX,
     *CONVERT,
     *REDUCE,
     *SHAPE,

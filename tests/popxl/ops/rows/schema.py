@@ -132,6 +132,8 @@ def values(dtype: str, shape: tuple[int, ...], low: float = -2, high: float = 2,
         return random.integers(0 if dtype[0] == "u" and low < 0 else int(4 * low), int(4 * high) + 1, shape).astype(
             dtype
         )
+    if dtype == "complex64":
+        return np.asarray(random.uniform(low, high, shape) + 1j * random.uniform(low, high, shape), dtype)
     return np.asarray(random.uniform(low, high, shape), dtype)
 
 

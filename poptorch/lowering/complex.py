@@ -1,0 +1,90 @@
+"""Complex numbers: their parts, views of them, and Fourier transforms. What real numbers have, too, is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+import popxl
+from poptorch.lowering.operands import promoted
+from poptorch.lowering.registry import jax_op, lowers
+from popxl import ops
+from popxl.ops.complex import NORM, conjugate
+
+# Parts and views ------------------------------------------------------------------------------------------------------
+
+
+@lowers("aten.view_as_real")
+def view_as_real(input: popxl.Tensor) -> popxl.Tensor:
+    return ops.view_as_real(input)
+
+
+@lowers("aten.view_as_complex")
+def view_as_complex(input: popxl.Tensor) -> popxl.Tensor:
+    return ops.view_as_complex(input)
+
+
+@lowers("aten._conj", "aten._conj_physical", "aten.conj_physical")
+def conj(input: popxl.Tensor) -> popxl.Tensor:
+    """PyTorch's derivatives ask for those of real numbers, too."""
+    return conjugate(input)
+
+
+@lowers("aten._neg_view")
+def neg(input: popxl.Tensor) -> popxl.Tensor:
+    return ops.negate(input)
+
+
+PUT_BACK: Mapping[str, Callable[[popxl.Tensor], popxl.Tensor]] = {
+    "aten.view_as_real": ops.view_as_complex,
+    "aten.view_as_complex": ops.view_as_real,
+    "aten._conj": ops.conj,
+    "aten._neg_view": ops.negate,
+}
+"""What is written to such a view, as what it looks at."""
+
+
+@lowers("aten.complex")
+def complex_(real: popxl.Tensor, imag: popxl.Tensor) -> popxl.Tensor:
+    return ops.complex(*promoted(real, imag))
+
+
+@lowers("aten.polar")
+def polar(abs: popxl.Tensor, angle: popxl.Tensor) -> popxl.Tensor:
+    return ops.polar(*promoted(abs, angle))
+
+
+@jax_op(title="Sgn")
+def sgn(input: Any) -> Any:
+    """Of length 1, in the direction of a complex number; 0 at 0."""
+    length = jnp.abs(jnp.where(input == 0, 1, input))
+    return jnp.where(input == 0, 0, input / length)
+
+
+# Fourier transforms ---------------------------------------------------------------------------------------------------
+
+_FORWARDS: Sequence[NORM] = ("backward", "ortho", "forward")
+_BACK: Sequence[NORM] = ("forward", "ortho", "backward")
+"""What is divided by nothing, by the root of the number of elements, and by that, as popxl calls it."""
+
+
+@lowers("aten._fft_c2c")
+def of_complex(input: popxl.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> popxl.Tensor:
+    if not dim:
+        return ops.identity(input)
+    if forward:
+        return ops.fft(input, dim, norm=_FORWARDS[normalization])
+    return ops.ifft(input, dim, norm=_BACK[normalization])
+
+
+@lowers("aten._fft_r2c")
+def of_real(input: popxl.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> popxl.Tensor:
+    return (ops.rfft if onesided else ops.fft)(input, dim, norm=_FORWARDS[normalization])
+
+
+@lowers("aten._fft_c2r")
+def to_real(input: popxl.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> popxl.Tensor:
+    sizes = [*(input.shape[d] for d in dim[:-1]), last_dim_size]
+    return ops.irfft(input, dim, sizes, norm=_BACK[normalization])

@@ -149,7 +149,9 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
 def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
     """What a function that was kept whole makes: its results, and what it overwrites."""
     named = ((whole, inspect.signature(whole.like or whole.functions[0])) for whole in WHOLE if whole.op == node.op)
-    whole, signature = next((w, signature) for w, signature in named if signature.parameters.keys() == given.keys())
+    whole, signature = next(
+        (whole, signature) for whole, signature in named if signature.parameters.keys() - {"inplace"} == given.keys()
+    )
     written = {id(t): t.clone() for t in whole.writes(given)}
     arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
     bound = inspect.BoundArguments(signature, OrderedDict(arguments))

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.capture.constants import computed
 from poptorch.capture.trace import Value
+from poptorch.errors import createPoptorchError
 from popxl.base.source import SourceLocation
 
 __all__ = ["Cut", "Cuts"]
@@ -72,13 +73,15 @@ class Cuts:
     Args:
         inputs: its arguments, with numbers.
         answers: what has been made at the first cuts in a run. What is made at others the host finds out.
+        training: whether it is to be differentiated.
 
     Attributes:
         found: those that there were.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], answers: Sequence[Any] = ()) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], answers: Sequence[Any] = (), training: bool = False) -> None:
         self.found: list[Cut] = []
+        self._training = training
         self._inputs, self._answers = list(inputs), list(answers)
         self._known: dict[Value, torch.Tensor] = {}
 
@@ -93,15 +96,33 @@ class Cuts:
         self._known = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
 
     def cut(
-        self, at: int, given: list[Value], run: Callable[[Sequence[torch.Tensor]], Any], source: SourceLocation
+        self,
+        at: int,
+        given: list[Value],
+        run: Callable[[Sequence[torch.Tensor]], Any],
+        source: SourceLocation,
+        tracked: bool = False,
     ) -> tuple[Cut, Any]:
-        """Cut here. Returns the cut, whose `made` is to be filled, and what was made."""
+        """Cut here. Returns the cut, whose `made` is to be filled, and what was made.
+
+        Args:
+            at: how many ops were written down before.
+            given: the values that the host is given.
+            run: what it does with their numbers.
+            source: the user's line.
+            tracked: whether gradients flow through what is given.
+
+        Raises:
+            poptorch.Error: if they would have to flow through what the host makes.
+        """
         cut = Cut(at, given, run, source)
         number = len(self.found)
         if number < len(self._answers):
             made = self._answers[number]
         else:
             made = cut.numbers([computed(value, self._known) for value in given])
+        if self._training and tracked:
+            _check_needs_no_gradient(made, source)
         cut.key = Cut.key_of(made)
         self.found.append(cut)
         return cut, made
@@ -109,3 +130,21 @@ class Cuts:
     def know(self, cut: Cut, made: Any) -> None:
         """Note the numbers of the values that were made at a cut."""
         self._known.update(zip(cut.made, Cut.tensors_in(made), strict=True))
+
+
+def _check_needs_no_gradient(made: Any, source: SourceLocation) -> None:
+    """Check that the host makes nothing, of what is trained, that could have a gradient."""
+    leaves = pytree.tree_leaves(made)
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+        raise createPoptorchError(
+            f"{source}: the host would have to make the tensor here, as its shape depends on numbers, and no gradient "
+            "passes the host. Pad to a shape that is the same in every step, and mask what is too much, with "
+            "`torch.where(mask, x, 0)`; or index with places, as in `x[mask]`, which hands gradients on. If none is to "
+            "flow, say so: `x.detach()`."
+        )
+    if any(isinstance(leaf, float) for leaf in leaves):
+        raise createPoptorchError(
+            f"{source}: a number is read here that is another one in each step, as it comes of what is trained. Each "
+            "would need a program of its own, and no gradient passes it. Compute with the tensor itself, choose by it "
+            "with `torch.where(mask, x, y)`, or return it and look at it after the step."
+        )

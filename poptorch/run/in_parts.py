@@ -196,13 +196,13 @@ class InParts:
             part.asked = [places[value] for value in cut.given]
         needed = self._needed(way, places, parts)
         changed = False
-        for part, content in zip(parts, needed, strict=True):
+        for number, (part, content) in enumerate(zip(parts, needed, strict=True), 1):
             if part.is_made and part.content.wanted == content.wanted:
                 continue
             if part is parts[-1]:
                 made = self._made_end(way, places, content)
             else:
-                made = self._made(way, places, content) if content.wanted else None
+                made = self._made(way, places, content, number) if content.wanted else None
             if part.is_made:
                 changed = True
                 self._close(part)
@@ -252,8 +252,8 @@ class InParts:
             found.append(Content(nodes, [places[value] for value in given], ordered_wanted))
         return found[::-1]
 
-    def _made(self, way: Way, places: Places, content: Content) -> Compiled:
-        """The program of a part."""
+    def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
+        """The program of a part. Its number says which random numbers it draws: others than programs before it do."""
         nodes = content.nodes
         values = [places.value[place] for place in content.given]
         wanted = [places.value[place] for place in content.wanted]
@@ -281,7 +281,7 @@ class InParts:
             self._batching,
             self._options,
             host=host,
-            seed=self.seed,
+            seed=self.seed + number,
         )
         if self._is_attached:
             compiled.attach(host)

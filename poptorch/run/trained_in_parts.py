@@ -22,6 +22,7 @@ import popxl
 from poptorch.capture.losses import final_loss
 from poptorch.capture.trace import Trace, Value
 from poptorch.errors import Error, createPoptorchError
+from poptorch.lowering.emission import drawing
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
@@ -75,11 +76,13 @@ class TrainedInParts(InParts):
         step = Content(nodes, [places[value] for value in given], [places[value] for value in outputs])
         return [*self._handed_on(way, places, parts[:-1], set(given), with_effects=False), step]
 
-    def _made(self, way: Way, places: Places, content: Content) -> Compiled:
-        compiled = super()._made(way, places, content)
-        if compiled.ends.random is not None and any(_is_tracked(v) for node in content.nodes for v in node.results):
-            compiled.close()
-            raise _cannot_be_done_twice("random numbers are drawn", way)
+    def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
+        compiled = super()._made(way, places, content, number)
+        if compiled.ends.random is not None:
+            for node in drawing(content.nodes):
+                if any(map(_is_tracked, node.results)):
+                    compiled.close()
+                    raise _cannot_be_done_twice(f"{node} draws random numbers", way)
         return compiled
 
     def _made_end(self, way: Way, places: Places, content: Content) -> Compiled:

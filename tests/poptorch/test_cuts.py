@@ -69,12 +69,21 @@ def halved(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (x + first if times > 1 else x + second), times
 
 
+def wholes(x: torch.Tensor) -> torch.Tensor:
+    """Functions that a program has as a whole, and that the host computes where it looks at what comes of them."""
+    y = F.group_norm(F.layer_norm(x, (3,)), 1)[None]
+    y = F.scaled_dot_product_attention(y, y, y, scale=0.5)[0]
+    y = y + torch.kl_div(y.log_softmax(1), x.softmax(1), reduction=1)
+    return y[y[:, 0] > y[0, 0] - 0.1]
+
+
 CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a loop": (halved, [(X,), (X / 4,), (X * 2,), (X,)]),
     "nonzero and numbers": (lambda x: (x.nonzero(), x.max().item(), int(x.argmax())), [(X,), (X.clamp_min(0),)]),
     "unique": (lambda x: torch.unique(x, return_counts=True), [(LENGTHS,), (LENGTHS.clamp_max(2),)]),
     "repeat_interleave": (lambda x, n: x.repeat_interleave(n, 0) + 1, [(X, LENGTHS), (X, LENGTHS.flip(0))]),
     "activations": (lambda x: (y := F.hardtanh(x, -2, 2))[F.relu(y)[:, 0] > 0], [(X,)]),
+    "norms, attention, a loss": (wholes, [(X,)]),
     "one_hot": (lambda n: F.one_hot(n) * 2, [(LENGTHS,), (LENGTHS - 1,)]),
     "arrays": (lambda x: x + torch.from_numpy(x.numpy()), [(LONG,), (LONG.roll(1),)]),
     "tolist": (lambda x, n: [part * 2 for part in x.flatten().split(n.tolist())], [(X[:3], LENGTHS)]),

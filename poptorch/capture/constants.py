@@ -159,10 +159,10 @@ def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
 
 def _with(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
     """Call a function with arguments by name, as it was called; its parameters may be fewer than those of others."""
+    own: Mapping[str, inspect.Parameter] = {}
     try:
         own = inspect.signature(function).parameters
     except ValueError:  # it is none of Python's, and takes places; losses of these count reductions
-        own = {}
         if "reduction" in arguments:
             arguments |= {"reduction": ("none", "mean", "sum").index(arguments["reduction"])}
     if own and all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.values()):

@@ -162,7 +162,7 @@ class Options(OptionsDict):
     )
     kept_programs: int = setting(
         8,
-        "so many programs an inference model keeps: one for each kind of arguments of `generate`, and for each shape "
+        "so many programs a model keeps: one for each kind of arguments of `generate`, and for each shape "
         "or number that the host finds on the way; with 1, numbers are not looked at, and there is an Error",
         "keptPrograms",
         valid=positive,
@@ -486,7 +486,7 @@ class Options(OptionsDict):
         return self._set(executable_cache=path)
 
     def keptPrograms(self, kept_programs: int) -> Self:
-        """Keep at most so many programs of an inference model that has several; those used last are kept.
+        """Keep at most so many programs of a model that has several; those used last are kept.
 
         `generate` has one for each kind of arguments. Where a shape, or what Python does, depends on numbers of a run
         (`x[mask]`, `x.sum().item()`), the host looks, and there is a program for each shape or number that it finds.

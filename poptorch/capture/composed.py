@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
 
+from poptorch.capture.torch_private import without_modes
+
 __all__ = ["COMPOSED", "packed"]
 
 
@@ -45,6 +47,19 @@ def _flex_attention(
     lse = torch.where(is_empty[..., 0], -math.inf, torch.where(is_empty, 0.0, changed).logsumexp(-1))
     result = shares.to(query.dtype) @ value.to(query.dtype)
     return result, lse / math.log(2), highest[..., 0] / math.log(2)
+
+
+def _pack_padded_sequence(
+    input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all steps that sequences have, and how many each step has. Their lengths are looked at."""
+    by_step = input.transpose(0, 1) if batch_first else input
+    known = lengths.tolist()
+    with without_modes():
+        places = torch.arange(by_step.shape[:2].numel()).reshape(*by_step.shape[:2], 1)
+        packed_places, sizes = torch.ops.aten._pack_padded_sequence(places, torch.tensor(known), False)
+    rows = by_step.flatten(0, 1)
+    return rows[torch.tensor(packed_places.flatten().tolist())], torch.tensor(sizes.tolist())
 
 
 def _pad_packed_sequence(
@@ -121,6 +136,7 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     flex_attention: _flex_attention,
+    torch._VF._pack_padded_sequence: _pack_padded_sequence,
     torch._VF._pad_packed_sequence: _pad_packed_sequence,
 }
 """What to run in place of a function, with the same arguments."""

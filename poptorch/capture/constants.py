@@ -149,11 +149,26 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
 def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
     """What a function that was kept whole makes: its results, and what it overwrites."""
     named = ((whole, inspect.signature(whole.like or whole.functions[0])) for whole in WHOLE if whole.op == node.op)
-    whole, signature = next((w, signature) for w, signature in named if signature.parameters.keys() == given.keys())
+    whole, signature = next(
+        (whole, signature) for whole, signature in named if signature.parameters.keys() - {"inplace"} == given.keys()
+    )
     written = {id(t): t.clone() for t in whole.writes(given)}
     arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
+    return [_with(whole.functions[0], signature, arguments), *written.values()]
+
+
+def _with(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
+    """Call a function with arguments by name, as it was called; its parameters may be fewer than those of others."""
+    own: Mapping[str, inspect.Parameter] = {}
+    try:
+        own = inspect.signature(function).parameters
+    except ValueError:  # it is none of Python's, and takes places; losses of these count reductions
+        if "reduction" in arguments:
+            arguments |= {"reduction": ("none", "mean", "sum").index(arguments["reduction"])}
+    if own and all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.values()):
+        return function(**{name: value for name, value in arguments.items() if name in own})
     bound = inspect.BoundArguments(signature, OrderedDict(arguments))
-    return [whole.functions[0](*bound.args, **bound.kwargs), *written.values()]
+    return function(*bound.args, **bound.kwargs)
 
 
 def _view(view: View, base: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,17 @@ from what is written down so far: each op once, and only what is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.constants import computed
 from poptorch.capture.trace import Value
+from poptorch.errors import createPoptorchError
 from popxl.base.source import SourceLocation
 
 __all__ = ["Cut", "Cuts"]
@@ -55,10 +57,7 @@ class Cut:
     @staticmethod
     def key_of(made: Any) -> tuple[Any, ...]:
         """What is the same for all that one program is for."""
-        return tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
-            for leaf in pytree.tree_leaves(made)
-        )
+        return tuple(map(_key_of_leaf, pytree.tree_leaves(made)))
 
     @staticmethod
     def tensors_in(made: Any) -> list[torch.Tensor]:
@@ -72,40 +71,109 @@ class Cuts:
     Args:
         inputs: its arguments, with numbers.
         answers: what has been made at the first cuts in a run. What is made at others the host finds out.
+        training: whether it is to be differentiated.
 
     Attributes:
         found: those that there were.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], answers: Sequence[Any] = ()) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], answers: Sequence[Any] = (), training: bool = False) -> None:
         self.found: list[Cut] = []
+        self._training = training
+        self._trained: frozenset[Value] = frozenset()
         self._inputs, self._answers = list(inputs), list(answers)
         self._known: dict[Value, torch.Tensor] = {}
 
-    def begin(self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor]) -> None:
+    def begin(
+        self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor], trained: Collection[Value] = ()
+    ) -> None:
         """Begin a capture, for the first time or anew.
 
         Args:
             inputs: the values of its arguments.
             state: the numbers of parameters and buffers.
+            trained: those of them that a step changes.
         """
         self.found.clear()
+        self._trained = frozenset(trained) if self._training else frozenset()
         self._known = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
 
     def cut(
-        self, at: int, given: list[Value], run: Callable[[Sequence[torch.Tensor]], Any], source: SourceLocation
+        self,
+        at: int,
+        given: list[Value],
+        run: Callable[[Sequence[torch.Tensor]], Any],
+        source: SourceLocation,
+        tracked: bool = False,
     ) -> tuple[Cut, Any]:
-        """Cut here. Returns the cut, whose `made` is to be filled, and what was made."""
+        """Cut here. Returns the cut, whose `made` is to be filled, and what was made.
+
+        Args:
+            at: how many ops were written down before.
+            given: the values that the host is given.
+            run: what it does with their numbers.
+            source: the user's line.
+            tracked: whether gradients flow through what is given.
+
+        Raises:
+            poptorch.Error: if they would have to flow through what the host makes.
+        """
         cut = Cut(at, given, run, source)
         number = len(self.found)
         if number < len(self._answers):
             made = self._answers[number]
         else:
             made = cut.numbers([computed(value, self._known) for value in given])
+        if self._training:
+            self._check_trained(made, given, source, tracked)
         cut.key = Cut.key_of(made)
         self.found.append(cut)
         return cut, made
 
+    def _check_trained(self, made: Any, given: Sequence[Value], source: SourceLocation, tracked: bool) -> None:
+        """Check that the host makes nothing that needs a gradient, and no number that is another one in each step."""
+        leaves = pytree.tree_leaves(made)
+        if tracked and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+            raise createPoptorchError(
+                f"{source}: the host would have to make the tensor here, as its shape depends on numbers, and no "
+                "gradient passes the host. Pad to a shape that is the same in every step, and mask what is too much, "
+                "with `torch.where(mask, x, 0)`; or index with places, as in `x[mask]`, which hands gradients on. If "
+                "none is to flow, say so: `x.detach()`."
+            )
+        if any(map(_has_floats, leaves)) and _comes_of(given, self._trained):
+            raise createPoptorchError(
+                f"{source}: numbers are read here that are others in each step, as they come of what is trained. Each "
+                "step would need a program of its own. Compute with the tensor itself, choose by it with "
+                "`torch.where(mask, x, y)`, have the host make a tensor (`poptorch.CPU`), or return it and look at it "
+                "after the step."
+            )
+
     def know(self, cut: Cut, made: Any) -> None:
         """Note the numbers of the values that were made at a cut."""
         self._known.update(zip(cut.made, Cut.tensors_in(made), strict=True))
+
+
+def _key_of_leaf(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, str(leaf.dtype), leaf.tobytes()
+    return type(leaf), repr(leaf)
+
+
+def _has_floats(leaf: Any) -> bool:
+    """Whether something that a program is made for has numbers that are hardly ever the same again."""
+    return isinstance(leaf, float | complex) or isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc"
+
+
+def _comes_of(values: Sequence[Value], others: Collection[Value]) -> bool:
+    """Whether values are made of any of these."""
+    waiting, seen = list(values), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if value in others:
+            return True
+        if value.made_by is not None and id(value.made_by) not in seen:
+            seen.add(id(value.made_by))
+            waiting += value.made_by.inputs
+    return False

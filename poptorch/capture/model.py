@@ -132,7 +132,8 @@ def _capture(
         numbers = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
         state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, numbers)
     if cuts is not None:
-        cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()})
+        trained = [value for key, value in state_values.items() if state[key].requires_grad]
+        cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
     tracer.hooks += _module_hooks()
     tracer.hooks += [f"The parameter {name}" for name, t in state.items() if _is_hooked(t)]
     tracer.hooks += [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,11 +141,11 @@ class Trace:
     outer: list[Value] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
-    def without_unused(self, wanted: list[Value]) -> list[Node]:
-        """The nodes that these values, or an effect, need."""
+    def without_unused(self, wanted: Sequence[Value], with_effects: bool = True) -> list[Node]:
+        """The nodes that these values need, and effects, if they are to be kept."""
         needed, kept = set(map(id, wanted)), []
         for node in reversed(self.nodes):
-            if node.has_effect or any(id(result) in needed for result in node.results):
+            if node.has_effect and with_effects or any(id(result) in needed for result in node.results):
                 kept.append(node)
                 needed.update(map(id, node.inputs))
         return kept[::-1]

@@ -373,7 +373,8 @@ class Tracer:
 
         source = self.recorder.source()
         with self.suspended(), without_modes():
-            cut, made = self._cuts.cut(len(self.recorder.trace.nodes), values, run, source)
+            tracked = any(leaves[i].requires_grad for i in places)
+            cut, made = self._cuts.cut(len(self.recorder.trace.nodes), values, run, source, tracked)
 
         def begin(t: torch.Tensor) -> torch.Tensor:
             fake = self.fake(t.detach())

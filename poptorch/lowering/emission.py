@@ -25,7 +25,7 @@ from popxl.base.source import DebugRecord
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
 
-__all__ = ["Emission", "emission", "popxl_dtype", "spec_of"]
+__all__ = ["Emission", "drawing", "emission", "popxl_dtype", "spec_of"]
 
 
 class _Emissions(threading.local):
@@ -270,3 +270,24 @@ def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
 def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:
     """A tensor on an IPU: a copy, if it is on another one. Inputs are where they are first used."""
     return t if t.location[0] in (unit, None) else ops.ipu_copy(t, unit)
+
+
+def drawing(nodes: Sequence[Node]) -> list[Node]:
+    """Those of some nodes, in an order in which they can run, that draw random numbers."""
+    seeds: list[popxl.Tensor] = []
+
+    def seed() -> popxl.Tensor:
+        seeds.append(popxl.graph_input((2,), popxl.uint32, "random"))
+        return seeds[-1]
+
+    emission, found = Emission(seed), list[Node]()
+    with popxl.Ir().create_empty_graph("drawing"):
+        for node in nodes:
+            for value in node.inputs:
+                if id(value) not in emission.tensors:
+                    emission.bind([value], [popxl.graph_input(value.shape, popxl_dtype(value.dtype))])
+            before = len(seeds)
+            emission.write([node])
+            if len(seeds) > before:
+                found.append(node)
+    return found

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from popxl.tensor import Variable
 from runtime.program.host_arrays import Outputs
 
 __all__ = ["Compiled", "Ends", "Result"]
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -402,9 +404,9 @@ class Compiled:
 
     # Variables ------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, np.ndarray]:
-        """The values of parameters and buffers that the device has, by name."""
-        found = self._fetched(self.ends.variables)
+    def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+        """The values of parameters and buffers that the device has, by name; of all, or of these."""
+        found = self._fetched({n: v for n, v in self.ends.variables.items() if names is None or n in names})
         return {name: array[0] if name in self.ends.written else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
@@ -461,13 +463,28 @@ class Compiled:
             seeds = popxl.create_seeds(self.seed, replicas=self.session.ir.replication_factor)
             self._write({random: seeds.reshape(random.shape_on_host)})
 
+    def lasting(self) -> dict[tuple[str, str], np.ndarray]:
+        """All that a run leaves for the next one: by its kind, weight, state or random, and its name."""
+        return self._fetched(self._lasting)
+
+    def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
+        """Overwrite what a run leaves for the next one, as far as the program has it."""
+        self._write({v: values[key] for key, v in self._lasting.items() if key in values})
+
+    @property
+    def _lasting(self) -> dict[tuple[str, str], Variable]:
+        ends = self.ends
+        found = {("weight", name): v for name, v in ends.variables.items()}
+        found |= {("state", name): v for name, v in ends.state.items()}
+        return found if ends.random is None else {**found, ("random", ""): ends.random}
+
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if self.is_attached:  # all are written, those too that the device has changed
             others = set(self.session.ir.main_graph.variables) - set(values)
             self.session.get_tensors_data(others)
         self.session.write_variables_data(values)
 
-    def _fetched(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
+    def _fetched(self, variables: Mapping[Name, Variable]) -> dict[Name, np.ndarray]:
         """What the device has. Of several processes each may ask for what is the same on all replicas by itself."""
         wanted = list(variables.values())
         found: Mapping[Any, np.ndarray] | None = self.session.program.read_here(wanted) if self.is_attached else None

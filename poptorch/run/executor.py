@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ from poptorch.run.compiled import Compiled
 from poptorch.run.in_parts import InParts, Way
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
 from poptorch.run.times import Latency, Times
+from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer, needs_running_mean, with_running_mean
 from popxl.looking.estimate import estimate_of
 from popxl.session import CompilationProgress, compilation_progress
@@ -304,17 +305,18 @@ class PoplarExecutor:
         batching = Batching.of(options, update is not None)
         seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
 
+        call, module, grouped, training = self._call, self._module, list(self._grouped), update is not None
+
         def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
-            may_cut = update is None and options.kept_programs > 1
-            cuts = Cuts(tensors, answers) if may_cut else None
-            captured, answer = captured_model(
-                self._call, self._module, signature, batching, options, update is not None, list(self._grouped), cuts
-            )
+            cuts = Cuts(tensors, answers, training) if options.kept_programs > 1 else None
+            captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts)
             return Way(captured, answer, () if cuts is None else cuts.found)
 
         way = capture(signature.check(args, kwargs), ())
         if way.cuts:
-            return InParts(capture, self._capturing, way, signature, batching, options, self._host_weights, seed)
+            host, attributes = self._host(), self._attributes
+            of_parts = capture, lambda: _capturing(attributes), way, signature, batching, options, host, seed
+            return InParts(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
         return Compiled.of(
             ir,
             way.captured,
@@ -330,18 +332,12 @@ class PoplarExecutor:
             seed=seed,
         )
 
-    @contextmanager
-    def _capturing(self) -> Iterator[None]:
-        """A context in which the model may be captured: it is then as it was when it was wrapped."""
-        with _compiling, torch.inference_mode(False), self._attributes.restored():
-            yield
-
     def _use(self, compiled: Compiled | InParts) -> None:
         """Run this from now on."""
         self._compiled = compiled
         offline = self._options.connection_type is ConnectionType.Never
         if self._instrumented is not None and self._trainer is not None:
-            assert isinstance(compiled, Compiled)  # in training nothing is cut
+            assert isinstance(compiled, Compiled | TrainedInParts)
             home = (compiled, self._instrumented, self._module, self._grouped, self._trainer)
             self._forgotten = weakref.finalize(self, _bring_home, *home)
             self._forgotten.atexit = False
@@ -469,9 +465,13 @@ class PoplarExecutor:
     # Weights --------------------------------------------------------------------------------------------------------
 
     def _host_weights(self) -> dict[str, np.ndarray]:
+        return self._host()()
+
+    def _host(self) -> Callable[[], dict[str, np.ndarray]]:
+        """What reads the host's values. It does not keep this wrapper alive."""
         if self._instrumented is not None:
-            return self._instrumented.read()
-        return weights.read(self._module, self._grouped)
+            return self._instrumented.read
+        return partial(weights.read, self._module, self._grouped)
 
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
         return self._required.weights()
@@ -814,8 +814,15 @@ def _default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
     return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
 
 
+@contextmanager
+def _capturing(attributes: Attributes) -> Iterator[None]:
+    """A context in which a model may be captured: it is then as it was when it was wrapped."""
+    with _compiling, torch.inference_mode(False), attributes.restored():
+        yield
+
+
 def _bring_home(
-    compiled: Compiled,
+    compiled: Compiled | TrainedInParts,
     instrumented: weights.Instrumented,
     module: torch.nn.Module | None,
     grouped: Mapping[str, GroupedParameter],

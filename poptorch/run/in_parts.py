@@ -6,10 +6,13 @@ a call comes to it; those used last are kept. Values that later programs need ar
 
 A capture goes through all of `forward`, so it makes all programs of a way. They are the same up to where ways part:
 the same function does the same there. So a value is known, in all of them, by its `Place`.
+
+A model for training is cut in another way: see `poptorch.run.trained_in_parts`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -33,7 +36,16 @@ from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, Ends
 from poptorch.run.times import Times
 
-__all__ = ["InParts", "Way"]
+__all__ = [
+    "Content",
+    "InParts",
+    "Part",
+    "Place",
+    "Places",
+    "Way",
+    "is_constant",
+    "outputs_of",
+]
 
 Place = tuple[Any, ...]
 """Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a cut."""
@@ -54,39 +66,53 @@ class Way:
     cuts: Sequence[Cut]
 
 
+@dataclass(frozen=True)
+class Content:
+    """What the program between two cuts does.
+
+    Attributes:
+        nodes: its ops.
+        given, wanted: what it takes from before, and what it gives to what comes after it.
+    """
+
+    nodes: list[Node]
+    given: list[Place]
+    wanted: list[Place]
+
+
 @dataclass(eq=False)
-class _Part:
+class Part:
     """The program between two cuts.
 
     Attributes:
-        given, wanted: what it takes from before, and what it gives to what comes after it.
+        content: what the program does.
         ops: what `forward` does there, by name.
         compiled: the program; `None` if there is nothing to do.
+        is_made: whether these are there.
         cut: what the host does after it, and with what; `None` at the end.
         after: what comes then.
         way: at the end, how the model was captured to there.
         used: the number of the run that it was used in last.
     """
 
-    given: list[Place] = field(default_factory=list)
-    wanted: list[Place] = field(default_factory=list)
+    content: Content = field(default_factory=lambda: Content([], [], []))
     ops: list[str] = field(default_factory=list)
     compiled: Compiled | None = None
     is_made: bool = False
     cut: Cut | None = None
     asked: list[Place] = field(default_factory=list)
-    after: dict[tuple[Any, ...], _Part] = field(default_factory=dict)
+    after: dict[tuple[Any, ...], Part] = field(default_factory=dict)
     way: Way | None = None
     used: int = 0
 
-    def all(self) -> Iterator[_Part]:
+    def all(self) -> Iterator[Part]:
         """It, and all that come after it."""
         yield self
         for part in self.after.values():
             yield from part.all()
 
 
-class _Places:
+class Places:
     """Where the values of a way come from."""
 
     def __init__(self, way: Way) -> None:
@@ -107,7 +133,7 @@ class _Places:
 
 
 class InParts:
-    """A model for inference that is compiled in parts. It has what `Compiled` has, as far as there is no one program.
+    """A model that is compiled in parts. It has what `Compiled` has, as far as there is no one program.
 
     Args:
         capture: captures the model once more: for these tensors, and what was made at the first cuts.
@@ -122,6 +148,8 @@ class InParts:
     Raises:
         poptorch.Error: if there are several micro-batches, or the model overwrites buffers.
     """
+
+    _may_overwrite_buffers = False
 
     def __init__(
         self,
@@ -140,11 +168,12 @@ class InParts:
         self.times = Times()
         self._capture, self._capturing, self._host = capture, capturing, host
         self._batching, self._options = batching, options
-        self._root = _Part()
+        self._turn = threading.Lock()
+        self._root = Part()
         self._runs = 0
         self._is_attached = False
         self._has_told = False
-        _check(way, batching, options)
+        self._check(way)
         self._grow(way)
 
     # Parts ----------------------------------------------------------------------------------------------------------
@@ -154,8 +183,7 @@ class InParts:
         parts = [self._root]
         for cut in way.cuts:
             parts[-1].cut = parts[-1].cut or cut
-            parts.append(parts[-1].after.setdefault(cut.key, _Part(used=self._runs)))
-        parts[-1].way = way
+            parts.append(parts[-1].after.setdefault(cut.key, Part(used=self._runs)))
         for part, ops in zip(parts, _ops(way), strict=True):
             if part.is_made and part.ops != ops:
                 raise createPoptorchError(
@@ -163,33 +191,49 @@ class InParts:
                     "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
                 )
             part.ops = ops
-        places = _Places(way)
-        needed = self._needed(way, places, parts)
-        changed = False
-        for part, (nodes, given, wanted) in zip(parts, needed, strict=True):
-            if part.is_made and part.wanted == wanted:
-                continue
-            changed |= part.is_made
-            if part.compiled is not None:
-                part.compiled.close()
-            part.given, part.wanted, part.is_made = given, wanted, True
-            part.compiled = self._made(way, places, part, nodes) if wanted else None
+        places = Places(way)
         for part, cut in zip(parts, way.cuts, strict=False):
             part.asked = [places[value] for value in cut.given]
+        needed = self._needed(way, places, parts)
+        changed = False
+        for number, (part, content) in enumerate(zip(parts, needed, strict=True), 1):
+            if part.is_made and part.content.wanted == content.wanted:
+                continue
+            if part is parts[-1]:
+                made = self._made_end(way, places, content)
+            else:
+                made = self._made(way, places, content, number) if content.wanted else None
+            if part.is_made:
+                changed = True
+                self._close(part)
+            part.content, part.compiled, part.is_made = content, made, True
+        parts[-1].way = way
         self._forget_some()
         return changed
 
+    def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
+        """The content of each part."""
+        return self._handed_on(way, places, parts, {v for v in outputs_of(way) if constant_of(v) is None})
+
     @staticmethod
-    def _needed(way: Way, places: _Places, parts: Sequence[_Part]) -> list[tuple[list[Node], list[Place], list[Place]]]:
-        """Of each part, from the last one on: its ops, and where what it takes and gives comes from.
+    def _handed_on(
+        way: Way, places: Places, parts: Sequence[Part], needed: set[Value], with_effects: bool = True
+    ) -> list[Content]:
+        """The contents of parts, each of which computes what none before it has.
 
         What is the same in every run each part makes by itself.
+
+        Args:
+            way: the way.
+            places: where its values come from.
+            parts: the parts, from the first one on.
+            needed: the values that are needed after the last of them.
+            with_effects: whether ops are kept that nothing uses, for their effect.
         """
         trace, (begins, ends) = way.captured.trace, _bounds(way)
         ordered = {place: i for i, place in enumerate(places.value)}
-        constants = {id(node) for node in trace.nodes if node.made_of == frozenset() and not node.has_effect}
-        needed = {v for v in _outputs(way) if constant_of(v) is None}
-        found: list[tuple[list[Node], list[Place], list[Place]]] = []
+        constants = {id(node) for node in trace.nodes if is_constant(node)}
+        found: list[Content] = []
         for i in reversed(range(len(parts))):
             if i < len(way.cuts):
                 needed |= set(way.cuts[i].given)
@@ -197,21 +241,22 @@ class InParts:
             ops += trace.nodes[begins[i] : ends[i]]
             here = {id(value) for node in ops for value in node.results}
             here |= {id(value) for value in needed if places[value][0] == "state"}
-            wanted = {places[value] for value in needed if id(value) in here} | set(parts[i].wanted)
+            wanted = {places[value] for value in needed if id(value) in here} | set(parts[i].content.wanted)
             ordered_wanted = sorted(wanted, key=ordered.__getitem__)
             values = [places.value[place] for place in ordered_wanted]
-            nodes = Trace(nodes=ops).without_unused(values)
+            nodes = Trace(nodes=ops).without_unused(values, with_effects)
             made = {id(value) for node in nodes for value in node.results}
             inputs = dict.fromkeys(value for node in nodes for value in node.inputs if id(value) not in made)
             given = [value for value in inputs if places[value][0] != "state"]
             needed = {value for value in needed if id(value) not in here} | set(given)
-            found.append((nodes, [places[value] for value in given], ordered_wanted))
+            found.append(Content(nodes, [places[value] for value in given], ordered_wanted))
         return found[::-1]
 
-    def _made(self, way: Way, places: _Places, part: _Part, nodes: list[Node]) -> Compiled:
-        """The program of a part."""
-        values = [places.value[place] for place in part.given]
-        wanted = [places.value[place] for place in part.wanted]
+    def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
+        """The program of a part. Its number says which random numbers it draws: others than programs before it do."""
+        nodes = content.nodes
+        values = [places.value[place] for place in content.given]
+        wanted = [places.value[place] for place in content.wanted]
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
         state = {name: value for name, value in way.captured.state.items() if id(value) in used}
         tensors = [torch.empty(value.shape, dtype=value.dtype) for value in values]
@@ -236,11 +281,15 @@ class InParts:
             self._batching,
             self._options,
             host=host,
-            seed=self.seed,
+            seed=self.seed + number,
         )
         if self._is_attached:
             compiled.attach(host)
         return compiled
+
+    def _made_end(self, way: Way, places: Places, content: Content) -> Compiled | None:
+        """The program of the last part."""
+        return self._made(way, places, content) if content.wanted else None
 
     def _forget_some(self) -> None:
         """Keep the ends that were used last, as many as the options say."""
@@ -261,11 +310,10 @@ class InParts:
                     2 * self._options.kept_programs,
                 )
 
-    def _forget(self, end: _Part) -> Any:
+    def _forget(self, end: Part) -> Any:
         """Give up the programs that lead to an end alone. Returns the line where they part from others."""
         while True:
-            if end.compiled is not None:
-                end.compiled.close()
+            self._close(end)
             before = next(part for part in self._root.all() if end in part.after.values())
             before.after = {key: part for key, part in before.after.items() if part is not end}
             if before.after or before is self._root:
@@ -273,14 +321,38 @@ class InParts:
                 return before.cut.source
             end = before
 
+    def _check(self, way: Way) -> None:
+        """Check that a model may be cut."""
+        where = way.cuts[0].source
+        if self._batching.micro_batches * self._batching.groups.replicas > 1:
+            raise createPoptorchError(
+                f"{where}: the host has to look at numbers here, to know a shape or what Python does next. Each "
+                "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "
+                "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
+            )
+        if way.captured.written and not self._may_overwrite_buffers:
+            raise createPoptorchError(
+                f"{where}: the host has to look at numbers here, so the model is several programs. They cannot "
+                f"overwrite buffers, as it does with {', '.join(way.captured.written)}."
+            )
+        if self._options.anchored_tensors:
+            raise createPoptorchError(
+                f"{where}: a model that is cut here, for the host to look, has no anchored tensors."
+            )
+
+    def _close(self, part: Part) -> None:
+        if part.compiled is not None:
+            part.compiled.close()
+
     # Running --------------------------------------------------------------------------------------------------------
 
     def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
         """Run the programs on the tensors of a call, one after the other; see `Compiled.run`."""
-        self._runs += 1
-        while (done := self._run(tensors, objects)) is None:
-            continue
-        return done[0]
+        with self._turn:
+            self._runs += 1
+            while (done := self._run(tensors, objects)) is None:
+                continue
+            return done[0]
 
     def _run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[Any] | None:
         """The result; `None` if a program had to be made anew on the way, so that all has to begin again."""
@@ -289,27 +361,43 @@ class InParts:
         part = self._root
         while True:
             part.used = self._runs
-            if part.compiled is not None:
-                made = part.compiled.run([known[place].detach() for place in part.given])
-                known |= zip(part.wanted, made, strict=True)
             if part.way is not None:
-                return (self._result(part.way, known, tensors, objects),)
+                return (self._end(part, part.way, known, tensors, objects),)
+            known |= self._run_part(part, known)
             assert part.cut is not None
             made = part.cut.numbers([known[place] for place in part.asked])
             known |= {("cut", len(answers), j): t for j, t in enumerate(Cut.tensors_in(made))}
             answers.append(made)
             key = Cut.key_of(made)
-            if key not in part.after:
+            if key not in part.after or not part.after[key].is_made:  # it was tried, and could not be compiled
                 with self._capturing():
                     way = self._capture(tensors, answers)
                     if self._grow(way):
                         return None
             part = part.after[key]
 
+    def _run_part(self, part: Part, known: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+        """What a part gives."""
+        if part.compiled is None:
+            return {}
+        made = part.compiled.run([known[place].detach() for place in part.content.given])
+        return dict(zip(part.content.wanted, made, strict=True))
+
+    def _end(
+        self,
+        part: Part,
+        way: Way,
+        known: dict[Place, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        objects: Sequence[Any],
+    ) -> Any:
+        """Run the last part. Returns the result."""
+        return self._result(way, known | self._run_part(part, known), tensors, objects)
+
     def _result(
         self, way: Way, known: Mapping[Place, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Sequence[Any]
     ) -> Any:
-        captured, places = way.captured, _Places(way)
+        captured, places = way.captured, Places(way)
 
         def numbers(value: Value) -> torch.Tensor:
             constant = constant_of(value)
@@ -374,6 +462,11 @@ class InParts:
             each.write_weights(host)
 
 
+def is_constant(node: Node) -> bool:
+    """Whether an op makes the same in every run, and does nothing else."""
+    return node.made_of == frozenset() and not node.has_effect
+
+
 def _bounds(way: Way) -> tuple[list[int], list[int]]:
     """Where the ops of each part begin, and end."""
     inner = [cut.at for cut in way.cuts]
@@ -385,23 +478,6 @@ def _ops(way: Way) -> list[list[str]]:
     return [names[begin:end] for begin, end in zip(*_bounds(way), strict=True)]
 
 
-def _outputs(way: Way) -> list[Value]:
+def outputs_of(way: Way) -> list[Value]:
+    """What a model returns, and what its arguments hold in the end."""
     return [*way.captured.trace.outputs, *way.captured.written_inputs.values()]
-
-
-def _check(way: Way, batching: Batching, options: Options) -> None:
-    """Check that a model may be cut."""
-    where = way.cuts[0].source
-    if batching.micro_batches * batching.groups.replicas > 1:
-        raise createPoptorchError(
-            f"{where}: the host has to look at numbers here, to know a shape or what Python does next. Each "
-            "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch in "
-            "a call: `deviceIterations(1)`, `replicationFactor(1)`."
-        )
-    if way.captured.written:
-        raise createPoptorchError(
-            f"{where}: the host has to look at numbers here, so the model is several programs. They cannot overwrite "
-            f"buffers, as it does with {', '.join(way.captured.written)}."
-        )
-    if options.anchored_tensors:
-        raise createPoptorchError(f"{where}: a model that is cut here, for the host to look, has no anchored tensors.")

@@ -22,6 +22,7 @@ from poptorch.program.updates import LOSS_SCALE_FACTOR, Update
 from poptorch.run.as_data import OptimizerData
 from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
+from poptorch.run.trained_in_parts import TrainedInParts
 
 __all__ = ["Trainer", "needs_running_mean", "with_running_mean"]
 
@@ -55,7 +56,7 @@ class Trainer:
         self.update: Update | None = None
         self.made_with: OptimizerData | None = None
         self.numbers = np.zeros(0, np.float32)
-        self._compiled: Compiled | None = None
+        self._compiled: Compiled | TrainedInParts | None = None
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
         self._requires_grad: dict[str, bool] = {}
@@ -118,7 +119,7 @@ class Trainer:
                 ", ".join(str(list(p.shape)) for p in others[:3]) + (", ..." if len(others) > 3 else ""),
             )
 
-    def connect(self, compiled: Compiled, offline: bool = False) -> None:
+    def connect(self, compiled: Compiled | TrainedInParts, offline: bool = False) -> None:
         """A program has been made: from now on it has the state. What the optimiser has brought along is for it.
 
         Args:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ import poptorch  # noqa: E402
 
 X = torch.tensor([[1.5, -2.0, 0.5], [-1.0, 3.0, 2.5], [0.25, -0.5, -4.0], [2.0, 1.0, 1.0]])
 LENGTHS = torch.tensor([2, 3, 1, 3])
+LONG = torch.zeros(2000).index_fill(0, torch.tensor(999), 1.0)  # NumPy prints the ends of it
 
 
 def agree(ours: Any, expected: Any) -> None:
@@ -65,12 +69,23 @@ def halved(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (x + first if times > 1 else x + second), times
 
 
+def wholes(x: torch.Tensor) -> torch.Tensor:
+    """Functions that a program has as a whole, and that the host computes where it looks at what comes of them."""
+    y = F.group_norm(F.layer_norm(x, (3,)), 1)[None]
+    y = F.scaled_dot_product_attention(y, y, y, scale=0.5)[0]
+    y = y + torch.kl_div(y.log_softmax(1), x.softmax(1), reduction=1)
+    return y[y[:, 0] > y[0, 0] - 0.1]
+
+
 CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a loop": (halved, [(X,), (X / 4,), (X * 2,), (X,)]),
     "nonzero and numbers": (lambda x: (x.nonzero(), x.max().item(), int(x.argmax())), [(X,), (X.clamp_min(0),)]),
     "unique": (lambda x: torch.unique(x, return_counts=True), [(LENGTHS,), (LENGTHS.clamp_max(2),)]),
     "repeat_interleave": (lambda x, n: x.repeat_interleave(n, 0) + 1, [(X, LENGTHS), (X, LENGTHS.flip(0))]),
+    "activations": (lambda x: (y := F.hardtanh(x, -2, 2))[F.relu(y)[:, 0] > 0], [(X,)]),
+    "norms, attention, a loss": (wholes, [(X,)]),
     "one_hot": (lambda n: F.one_hot(n) * 2, [(LENGTHS,), (LENGTHS - 1,)]),
+    "arrays": (lambda x: x + torch.from_numpy(x.numpy()), [(LONG,), (LONG.roll(1),)]),
     "tolist": (lambda x, n: [part * 2 for part in x.flatten().split(n.tolist())], [(X[:3], LENGTHS)]),
 }
 
@@ -146,6 +161,163 @@ def test_what_is_not_cut_says_so() -> None:
         poptorch.inferenceModel(lambda x: x[x > 1], poptorch.Options().deviceIterations(2))(X)
     with pytest.raises(poptorch.Error, match="They cannot overwrite buffers, as it does with count"):
         poptorch.inferenceModel(Counting())(X)
-    training = poptorch.trainingModel(lambda x: poptorch.identity_loss(x[x > 1], "sum"))
-    with pytest.raises(poptorch.Error, match=r"shape of a tensor cannot depend.*`torch.where\(mask, x, 0\)`"):
-        training(X)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def steps_agree(model: nn.Module, calls: list[tuple[Any, ...]], options: poptorch.Options | None = None) -> Any:
+    """Train a model beside eager, whose numbers are to be the same. Returns the wrapper, and the eager model."""
+    eager = copy.deepcopy(model)
+    theirs = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.5)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    wrapped = poptorch.trainingModel(model, options, ours)
+    for call in calls:
+        theirs.zero_grad()
+        result, loss = eager(*call)
+        loss.backward()
+        theirs.step()
+        agree(wrapped(*call), (result, loss))
+    agree(dict(model.state_dict()), dict(eager.state_dict()))
+    return wrapped, eager
+
+
+class Labelled(nn.Module):
+    """What has no label is left out of the loss. Norms in front of it overwrite buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.after(self.norm(self.before(x)).relu())
+        counts = labels != -100
+        return counts.sum(), F.cross_entropy(logits[counts], labels[counts])
+
+
+def test_labels_that_are_left_out_of_a_loss() -> None:
+    torch.manual_seed(0)
+    two, three, four = torch.tensor([1, -100, 0, -100]), torch.tensor([0, 1, -100, 1]), torch.tensor([0, 1, 1, 1])
+    calls = [(X, two), (X + 1, three), (-X, two.flip(0)), (X, four)]
+    wrapped, eager = steps_agree(Labelled(), calls, poptorch.Options().keptPrograms(2))
+    wrapped.detachFromDevice()
+    wrapped.attachToDevice()
+    agree(wrapped(X, two), eager(X, two))
+    with torch.no_grad():
+        wrapped.model.after.weight.mul_(3)
+    eager.load_state_dict(wrapped.model.state_dict())
+    wrapped.copyWeightsToDevice()
+    agree(wrapped(X, four), eager(X, four))
+    with pytest.raises(poptorch.Error, match="save: the model is not one program"):
+        wrapped.save("somewhere")
+    kept = weakref.ref(wrapped)
+    del wrapped
+    gc.collect()
+    assert kept() is None
+
+
+class Routed(nn.Module):
+    """Rows go where their numbers are largest; a layer to which none goes has no gradient, and stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(3, 2), nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.router(x)
+        chosen = scores.argmax(1)
+        results = x.new_zeros(len(x), 4)
+        for i in torch.unique(chosen).tolist():
+            places = (chosen == i).nonzero()[:, 0]
+            results = results.index_add(0, places, self.experts[i](x[places]) * scores[places, i, None])
+        return chosen, poptorch.identity_loss(results.square(), "mean")
+
+
+def test_layers_that_numbers_choose() -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    with torch.no_grad():
+        model.router.weight.copy_(torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]]))
+        model.router.bias.zero_()
+    to_one = X.abs()
+    steps_agree(model, [(X,), (to_one,), (-to_one,), (X,)])
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(2, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.layers(given)[0], batch_first=True)
+        return out, poptorch.identity_loss(out.square(), "sum")
+
+
+class Sampled(nn.Module):
+    """Random numbers without a gradient are drawn once, and are the same for the host and for the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden, drawn = self.layer(x), torch.rand(len(x))
+        chosen = (drawn > 0.5) & (hidden[:, 0] < 1e9)
+        others = torch.rand(len(x))
+        return drawn, others, drawn[chosen], poptorch.identity_loss(hidden[chosen], "sum")
+
+
+def test_random_numbers_around_a_cut() -> None:
+    for wrap in (poptorch.inferenceModel, poptorch.trainingModel):
+        drawn, others, chosen, _ = wrap(Sampled(), poptorch.Options().randomSeed(3))(X)
+        assert torch.equal(chosen, drawn[drawn > 0.5]) and 0 < len(chosen) < 4
+        assert not torch.equal(drawn, others)  # what another program draws is something else
+
+
+def test_packed_sequences_are_trained() -> None:
+    torch.manual_seed(0)
+    steps_agree(Packed(), [(torch.randn(3, 3, 2), torch.tensor([1, 3, 1]))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "function", "message"),
+    [
+        (
+            poptorch.Options().keptPrograms(1),
+            lambda layer, x: layer(x)[x[:, 0] > 1],
+            r"shape of a tensor cannot depend.*`torch.where\(mask, x, 0\)`",
+        ),
+        (
+            poptorch.Options(),
+            lambda layer, x: torch.unique(layer(x)),
+            r"test_cuts.py.*no gradient passes the host. Pad.*`torch.where\(mask, x, 0\)`",
+        ),
+        (
+            poptorch.Options(),
+            lambda layer, x: layer(x) * layer(x).detach().sum().item(),
+            "test_cuts.py.*others in each step.*return it and look at it after the step",
+        ),
+        (
+            poptorch.Options(),
+            lambda layer, x: (hidden := F.dropout(layer(x)))[hidden[:, 0] > 0],
+            "test_cuts.py.*torch.dropout.*draws random numbers there, which cannot be done twice",
+        ),
+    ],
+)
+def test_where_gradients_would_have_to_pass_a_cut(
+    options: poptorch.Options, function: Callable[..., torch.Tensor], message: str
+) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return poptorch.identity_loss(function(super().forward, x), "sum")
+
+    with pytest.raises(poptorch.Error, match=message):
+        poptorch.trainingModel(Model(3, 2), options)(X)
+
+
+def test_several_micro_batches_are_not_cut_in_training() -> None:
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(2)
+    with pytest.raises(poptorch.Error, match=r"test_cuts.py.*gradientAccumulation\(1\)"):
+        poptorch.trainingModel(Labelled(), options)(X, LENGTHS - 1)

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch  # noqa: E402  (it needs torch)
 from tests.poptorch import zoo  # noqa: E402  (it needs torch)
 from tests.poptorch.zoo import Found, Model  # noqa: E402
 
@@ -30,6 +31,29 @@ def test_a_model_that_is_as_eager_and_one_that_is_not() -> None:
     assert (found.inference, found.training, found.millions) == ("", "", 0.0) and found.difference < 1e-5
     *_, found = islice(zoo.tried(layer("new numbers", lambda input: input + torch.rand(4, 3))), 3)
     assert found.inference.startswith("The numbers differ by")
+
+
+class Unsteady(torch.nn.Module):
+    """A small change of its weights shows. On the device the first of them are `steps` of float32 larger."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((64,), 0.3))
+        self.register_buffer("before", torch.full((64,), 0.3))
+        self.register_buffer("more", torch.where(torch.arange(64) < 16, steps * 2.0**-25, 0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + self.more * poptorch.isRunningOnIpu()
+        return x + (weight - self.before).detach().abs() * 1e7 + 0 * self.weight
+
+
+@pytest.mark.parametrize(("steps", "is_rounding"), [(1, True), (10, False)])
+def test_losses_that_rounding_decides_on(steps: int, is_rounding: bool) -> None:
+    inputs = {"x": torch.ones(1)}
+    *_, found = zoo.tried(Model("ours", "unsteady", lambda: (Unsteady(steps), inputs, inputs)))
+    assert 0.2 < found.rounding < 0.4
+    assert found.training == "" if is_rounding else found.training.startswith("The losses differ by")
+    assert f"(± {found.rounding:.0e})" in zoo.page([found]) or not is_rounding
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,206 @@
+"""`TrainedInParts`: a model for training whose program is cut where the host has to look at numbers.
+
+The program at the end of a way is a whole step, and is given what the host has made. It computes once more what
+gradients flow through, however often it is cut, so they flow as if there were no cut: through `hidden` in
+`hidden[labels > 0]`, and not through the places. The programs before make what the host looks at, and nothing else.
+What they make that has no gradient is handed on.
+
+Each end has variables of its own. What one has left, weights, state of the optimiser and of random numbers, goes to the
+one that comes next, by way of the host. Nothing is copied as long as the same one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import popxl
+from poptorch.capture.losses import final_loss
+from poptorch.capture.trace import Trace, Value
+from poptorch.errors import Error, createPoptorchError
+from poptorch.lowering.emission import drawing
+from poptorch.program.updates import Update
+from poptorch.run.arguments import Signature
+from poptorch.run.captured import constant_of
+from poptorch.run.compiled import Compiled, Ends
+from poptorch.run.in_parts import Content, InParts, Part, Places, Way, is_constant, outputs_of
+from popxl.tensor import Variable
+
+__all__ = ["TrainedInParts"]
+
+
+class TrainedInParts(InParts):
+    """A model for training that is compiled in parts.
+
+    Args:
+        of_parts: the arguments of `InParts`.
+        update: the optimiser.
+        count: how many variable numbers it has.
+
+    Raises:
+        poptorch.Error: as `InParts` does; if something that draws random numbers, or has another effect, would have to
+            be done twice.
+    """
+
+    _may_overwrite_buffers = True  # by the one program that is a step
+
+    def __init__(self, *of_parts: Any, update: Update, count: int) -> None:
+        self._update, self._count = update, count
+        self._newest: Compiled | None = None
+        self._left: dict[tuple[str, str], np.ndarray] = {}  # by ends that ran before the newest
+        self._state: dict[str, Variable] = {}
+        self._numbers: np.ndarray | None = None
+        super().__init__(*of_parts)
+
+    # Parts ----------------------------------------------------------------------------------------------------------
+
+    def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
+        trace = way.captured.trace
+        before = Trace(nodes=trace.nodes[: way.cuts[-1].at])
+        looked_at = before.without_unused([value for cut in way.cuts for value in cut.given], with_effects=False)
+        known = {id(node) for node in looked_at if not is_constant(node) and not any(map(_is_tracked, node.results))}
+        outputs = outputs_of(way)
+        wanted = [*outputs, *way.captured.written.values(), final_loss(trace.nodes)]
+        nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(wanted)
+        made = {id(value) for node in nodes for value in node.results}
+        inputs = dict.fromkeys([*(value for node in nodes for value in node.inputs), *wanted])
+        given = [v for v in inputs if id(v) not in made and constant_of(v) is None and places[v][0] in ("op", "cut")]
+        twice = {id(node) for node in nodes} & {id(node) for node in looked_at}
+        for node in nodes:
+            if node.has_effect and id(node) in twice:
+                raise _cannot_be_done_twice(f"{node} does more than to compute", way)
+        step = Content(nodes, [places[value] for value in given], [places[value] for value in outputs])
+        return [*self._handed_on(way, places, parts[:-1], set(given), with_effects=False), step]
+
+    def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
+        compiled = super()._made(way, places, content, number)
+        if compiled.ends.random is not None:
+            for node in drawing(content.nodes):
+                if any(map(_is_tracked, node.results)):
+                    compiled.close()
+                    raise _cannot_be_done_twice(f"{node} draws random numbers", way)
+        return compiled
+
+    def _made_end(self, way: Way, places: Places, content: Content) -> Compiled:
+        captured = way.captured
+        inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
+        tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in inputs)
+        state = list(captured.state.values())
+        compiled = Compiled.of(
+            popxl.Ir(replication=1),
+            replace(captured, trace=Trace([*inputs, *state], content.nodes, captured.trace.outputs), inputs=inputs),
+            way.answer,
+            Signature(lambda *given: None, tensors, {}),
+            self._batching,
+            self._options,
+            update=self._update,
+            count=self._count,
+            host=(host := dict(self._host())),
+            seed=self.seed,
+        )
+        if self._numbers is not None:
+            compiled.write_numbers(self._numbers)
+        if self._is_attached:
+            compiled.attach(host)
+        self._state |= compiled.ends.state
+        if self._newest is None and not self._left:  # it is the first one
+            self._newest = compiled
+        return compiled
+
+    def _close(self, part: Part) -> None:
+        if part.compiled is not None and part.compiled is self._newest:
+            self._leave()
+        super()._close(part)
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def _run_part(self, part: Part, known: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        if part.compiled is not None and (names := part.compiled.ends.variables):
+            part.compiled.write_weights(self.weights(names))
+        return super()._run_part(part, known)
+
+    def _end(
+        self, part: Part, way: Way, known: dict[Any, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Any
+    ) -> Any:
+        step = part.compiled
+        assert step is not None
+        if step is not self._newest:
+            self._leave()
+            step.write_lasting(self._left)
+            self._newest = step
+        try:
+            return step.run([*tensors, *(known[place].detach() for place in part.content.given)], objects)
+        finally:
+            self.times = step.times
+
+    def _leave(self) -> None:
+        """Keep what the newest end has."""
+        if self._newest is not None:
+            self._left |= self._newest.lasting()
+            self._newest = None
+
+    # What `Compiled` has --------------------------------------------------------------------------------------------
+
+    @property
+    def ends(self) -> Ends:
+        """Names of all programs, and the state of the optimiser that any of them has."""
+        return replace(super().ends, state=self._state)
+
+    def attach(self, host: Mapping[str, np.ndarray]) -> None:
+        """Take a device, with these values of parameters and buffers there."""
+        self._note(host)
+        super().attach(host)
+
+    def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+        """The values of parameters and buffers that the device has, by name; of all, or of these."""
+        left = {name: array for name, array in self._left_of("weight").items() if names is None or name in names}
+        return left if self._newest is None else left | self._newest.weights(names)
+
+    def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
+        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        self._note(host)
+        for part in self._root.all():
+            if part.compiled is not None and (part.cut is not None or part.compiled is self._newest):
+                part.compiled.write_weights(host)
+
+    def _note(self, host: Mapping[str, np.ndarray]) -> None:
+        """Keep weights that the newest end does not have, for those that do."""
+        own = {} if self._newest is None else self._newest.ends.variables
+        self._left |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The state of the optimiser, by name."""
+        left = self._left_of("state")
+        return left if self._newest is None else left | self._newest.state()
+
+    def write_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Overwrite state of the optimiser."""
+        self._left |= {("state", name): array for name, array in state.items()}
+        if self._newest is not None:
+            self._newest.write_state({name: a for name, a in state.items() if name in self._newest.ends.state})
+
+    def write_numbers(self, numbers: np.ndarray) -> None:
+        """Give the optimiser other numbers, from the next run on."""
+        self._numbers = numbers
+        for each in self._programs:
+            each.write_numbers(numbers)
+
+    def _left_of(self, kind: str) -> dict[str, np.ndarray]:
+        return {name: array for (of, name), array in self._left.items() if of == kind}
+
+
+def _is_tracked(value: Value) -> bool:
+    return bool(value.requires_grad)
+
+
+def _cannot_be_done_twice(what: str, way: Way) -> Error:
+    return createPoptorchError(
+        f"{way.cuts[0].source}: the host has to look at numbers here, to know a shape or what Python does next. What "
+        "they come of is computed before, and once more in the step, for gradients to flow. But "
+        f"{what} there, which cannot be done twice. Have the host look at what comes before that; or keep shapes, with "
+        "`torch.where(mask, x, 0)`."
+    )

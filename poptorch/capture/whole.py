@@ -195,6 +195,19 @@ def _with_rows(given: Mapping[str, Any]) -> bool:
     return isinstance(given["has_biases"], bool)
 
 
+def _shaped_as_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer of one time, whose output is repeated: PyTorch goes through all times, op by op."""
+
+    def shaped(input: torch.Tensor, batch_first: bool, **given: Any) -> tuple[torch.Tensor, ...]:
+        time = 1 if batch_first else 0
+        out, *last = function(input.narrow(time, 0, min(1, input.shape[time])), *given.values(), batch_first)
+        sizes = list(out.shape)
+        sizes[time] = input.shape[time]
+        return out.expand(sizes).clone(), *last
+
+    return shaped
+
+
 def _attention(
     query: Any,
     key: Any,
@@ -329,7 +342,17 @@ WHOLE: tuple[Whole, ...] = (
     *_along_a_dim(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
     _whole(F.scaled_dot_product_attention, like=_attention),
     _whole(F.multi_head_attention_forward),
-    *(Whole(f"torch.{f.__name__}", (f,), like=_recurrent, applies=_with_rows, otherwise=packed(f)) for f in _RECURRENT),
+    *(
+        Whole(
+            f"torch.{f.__name__}",
+            (f,),
+            like=_recurrent,
+            applies=_with_rows,
+            shaped_as=_shaped_as_recurrent(f),
+            otherwise=packed(f),
+        )
+        for f in _RECURRENT
+    ),
     *(_whole(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
     _whole(F.dropout),
     _whole(F.embedding, applies=lambda given: given["max_norm"] is None),

@@ -9,7 +9,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
@@ -24,6 +23,7 @@ from popxl import ops
 from popxl.base.source import DebugRecord
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
+from popxl.ops.kernels.words import derived
 
 __all__ = ["Emission", "drawing", "emission", "popxl_dtype", "spec_of"]
 
@@ -249,9 +249,7 @@ class _Function:
 
 _derived_seed = popxl.OpKind(
     "DeriveSeed",
-    lambda seed, *, number: jax.random.key_data(
-        jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)
-    ),
+    lambda seed, *, number: derived(seed, number),
     gradient=None,
     key="poptorch.DeriveSeed",
 )

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,8 +24,9 @@ from popxl.core.traits import REFUSED, Drops
 from popxl.errors import PopxlError
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.kernels.sums import largest, summed
+from popxl.ops.kernels.words import derived, words
 from popxl.ops.precision import wide_dtype
-from popxl.ops.random import check_seed, drawn, probability
+from popxl.ops.random import check_seed, probability
 from popxl.values.shapes import broadcast_shapes, like_first, number, same_dtype
 from popxl.values.spec import TensorSpec
 
@@ -101,11 +101,7 @@ class _Blocks:
         if not self.dropout:
             return weights
 
-        def bits_of(key: Any) -> Any:
-            key = jax.random.fold_in(jax.random.fold_in(key, i), j)
-            return jax.random.bits(key, (*self.lead, self.rows, self.columns), jnp.uint32)
-
-        bits = drawn(bits_of, self.seed)
+        bits = words(derived(derived(self.seed, i), j), (*self.lead, self.rows, self.columns))
         kept = bits >= np.uint32(min(round(self.dropout * 2**32), 2**32 - 1))
         return tuple(jnp.where(kept, w / (1 - self.dropout), 0) for w in weights)
 

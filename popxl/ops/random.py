@@ -24,14 +24,10 @@ from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.kernels.elements import quotient
+from popxl.ops.kernels.words import derived, key_of, words
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.values.spec import TensorSpec, brief
-
-
-def key_of(seed: Any) -> Any:
-    """The key that a seed is. The generator is named, so that JAX's settings do not choose another."""
-    return jax.random.wrap_key_data(seed.astype(jnp.uint32), impl="threefry2x32")
 
 
 def drawn(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) -> Any:
@@ -57,7 +53,7 @@ def _seed_spec(seed: Any, modifier: Any = 0) -> TensorSpec:
 
 _modify_random_seed = OpKind(
     "ModifyRandomSeed",
-    lambda seed, modifier=0: jax.random.key_data(jax.random.fold_in(key_of(seed), modifier)),
+    lambda seed, modifier=0: derived(seed, modifier),
     shape=_seed_spec,
     result="modified_seed",
     gradient=None,
@@ -201,8 +197,7 @@ def _dropped(t: Any, seed_tensor: Any, shape: tuple[int, ...], ratio: float) -> 
     if not ratio:
         return t
     # Compared as integers: whether JAX computes in 64 bits makes no difference to them.
-    bits = drawn(jax.random.bits, seed_tensor, shape, jnp.uint32)
-    kept = bits >= np.uint32(min(round(ratio * 2**32), 2**32 - 1))
+    kept = words(seed_tensor, shape) >= np.uint32(min(round(ratio * 2**32), 2**32 - 1))
     wide = wide_dtype(t)
     # Chosen element by element because XLA multiplies by the inverse of a constant, which may round differently.
     divisor = jnp.where(kept, np.asarray(1 - ratio, wide), np.ones((), wide))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popxl.ops import float8, pooling
-from popxl.ops.kernels import convolutions, elements, sums
+from popxl.ops.kernels import convolutions, elements, sums, words
 from popxl.ops.kernels.kernel import Form, Kernel
 from runtime.cpu import convolutions as of_convolutions
 from runtime.cpu import elements as of_elements
 from runtime.cpu import sums as of_sums
+from runtime.cpu import words as of_words
 from runtime.cpu.windows import over_windows_by_axes
 
 FORMS: Mapping[Kernel, Form] = {
@@ -24,4 +25,6 @@ FORMS: Mapping[Kernel, Form] = {
     pooling.over_windows: over_windows_by_axes,
     sums.largest: of_sums.largest,
     sums.summed: of_sums.summed,
+    words.derived: of_words.derived,
+    words.words: of_words.words,
 }

@@ -36,6 +36,7 @@ from tests.benchmarks import (
     generation,
     gpt,
     importing,
+    inference,
     models,
     network,
     page,
@@ -46,7 +47,20 @@ from tests.benchmarks import (
 from tests.benchmarks.harness import HEADER, Result, Row, Size, measure, progress
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (network, blocks, gpt, generation, models, pipeline, parallel, remote, building, empty_run, importing)
+FILES = (
+    network,
+    blocks,
+    gpt,
+    generation,
+    models,
+    inference,
+    pipeline,
+    parallel,
+    remote,
+    building,
+    empty_run,
+    importing,
+)
 ROWS = tuple(row for file in FILES for row in file.ROWS)
 
 

@@ -565,3 +565,29 @@ def test_functions_of_jit_that_have_run_before(runs: int, how: str) -> None:
     eager(x, False).backward()
     torch.optim.SGD(eager.parameters(), lr=0.1).step()
     torch.testing.assert_close(wrapped.linear.weight, eager.linear.weight)
+
+
+class _Recurrent(torch.nn.Module):
+    """It counts the ops that PyTorch runs on tensors without numbers, to know what comes of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mode = torch._subclasses.FakeTensorMode
+        before = mode.cache_hits + mode.cache_misses
+        out, _ = self.layer(x)
+        _counts.append(mode.cache_hits + mode.cache_misses - before)
+        return out
+
+
+_counts: list[int] = []
+
+
+def test_recurrent_layers_are_captured_without_going_through_time() -> None:
+    _counts.clear()
+    model, x = _Recurrent(), _input(1, 200, 3)
+    torch.testing.assert_close(poptorch.inferenceModel(model)(x), model(x))
+    captured, eager = _counts
+    assert eager == 0 < captured < 200

@@ -14,7 +14,7 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlError
 from popxl.transforms import autodiff
-from tests.popxl.evaluate import evaluate
+from tests.popxl.evaluate import evaluate, store
 
 Array = np.ndarray
 SEED = np.array([3, 2**32 - 1], np.uint32)
@@ -238,6 +238,17 @@ def test_wherever_it_runs(numbers, build) -> None:
 def test_whatever_jax_is_told(numbers, settings, build) -> None:
     with configured(**settings):
         assert_same(evaluate(build, T, SEED), numbers)
+
+
+def test_words_are_drawn_without_a_loop() -> None:
+    """Each draw is one call on CPUs: a loop of JAX's takes a dozen kernels, and as long to compile as a layer."""
+    with popxl.Ir().main_graph as main:
+        t, s = popxl.variable(T), popxl.variable(SEED)
+        first, second = ops.split_random_seed(s)
+        for seed in (first, second):
+            store(ops.dropout(t, seed, 0.5))
+    text = "".join(popxl.Session(main.ir).hlo().values())
+    assert " while(" not in text and text.count(" call(") >= 4
 
 
 def test_op_by_op(numbers) -> None:

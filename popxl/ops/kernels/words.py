@@ -1,0 +1,28 @@
+"""Random words, and seeds that are made of seeds: what JAX's Threefry generator draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from popxl.ops.kernels.kernel import Kernel
+
+
+def key_of(seed: Any) -> Any:
+    """The key that a seed is. The generator is named, so that JAX's settings do not choose another."""
+    return jax.random.wrap_key_data(seed.astype(jnp.uint32), impl="threefry2x32")
+
+
+@Kernel
+def words(seed: Any, shape: tuple[int, ...]) -> Any:
+    """Random words of 32 bits. JAX knows two ways to count through a sequence; this is the one that shards."""
+    with jax.threefry_partitionable(True):
+        return jax.random.bits(key_of(seed), shape, jnp.uint32)
+
+
+@Kernel
+def derived(seed: Any, number: Any) -> Any:
+    """The seed that is made of a seed and a number."""
+    return jax.random.key_data(jax.random.fold_in(key_of(seed), number))

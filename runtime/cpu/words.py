@@ -1,0 +1,65 @@
+"""Random words.
+
+JAX has a CPU encrypt counters in a loop of five turns, which takes XLA a dozen kernels for each array of words. Its 20
+rounds written out are one kernel, which takes half the time to compile and half the time to run. They are kept as a
+call: XLA would else write them out once more in each kernel that reads the words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.ops.kernels import words as kernels
+from runtime.calls import kept
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)
+
+
+def words(seed: Any, shape: tuple[int, ...]) -> Any:
+    """Random words of 32 bits, as long as 32 bits count them."""
+    plain = partial(kernels.words.plain, shape=shape)
+    if math.prod(shape) >= 2**32:
+        return plain(seed)
+    return lax.platform_dependent(seed, cpu=_words_of(shape), default=plain)
+
+
+def derived(seed: Any, number: Any) -> Any:
+    """The seed that is made of a seed and a number."""
+    return lax.platform_dependent(seed, jnp.asarray(number), cpu=_derived, default=kernels.derived.plain)
+
+
+@cache  # so that it is traced once for all that draw this shape
+def _words_of(shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    @kept
+    def written_out(seed: Any) -> Any:
+        low = lax.iota(jnp.uint32, math.prod(shape))
+        first, second = _encrypted(seed, jnp.zeros_like(low), low)
+        return (first ^ second).reshape(shape)
+
+    return written_out
+
+
+@kept
+def _derived(seed: Any, number: Any) -> Any:
+    return jnp.stack(_encrypted(seed, jnp.uint32(0), number.astype(jnp.uint32)))
+
+
+def _encrypted(seed: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """Counters of two words, encrypted by Threefry-2x32 with 20 rounds."""
+    first, second = seed.astype(jnp.uint32)
+    keys = (first, second, first ^ second ^ PARITY)
+    x, y = high + keys[0], low + keys[1]
+    for i in range(5):
+        for bits in ROTATIONS[i % 2]:
+            x = x + y
+            y = (y << np.uint32(bits) | y >> np.uint32(32 - bits)) ^ x
+        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y

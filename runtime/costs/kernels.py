@@ -245,8 +245,8 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
             users[value][step] = None
     is_tpu = traced.platform == "tpu"
     there = {value for value in results if value.maker is not None}
-    distances = () if is_tpu else [step for step in steps if _is_distance(step) and len(users[step.made[0]]) > 1]
-    there.update(step.made[0] for step in distances)
+    if not is_tpu:
+        there.update(step.made[0] for step in steps if _is_distance(step) and len(users[step.made[0]]) > 1)
     for step in steps:
         if not step.is_fused:
             there.update(step.made)
@@ -265,7 +265,9 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
         _narrow(there, users)
     made = [step for step in steps if not step.is_fused or not there.isdisjoint(step.made)]
     reads = _Reads(there)
-    found = {step: _kernel(step, reads, step in distances) for step in made}
+    found = {step: _kernel(step, reads) for step in made}
+    if not is_tpu:
+        _keep_rows(found)
     _append_to_products(found, ends, results, is_tpu)
     return list(found.values())
 
@@ -366,10 +368,22 @@ class _Reads:
         return self.known[value]
 
 
-def _kernel(step: Step, reads: _Reads, is_alone: bool) -> Kernel:
+def _kernel(step: Step, reads: _Reads) -> Kernel:
     found = reads.of(step.taken)
-    overwrites = () if is_alone else found if step.is_fused else reads.of(step.in_place)
-    return Kernel(step, found, step.made, overwrites)
+    return Kernel(step, found, step.made, found if step.is_fused else reads.of(step.in_place))
+
+
+def _keep_rows(kernels: Mapping[Step, Kernel]) -> None:
+    """Have no kernel overwrite the rows that it reduces, too."""
+    for kernel in kernels.values():
+        reduced = {
+            value
+            for result in kernel.reads
+            if result.maker in kernels and result.maker.kind in _REDUCTIONS
+            for value in kernels[result.maker].reads
+            if value.shape and value.shape[-1] <= ROW
+        }
+        kernel.overwrites = tuple(value for value in kernel.overwrites if value not in reduced)
 
 
 def _append_to_products(

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 FASTER = "--xla_gpu_autotune_level=0 --xla_backend_optimization_level=0"
@@ -66,18 +66,24 @@ class _Catching(TargetMachine):
         raise NothingRuns
 
 
-def compared(name: str, kind: str) -> Compared:
-    """A program, foreseen and compiled."""
-    chips, make = PROGRAMS[name]
-    layout = f":{SQUARES.get(kind, chips)}" if chips > 1 else ""
-    machine, before = _Catching(Target(kind + layout)), Session.machine
+def caught(make: Callable[[], object], target: str) -> tuple[Ir, Device]:
+    """The first program that makes a session on a target, and where; it is not compiled."""
+    machine, before = _Catching(Target(target)), Session.machine
     Session.machine = machine
     try:
         make()
     except NothingRuns:
-        ir, device = machine.found
+        return machine.found
     finally:
         Session.machine = before
+    raise AssertionError(f"{make} makes no session")
+
+
+def compared(name: str, kind: str) -> Compared:
+    """A program, foreseen and compiled."""
+    chips, make = PROGRAMS[name]
+    layout = f":{SQUARES.get(kind, chips)}" if chips > 1 else ""
+    ir, device = caught(make, kind + layout)
     ir.options.precision = "default"  # of float32, XLA for TPUs compiles other products for minutes
     begun = time.process_time()
     found = foreseen(Described(ir, device).layout)

@@ -61,12 +61,14 @@ def forward_only() -> None:
     session(ir)
 
 
-def trained(rule: str, replicas: int = 1, dtype: popxl.dtype = F32) -> None:
+def trained(
+    rule: str, replicas: int = 1, dtype: popxl.dtype = F32, rows: int = 8192, width: int = 1024, hidden: int = 4096
+) -> None:
     """A network that is trained by plain gradients or Adam, alone or by several replicas."""
     ir = popxl.Ir(replication=replicas)
     with ir.main_graph, popxl.in_sequence():
-        x = ops.host_load(popxl.h2d_stream((8192, 1024), dtype, "x"))
-        facts, graph = Layers(4096, 4096, 4096, 1024).create_graph(x)
+        x = ops.host_load(popxl.h2d_stream((rows, width), dtype, "x"))
+        facts, graph = Layers(hidden, hidden, hidden, width).create_graph(x)
         grad = addons.autodiff(graph, grads_required=graph.args.values_flat())
         variables = facts.init()
         info = graph.bind(variables).call_with_info(x)
@@ -86,14 +88,15 @@ def trained(rule: str, replicas: int = 1, dtype: popxl.dtype = F32) -> None:
     session(ir)
 
 
-def in_pieces() -> None:
-    """Each of four replicas keeps a piece of the weights and their momentum, gathers them, and changes its piece."""
-    ir = popxl.Ir(replication=4)
-    shapes = [(1024, 8192), (8192, 8192), (8192, 1024)]
+def in_pieces(replicas: int = 4, rows: int = 4096, width: int = 1024) -> None:
+    """Each replica keeps a piece of the weights and their momentum, gathers them, and changes its piece."""
+    ir = popxl.Ir(replication=replicas)
+    shapes = [(width, 8 * width), (8 * width, 8 * width), (8 * width, width)]
     with ir.main_graph, popxl.in_sequence():
-        x = ops.host_load(popxl.h2d_stream((4096, 1024), F32, "x"))
+        x = ops.host_load(popxl.h2d_stream((rows, width), F32, "x"))
         made = [popxl.replica_sharded_variable(np.zeros(s, np.float32), name=f"w{i}") for i, s in enumerate(shapes)]
-        momenta = [popxl.replica_sharded_variable(np.zeros(s, np.float32), name=f"m{i}")[1] for i, s in enumerate(shapes)]
+        zeros = (np.zeros(shape, np.float32) for shape in shapes)
+        momenta = [popxl.replica_sharded_variable(data, name=f"m{i}")[1] for i, data in enumerate(zeros)]
 
         def network(x: popxl.Tensor, *weights: popxl.Tensor) -> popxl.Tensor:
             for w in weights:

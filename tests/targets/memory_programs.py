@@ -237,7 +237,11 @@ PROGRAMS: Mapping[str, tuple[int, Callable[[], None]]] = {
     "random 1": (1, partial(random_program, 1)),
     "random 2": (1, partial(random_program, 2)),
     "blocks, bfloat16, 4 chips": (4, block_in_bfloat16),
-    **{f"GPT, {variant}": (4 if "tensor" in variant else 1, partial(gpt, variant, micro_batches=8)) for variant in VARIANTS},
+    **{
+        f"GPT, {variant}": (4 if "tensor" in variant else 1, partial(gpt, variant, micro_batches=8))
+        for variant in VARIANTS
+        if variant != "phased"  # of this size, XLA for GPUs stops at it: a bitcast between two memories
+    },
     "GPT, plain, dropout": (1, partial(gpt, "plain", dropout=0.1)),
 }
 """By name: how many chips a program is for, and what makes its session."""

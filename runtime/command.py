@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `popxl show`, `report`, `foresee`, `fit` and `--version`. `popxl.__main__` starts it."""
+"""What the command `popxl` does: `show`, `report`, `foresee`, `fit` and `--version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 

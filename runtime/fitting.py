@@ -87,7 +87,10 @@ class Fit(OnPage, _Part):
             if self.best is None
             else f'The fastest that fits: {VARIABLE}="{as_text(self.best.choices)}"'
         )
-        intro = f"A chip has {bytes_text(self.capacity)}. What is foreseen is so before compiling. Times are estimates from published figures; nothing has run."
+        intro = (
+            f"A chip has {bytes_text(self.capacity)}. What is foreseen is so before compiling. Times are estimates "
+            "from published figures; nothing has run."
+        )
         return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, told])
 
     @property

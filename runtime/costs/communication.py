@@ -1,8 +1,8 @@
 """`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
 
 XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
-It may leave out those whose results nobody needs, and add what would be summed by two and then added. All else is a difference: an exchange that nobody asked for, or one
-that is not there, or of other bytes.
+It may leave out those whose results nobody needs, and add first what the program would have summed by two exchanges and
+then added. All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class _Program:
             is_turn: whether it is a turn of a loop, whose other results lie in stacks that are there already.
         """
         chips = 1 if is_turn else self._chips
-        traced = Traced(self._platform, self.room, lambda *inner: self.most(*inner, is_turn=True).bytes, chips)
+        traced = Traced(self._platform, self.room, self._most_of_a_turn, chips)
         given = traced.given(jaxpr)
         results = traced.go_through(jaxpr, given)
         old = dict(zip(results[:replaced], given[others : others + replaced], strict=True))
@@ -151,6 +151,10 @@ class _Program:
         orders = (kernels, _frees_most_first(kernels, {*results}))
         found = (_Room(order, {*results}, old, stacked).most() for order in orders)
         return min(found, key=lambda most: most.bytes)
+
+    def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> int:
+        """The same, in bytes, of a turn of a loop."""
+        return self.most(jaxpr, others, replaced, is_turn=True).bytes
 
 
 def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> list[Kernel]:

@@ -164,11 +164,11 @@ class Traced:
             return self._known.setdefault(key, (self.value(v.aval),))[0]
 
         for equation in inner.eqns:
-            made = self._equation(equation, [read(v) for v in equation.invars])
+            made = self._equation(equation, tuple(read(v) for v in equation.invars))
             known.update(zip(equation.outvars, made, strict=True))
         return [read(v) for v in inner.outvars]
 
-    def _equation(self, equation: Any, taken: list[Value]) -> Sequence[Value]:
+    def _equation(self, equation: Any, taken: tuple[Value, ...]) -> Sequence[Value]:
         kind, params = equation.primitive.name, equation.params
         if kind == "cond" and (platforms := params.get("branches_platforms")):
             there = (i for i, names in enumerate(platforms) if names is None or self.platform in names)
@@ -182,14 +182,14 @@ class Traced:
                     count = len(getattr(inner, "jaxpr", inner).invars)
                     outside = self._chips
                     self._chips = 1 if kind == "shard_map" else outside
-                    made = self.go_through(inner, taken[-count:] if count else [])
+                    results = self.go_through(inner, taken[-count:] if count else ())
                     self._chips = outside
-                    return made
+                    return results
         if kind in ("add", "add_any"):
-            for one, other in (taken, reversed(taken)):
+            for one, other in (taken, taken[::-1]):
                 step = one.maker
                 if step is not None and step.kind in ("scatter-add", "scatter_add") and _is_zero(step.taken[0]):
-                    kind, taken, params = step.kind, [other, *step.taken[1:]], {}  # it is added to the other at once
+                    kind, taken, params = step.kind, (other, *step.taken[1:]), {}  # it is added to the other at once
                     break
         key = None
         if kind in _FUSED or kind in _REDUCTIONS or kind in _PRODUCTS:
@@ -200,7 +200,7 @@ class Traced:
                 return self._known[key]
         name = str(equation.source_info.name_stack)
         made = tuple(self.value(v.aval, name) for v in equation.outvars)
-        step = Step(kind, tuple(taken), made)
+        step = Step(kind, taken, made)
         for value in made:
             value.maker = step
         if kind == "scan":
@@ -376,13 +376,9 @@ def _kernel(step: Step, reads: _Reads) -> Kernel:
 def _keep_rows(kernels: Mapping[Step, Kernel]) -> None:
     """Have no kernel overwrite the rows that it reduces, too."""
     for kernel in kernels.values():
-        reduced = {
-            value
-            for result in kernel.reads
-            if result.maker in kernels and result.maker.kind in _REDUCTIONS
-            for value in kernels[result.maker].reads
-            if value.shape and value.shape[-1] <= ROW
-        }
+        makers = (value.maker for value in kernel.reads)
+        before = [kernels[step] for step in makers if step is not None and step.kind in _REDUCTIONS]
+        reduced = {v for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW}
         kernel.overwrites = tuple(value for value in kernel.overwrites if value not in reduced)
 
 

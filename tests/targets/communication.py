@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 
 import popxl
-import popxl_addons as addons
 from popxl import ops
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.pipelining import pipelined_execution
@@ -25,7 +24,7 @@ from tests.benchmarks import pod
 from tests.popxl.test_communication import drawn, training
 from tests.popxl_addons.gpt.model import Config
 from tests.popxl_addons.gpt.variants import VARIANTS
-from tests.targets.memory import caught
+from tests.targets.memory import caught, compile_faster
 from tests.targets.memory_programs import Layers, in_pieces, session, trained
 
 MACHINES = {
@@ -126,6 +125,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=MACHINES, default=[*MACHINES])
     parser.add_argument("--chips", nargs="+", type=int, choices=AXES, default=[*AXES])
     options = parser.parse_args()
+    compile_faster()
     for line in lines(options.programs, options.kinds, options.chips):
         print(line, flush=True)
     return 0

@@ -14,11 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-FASTER = "--xla_gpu_autotune_level=0 --xla_backend_optimization_level=0"
-"""XLA for GPUs lays memory out before it makes code, which need not be good here."""
-
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FASTER}".strip()
-
 from popxl.ir import Ir
 from runtime.costs.foreseen import foreseen
 from runtime.program.machine import NothingRuns, ProgramElsewhere, TargetMachine
@@ -27,6 +22,9 @@ from runtime.session import Session
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 from tests.targets.memory_programs import PROGRAMS
+
+FASTER = "--xla_gpu_autotune_level=0 --xla_backend_optimization_level=0"
+"""For XLA: memory is laid out before code is made, which need not be good here."""
 
 TARGETS = ("gpu h100", "tpu v5e")
 SQUARES = {"tpu v5e": "2x2"}
@@ -64,6 +62,11 @@ class _Catching(TargetMachine):
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
         self.found = ir, device
         raise NothingRuns
+
+
+def compile_faster() -> None:
+    """Have XLA make code of no quality. It looks before it compiles first."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FASTER}".strip()
 
 
 def caught(make: Callable[[], object], target: str) -> tuple[Ir, Device]:
@@ -117,6 +120,7 @@ def main() -> int:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
     options = parser.parse_args()
+    compile_faster()
     for line in lines(options.programs, options.targets):
         print(line, flush=True)
     return 0

@@ -2,7 +2,8 @@
 
     python -m tests.targets.communication [--programs "sharded optimiser" "random 7"] [--kinds gpu tpu] [--chips 8 64]
 
-Nothing is run. Forty-three programs are random; the others train: see `PROGRAMS`.
+Nothing is run. Forty-three programs are random; the others train: see `PROGRAMS`. On v5e, pipelines are compiled for 8
+chips only: XLA asks for all chips of a slice of several hosts.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def lines(names: list[str], kinds: list[str], counts: list[int]) -> Iterator[str
     for kind in kinds:
         for chips in counts:
             agree = 0
-            for name in names:
+            of_these = [name for name in names if kind == "gpu" or chips == 8 or "pipeline" not in name]
+            for name in of_these:
                 found = sent(name, kind, chips)
                 sums = np.sum(
                     [(e.said, e.said_bytes, e.compiled, e.compiled_bytes) for e in found.exchanges] or [[0] * 4], axis=0
@@ -116,7 +118,7 @@ def lines(names: list[str], kinds: list[str], counts: list[int]) -> Iterator[str
                 verdict = "; ".join(found.differences) or ", ".join(sorted({e.verdict for e in found.exchanges}))
                 agree += not found.differences
                 yield f"| {name} | {MACHINES[kind][chips]} | {' | '.join(map(str, sums))} | {verdict} |"
-            yield f"{MACHINES[kind][chips]}: {agree} of {len(names)} send what they say."
+            yield f"{MACHINES[kind][chips]}: {agree} of {len(of_these)} send what they say."
 
 
 def main() -> int:

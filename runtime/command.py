@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `popxl show`, `report`, `fit` and `--version`. `popxl.__main__` starts it."""
+"""What the command `popxl` does: `show`, `report`, `foresee`, `fit` and `--version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
-from popxl.base.pages import OnPage
+from popxl.base.pages import OnPage, bytes_text
 from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
 from runtime.costs.cost import cost_of
-from runtime.fitting import Compiled, fit
+from runtime.costs.foreseen import foreseen
+from runtime.fitting import FAR, Compiled, fit
 from runtime.pipes import nobody_reads, quiet_in_a_pipe
-from runtime.program.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
-from runtime.program.program import Program, Ready
+from runtime.program.machine import Machine, NothingRuns, Planned, PlanningMachine, TargetMachine
+from runtime.program.program import Described, Program, Ready
 from runtime.report import memory_of_program, report_of
 from runtime.session import Session
 from runtime.targets.devices import Device
@@ -39,6 +41,7 @@ examples:
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
+  popxl foresee train.py --target "tpu v5e"     print the memory that it will need there; nothing is compiled
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl --version                           what programs run with here: for a report of a problem
 
@@ -48,6 +51,11 @@ examples:
 _SHOW = """\
 Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print the graphs of
 each Ir that it has built, and the memory that they need.
+"""
+
+_FORESEE = """\
+Run a program as far as its first `session.run`, and print the memory of a chip that each of its sessions will need on a
+machine that need not be here. Nothing is compiled: it takes seconds, and is an estimate.
 """
 
 _FIT = """\
@@ -81,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             return _fail(f"--{name} {folder}: {problem}", 2)
-    if options.command == "fit" and target is None:
-        return _fail(f"fit: `--target` is missing; expected {FORMS}.", 2)
-    run = {"show": show, "report": report, "fit": fit_into}[options.command]
+    if options.command in ("foresee", "fit") and target is None:
+        return _fail(f"{options.command}: `--target` is missing; expected {FORMS}.", 2)
+    run = {"show": show, "report": report, "foresee": foresee, "fit": fit_into}[options.command]
     return run(file, options.args, options.pictures, options.pages, target)
 
 
@@ -95,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit}")
-    for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT)):
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,foresee,fit}")
+    for name, text in (("show", _SHOW), ("report", _REPORT), ("foresee", _FORESEE), ("fit", _FIT)):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
             "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
@@ -187,6 +195,37 @@ def report(
     return code
 
 
+def foresee(
+    file: Path,
+    arguments: Sequence[str],
+    pictures: Path | None = None,
+    pages: Path | None = None,
+    target: Target | None = None,
+) -> int:
+    """Print the memory of a chip that each session of a program will need on a target. Nothing is compiled.
+
+    Returns:
+        The exit code: that of the program, if it fails; 1, if it makes no session.
+    """
+    assert target is not None  # the command line has it
+    machine = _Foreseeing(target)
+    with _watching(machine):
+        _, code = _run(file, arguments)
+    for number, planned in enumerate(machine.planned):
+        found = foreseen(planned.layout)
+        print(f"\n=== session {number} ===\n")
+        if found is None:
+            print("  It is a plan of executables: what each needs is known when it is compiled.")
+            continue
+        fits = "It fits" if found.device <= target.chip.memory_bytes else "It does not fit"
+        print(f"{found}\n  {fits}, if this is so: a chip of {target} has {bytes_text(target.chip.memory_bytes)}.")
+        if pages is not None:
+            found.save(pages / f"foreseen_{number}.html")
+    if not machine.planned and not code:
+        return _fail(f"{file} makes no session: there is nothing to foresee.", 1)
+    return code
+
+
 def fit_into(
     file: Path,
     arguments: Sequence[str],
@@ -207,7 +246,7 @@ def fit_into(
             _, code = _run(file, arguments)
         if code and not machine.problem:
             raise PopxlError(f"{file} ended with the exit code {code}.")
-        return machine.programs, machine.problem
+        return Compiled(machine.programs, machine.problem, machine.foreseen)
 
     try:
         found = fit(compiled, lambda line: print(line, file=sys.stderr))
@@ -255,17 +294,45 @@ class _Watching(Machine):
         return program
 
 
+class _Foreseeing(TargetMachine):
+    """Compiles nothing, and remembers what it would.
+
+    Attributes:
+        planned: the programs.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.planned: list[Planned] = []
+
+    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+        self.planned.append(Planned(ir, device))
+        return cast(Program, self.planned[-1])  # what it does not have ends the user's program
+
+
 class _Trying(_Watching):
-    """The same; a program that cannot be compiled ends the user's, and leaves the problem.
+    """The same; a program that cannot be compiled ends the user's, and leaves the problem. So does one that is foreseen
+    to need far more memory than there is.
 
     Attributes:
         problem: why a program could not be compiled.
+        foreseen: the memory of a chip that the one which needs most was foreseen to need, if any was.
     """
 
     problem = ""
+    foreseen: int | None = None
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+        target = device.target
+        assert target is not None  # `fit` has one
         try:
+            found = foreseen(Described(ir, device).layout)
+            if found is not None:
+                self.foreseen = max(found.device, self.foreseen or 0)
+                if found.device > FAR * target.chip.memory_bytes:
+                    has = bytes_text(target.chip.memory_bytes)
+                    told = f"a chip has {has}, and {bytes_text(found.device)} are foreseen, so it was not compiled"
+                    raise PopxlError(f"The program does not fit: {told}. {found.told()}")
             return super().program(ir, device, ready)
         except PopxlError as problem:
             self.problem = str(problem)

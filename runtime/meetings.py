@@ -70,6 +70,7 @@ class Meetings:
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             block_on_close = False
+            request_queue_size = max(count, 5)  # all may come at once; who is turned away tries again a second later
 
         self._server = Server((address, 0), Line)
         self.port: int = self._server.server_address[1]
@@ -145,7 +146,8 @@ class Meetings:
         self._answer({"problem": problem})
 
     def _answer(self, answer: dict[str, Any]) -> None:
+        text = json.dumps(answer).encode() + b"\n"
         for waiting in self._waiting.values():
             with contextlib.suppress(OSError):  # it has gone meanwhile
-                waiting.answer.write(json.dumps(answer).encode() + b"\n")
+                waiting.answer.write(text)
         self._waiting.clear()

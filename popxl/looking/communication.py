@@ -6,7 +6,7 @@ with what was compiled.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,12 +15,14 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.core.aliasing import callees_first
+from popxl.core.tracing import needed as traced
 from popxl.core.tracing import trace
 from popxl.looking.memory import runs_of
 from popxl.ops.collectives.exchanging import Exchanging
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
+    from popxl.core.tensor import Tensor
     from popxl.graph import Graph
     from popxl.ir import Ir
 
@@ -43,6 +45,8 @@ class Collective(BaseModel):
         groups: the same in words: the axes, where they have names.
         turns: how often a run carries it out, at most.
         needed: how often somebody needs the result. What nobody needs, a compiler may leave out.
+        is_added: whether its sum is only added to that of another all-reduce before it, of the same groups. A compiler
+            may add what goes in, and send that once.
         line: the line of the program: `train.py:12`.
         graph: the graph that it is in; "" for the main graph.
     """
@@ -58,6 +62,7 @@ class Collective(BaseModel):
     groups: str
     turns: int
     needed: int
+    is_added: bool = False
     line: str
     graph: str
 
@@ -120,6 +125,7 @@ def communication_of(ir: Ir) -> Communication:
     found = []
     needed = _needed_runs(ir.main_graph)
     for graph, turns in runs_of(ir.main_graph).items():
+        added = _added(graph)
         part_of = {part: each for each in graph.ops for part in each.parts}
         for op in part_of:
             if not op.kind.between_replicas or op.attributes["group_size"] == 1:
@@ -136,6 +142,7 @@ def communication_of(ir: Ir) -> Communication:
                         groups=_groups(op, ir),
                         turns=turns,
                         needed=needed[part_of[op]],
+                        is_added=kind == "all-reduce" and part_of[op] in added,
                         line=str(op.source),
                         graph="" if graph is ir.main_graph else graph.name,
                     )
@@ -169,6 +176,40 @@ def _needed_runs(main: Graph) -> Counter[Op]:
                     some = every if run.trait.is_loop else (i for i, t in results if t in needed)
                     wanted[run.graph][frozenset(some)] += times * run.turns
     return found
+
+
+def _added(graph: Graph) -> set[Op]:
+    """The all-reduces of which the result is used once: it is added to that of another, of the same groups."""
+    users: defaultdict[Tensor, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        for t in op.inputs:
+            users[t].append(op)
+    found: set[Op] = set()
+    for op in graph.ops:
+        first: dict[tuple[object, ...], Op] = {}
+        for t in op.inputs if len(op.inputs) > 1 else ():
+            maker = t.producer
+            if maker is None or not maker.kind.between_replicas or users[t] != [op] or t in graph.outputs:
+                continue
+            if [kind for kind, _ in exchanges_of(maker)] == ["all-reduce"] and _is_sum(op):
+                key = (maker.attributes["stride"], maker.attributes["group_size"], t.spec)
+                if first.setdefault(key, maker) is not maker:
+                    found.add(maker)
+    return found
+
+
+def _is_sum(op: Op) -> bool:
+    """Whether all that an op does is to add its operands."""
+    specs = tuple(t.spec for t in op.inputs)
+    key = ("is a sum", op.operands, tuple(op.attributes.items()), specs)
+
+    def asked() -> bool:
+        if op.kind.is_carried_out_by_others:
+            return False
+        jaxpr, _ = traced(op.on_arrays(), specs, [t.spec for t in op.outputs])
+        return bool(jaxpr.eqns) and all(each.primitive.name in ("add", "add_any") for each in jaxpr.eqns)
+
+    return op.kind.remembered(key, asked)
 
 
 def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:

@@ -1,13 +1,13 @@
 """`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
 
 XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
-It may leave out those whose results nobody needs. All else is a difference: an exchange that nobody asked for, or one
-that is not there, or of other bytes.
+It may leave out those whose results nobody needs, and add first what the program would have summed by two exchanges and
+then added. All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from popxl.looking.communication import Communication, communication_of
 from runtime.costs.cost import account_of_program
 from runtime.program.program import CompiledProgram
 
-Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "differs"]
+Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
 
 
 class Exchange(BaseModel):
@@ -29,12 +29,12 @@ class Exchange(BaseModel):
         kind: what chips do together: "all-reduce".
         group_size: how many are together.
         said, said_bytes: how many of them a run carries out as the program says, and their bytes.
-        needed_bytes: those of them whose results somebody needs.
+        needed_bytes: those of them whose results somebody needs, and that are not only added to what another gives.
         compiled, compiled_bytes: the same, of what was compiled.
         repeated_bytes: those of them that are sent again, as there was no memory to keep what had come.
         verdict: what became of them: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a TPU sums
             or gathers small pieces, as nothing is quicker; `"not all needed"`, without some whose results nobody needs;
-            `"differs"`, if something else.
+            `"added first"`, without some whose results are added to those of others; `"differs"`, if something else.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -111,18 +111,22 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
     if program.replicas.mesh is None:
         return Sent(said=said, is_sent=False, exchanges=())
     totals: dict[tuple[str, int], _Totals] = {}
+    added: set[tuple[str, int]] = set()
     for each in said.collectives:
         of = totals.setdefault((each.kind, each.group_size), _Totals())
         of.said += each.turns
         of.said_bytes += each.turns * each.bytes
-        of.needed_bytes += each.needed * each.bytes
+        if each.is_added:
+            added.add((each.kind, each.group_size))
+        else:
+            of.needed_bytes += each.needed * each.bytes
     for found in account_of_program(program).collectives:
         of = totals.setdefault((found.kind, found.group_size or count), _Totals())
         of.compiled += found.runs
         of.compiled_bytes += found.runs * found.bytes
         of.repeated_bytes += found.runs * found.bytes * found.is_again
     exchanges = tuple(
-        Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals))
+        Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals, added))
         for (kind, size), of in totals.items()
     )
     return Sent(said=said, is_sent=True, exchanges=exchanges)
@@ -140,8 +144,10 @@ class _Totals:
     repeated_bytes: int = 0
 
 
-def _verdict(kind: str, size: int, totals: Mapping[tuple[str, int], _Totals]) -> Verdict:
-    """What became of the exchanges of one kind."""
+def _verdict(
+    kind: str, size: int, totals: Mapping[tuple[str, int], _Totals], added: Collection[tuple[str, int]]
+) -> Verdict:
+    """What became of the exchanges of one kind; `added` are those of which some are added to others."""
     of = totals[kind, size]
     most, bytes, least = of.said, of.said_bytes, of.needed_bytes
     small = [totals.get((each, size), _Totals()) for each in ("reduce-scatter", "all-gather")]
@@ -160,5 +166,5 @@ def _verdict(kind: str, size: int, totals: Mapping[tuple[str, int], _Totals]) ->
     if not least <= of.compiled_bytes <= bytes or of.compiled > most:
         return "differs"
     if of.compiled_bytes < bytes:
-        return "not all needed"
+        return "added first" if (kind, size) in added else "not all needed"
     return "the same" if of.compiled == most else "merged"

@@ -165,8 +165,22 @@ def lowered_for(layout: Layout, platform: str) -> Any:
         return _lowered(layout, platform)
 
 
+def traced_for(layout: Layout) -> tuple[Any, tuple[Any, ...]]:
+    """The whole program as one, as JAX has traced it for its target, and the types of what it is given. Nothing is
+    lowered or compiled."""
+    with layout.precision(), room_to_recurse(layout.main):
+        step, arguments = _step(layout)
+        return lower(lambda: layout.destination.trace(donating(step, 0), *arguments)), arguments
+
+
 def _lowered(layout: Layout, platform: str = "") -> Any:
     """The whole program as one, lowered for its target, or for a platform."""
+    step, arguments = _step(layout)
+    return lower(lambda: layout.destination.lower(donating(step, 0), *arguments, platform=platform))
+
+
+def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A run of the whole program as a function, and the types of what it is given."""
     scheduling = AsWritten() if layout.rolling is None else layout.rolling
     in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
     lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
@@ -187,8 +201,7 @@ def _lowered(layout: Layout, platform: str = "") -> Any:
         return changed, layout.transfers_first(fetches, layout.channels)
 
     feeds = layout.feed_specs(layout.replicas, layout.channels)
-    arguments = (layout.changing_specs(), layout.constant_specs(), feeds)
-    return lower(lambda: layout.destination.lower(donating(step, 0), *arguments, platform=platform))
+    return step, (layout.changing_specs(), layout.constant_specs(), feeds)
 
 
 def one_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -146,6 +147,16 @@ class Destination:
 
         return compile_options()
 
+    def trace(self, jitted: Any, *arguments: Any) -> Any:
+        """What JAX traces of a jitted function, for these devices; arguments as for `lower`."""
+        with self._in_mind():
+            return jitted.trace(*arguments)
+
+    def _in_mind(self) -> AbstractContextManager[Any]:
+        """JAX would ask a GPU of which maker it is, and, for arrays in the host's memory alone, the CPU for everything;
+        so it is told a device that is not here."""
+        return nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device)
+
     def lower(self, jitted: Any, *arguments: Any, platform: str = "") -> Any:
         """What JAX lowers a jitted function to, for these devices.
 
@@ -155,11 +166,10 @@ class Destination:
             platform: what to lower for in place of the devices.
         """
         if self.replicas.is_here:
-            return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
-        # JAX would ask a GPU of which maker it is, and, for arrays in the host's memory alone, the CPU for everything.
+            return self.trace(jitted, *arguments).lower(lowering_platforms=(platform,) if platform else None)
         platform = platform or ("cuda" if self.platform == "gpu" else self.platform)
-        with jax.default_device(self.replicas.device):
-            return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+        with self._in_mind():
+            return self.trace(jitted, *arguments).lower(lowering_platforms=(platform,))
 
     def compile(self, lowered: Any) -> Any:
         """What XLA makes of a lowered function.

@@ -276,7 +276,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "popxl show" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "{show,report,fit}" in capsys.readouterr().err
+    assert "{show,report,foresee,fit}" in capsys.readouterr().err
 
 
 def test_as_a_command(tmp_path: Path) -> None:

@@ -188,6 +188,25 @@ def test_what_nobody_needs_may_be_left_out() -> None:
             assert verdicts["all-reduce"] == "not all needed"
 
 
+def sums(added: bool) -> popxl.Ir:
+    """Two sums over replicas; they are added to each other, or not."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((3, 64), popxl.float32))
+        a, b = C.replicated_all_reduce(ops.sin(x)), C.replicated_all_reduce(ops.exp(x))
+        y = a + b if added else ops.concat((a, b), 0)
+        ops.host_store(popxl.d2h_stream(y.shape, y.dtype), y)
+    return ir
+
+
+def test_sums_that_are_added_may_be_one() -> None:
+    for added in (True, False):
+        ir = sums(added)
+        assert [e.is_added for e in ir.communication().collectives] == [False, added]
+        (exchange,) = (sent := popxl.Session(ir, device(2)).communication()).exchanges
+        assert not sent.differences and exchange.needed_bytes == (1 if added else 2) * 3 * 64 * 4
+
+
 def test_on_one_device_nothing_is_sent() -> None:
     sent = popxl.Session(training(2, 1), device(1)).communication()
     assert (sent.is_sent, sent.exchanges, sent.differences) == (False, (), ())
@@ -313,6 +332,12 @@ def test_targets_send_what_the_program_says(description: str) -> None:
     assert dict(session.program.replicas.mesh.shape) == {"data": 2, "tensor": 4}
     assert not (sent := session.communication()).differences, sent
     assert sum(exchange.compiled for exchange in sent.exchanges) > 2
+
+
+@pytest.mark.targets
+def test_a_gpu_adds_first() -> None:
+    sent = popxl.Session(sums(True), "gpu h100:2").communication()
+    assert [(e.said, e.compiled, e.verdict) for e in sent.exchanges] == [(2, 1, "added first")], sent
 
 
 @pytest.mark.targets

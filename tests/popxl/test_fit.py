@@ -12,7 +12,7 @@ import popxl
 from popxl.__main__ import main
 from popxl.base.choices import as_text, choosing
 from popxl.errors import PopxlError
-from runtime.fitting import Fit, Tried, fit
+from runtime.fitting import Compiled, Fit, Tried, fit
 
 PROGRAM = """
     import numpy as np
@@ -81,7 +81,7 @@ def test_choices_that_depend_on_others() -> None:
         recompute = popxl.choice("recompute", [True, False])
         every = popxl.choice("every", [1, 2]) if recompute else None
         seen.append((recompute, every, popxl.choice("rows", [4, 8] if recompute else [16])))
-        return [], "there is no compiler"
+        return Compiled([], "there is no compiler")
 
     with pytest.raises(PopxlError, match="no combination of its choices can be compiled. there is no compiler"):
         fit(compiled, told.append)

@@ -1,0 +1,253 @@
+"""`Foreseen`: the memory that a program will need on a chip, before anything is compiled.
+
+What JAX traces of the program becomes kernels, by rules: `runtime.costs.kernels`. These are gone through in two orders,
+that of the program and one that always takes next what frees most; compilers take the one that needs less. A value
+needs room from the kernel that makes it to the last one that reads it. Variables that are overwritten stay where they
+are, if all that read them come before.
+
+How far this is from what compilers say: `docs/scaling.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from popxl.base.pages import OnPage, Page, Table, bytes_text
+from runtime.costs.kernels import Kernel, Room, Traced, Value, kernels_of
+from runtime.program.compiled import traced_for
+from runtime.program.layout import Layout
+from runtime.targets.destination import HOST
+
+
+class Foreseen(OnPage, BaseModel):
+    """The memory that a program will need on a chip, in bytes; nothing was compiled.
+
+    Attributes:
+        arguments: variables, remote buffers that are on the chip, and what is fed.
+        needed: what comes out, and all else, at its highest. Of what comes out, what overwrites variables is not in it.
+        device: both.
+        largest: what is there when most is needed, the largest first: what it is, and its bytes.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    arguments: int
+    needed: int
+    largest: tuple[tuple[str, int], ...]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def device(self) -> int:
+        """All that is needed of the memory of a chip."""
+        return self.arguments + self.needed
+
+    def told(self) -> str:
+        """What is largest when most is needed, in a sentence."""
+        shown = ", ".join(f"{name} ({bytes_text(count)})" for name, count in self.largest[:3])
+        return f"The largest values then are {shown}." if shown else "All of it is variables, and what is fed."
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        rows = [
+            ["variables, and what is fed", bytes_text(self.arguments)],
+            ["all else", bytes_text(self.needed)],
+            ["in all", bytes_text(self.device)],
+        ]
+        largest = [[name, bytes_text(count)] for name, count in self.largest]
+        return Page("Memory of a chip, foreseen", [Table(["", "bytes"], rows), *Table.cut(["when most", ""], largest)])
+
+
+def foreseen(layout: Layout) -> Foreseen | None:
+    """What a program will need on a chip. Nothing is compiled; the program is traced.
+
+    Args:
+        layout: the program, for its target.
+
+    Returns:
+        `None` for a plan of executables, of which each is compiled alone.
+    """
+    if layout.calls == "dispatched":
+        return None
+    traced, given = traced_for(layout)
+    program = _Program("tpu" if layout.destination.platform == "tpu" else "cuda", len(layout.devices))
+    most = program.most(traced.jaxpr, 0, len(given[0]))
+    arguments = sum(_of_a_chip(each, program.room) for each in jax.tree.leaves(given))
+    return Foreseen(arguments=arguments, needed=most.bytes, largest=most.largest)
+
+
+def _of_a_chip(given: jax.ShapeDtypeStruct, room: Room) -> int:
+    """The bytes that an argument needs on one chip: none, if it is in the host's memory."""
+    where = given.sharding
+    if where is None:
+        return room(given.shape, given.dtype.itemsize)
+    return 0 if where.memory_kind == HOST else room(where.shard_shape(given.shape), given.dtype.itemsize)
+
+
+def exact(shape: Sequence[int], size: int) -> int:
+    """The bytes of an array whose elements lie side by side."""
+    return math.prod(shape) * size
+
+
+def tiled(shape: Sequence[int], size: int) -> int:
+    """The bytes of an array in the memory of a TPU: in tiles of up to 8 rows and 128 columns, along the two dimensions
+    of which it needs least; in several rows are the bytes of a word."""
+    together = max(1, 4 // size) if size else 1
+    elements = math.prod(shape)
+    if len(shape) < 2 or elements == 0:
+        tile = min(1024, max(128 * together, 1 << (elements - 1).bit_length() if elements else 0))
+        return math.ceil(elements / tile) * tile * size
+
+    def padded(rows: int, columns: int) -> int:
+        tile = min(8, max(together, 1 << (rows - 1).bit_length()))
+        return math.ceil(rows / tile) * tile * math.ceil(columns / 128) * 128
+
+    pairs = {(shape[i], shape[j]) for i in range(len(shape)) for j in range(len(shape)) if i != j}
+    return min(elements // (rows * columns) * padded(rows, columns) for rows, columns in pairs) * size
+
+
+@dataclass(frozen=True)
+class _Most:
+    """What is there when most is needed."""
+
+    bytes: int
+    largest: tuple[tuple[str, int], ...] = ()
+
+
+class _Program:
+    """Asks of traces what they need, those of loops within them first.
+
+    Args:
+        platform: "tpu" or "cuda".
+        chips: how many share what is traced outside of what each does.
+    """
+
+    def __init__(self, platform: str, chips: int) -> None:
+        self._platform, self._chips = platform, chips
+        self.room = tiled if platform == "tpu" else exact
+
+    def most(self, jaxpr: Any, others: int, replaced: int, is_turn: bool = False) -> _Most:
+        """The most that a trace needs besides what it is given.
+
+        Args:
+            jaxpr: the trace.
+            others: how many it is given before what it replaces.
+            replaced: how many of what it is given its first results replace.
+            is_turn: whether it is a turn of a loop, whose other results lie in stacks that are there already.
+        """
+        chips = 1 if is_turn else self._chips
+        traced = Traced(self._platform, self.room, self._most_of_a_turn, chips)
+        given = traced.given(jaxpr)
+        results = traced.go_through(jaxpr, given)
+        old = dict(zip(results[:replaced], given[others : others + replaced], strict=True))
+        kernels = kernels_of(traced, results)
+        stacked = set(results[replaced:]) if is_turn else set()
+        orders = (kernels, _frees_most_first(kernels, {*results}))
+        found = (_Room(order, {*results}, old, stacked).most() for order in orders)
+        return min(found, key=lambda most: most.bytes)
+
+    def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> int:
+        """The same, in bytes, of a turn of a loop."""
+        return self.most(jaxpr, others, replaced, is_turn=True).bytes
+
+
+def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> list[Kernel]:
+    """An order in which the next kernel is, of those that can be, the one that frees most for what it makes."""
+    makers = {value: kernel for kernel in kernels for value in kernel.made}
+    before = {kernel: {makers[v] for v in kernel.reads if v in makers} - {kernel} for kernel in kernels}
+    after: defaultdict[Kernel, list[Kernel]] = defaultdict(list)
+    for kernel, others in before.items():
+        for other in others:
+            after[other].append(kernel)
+    left = Counter(value for kernel in kernels for value in kernel.reads)
+    waiting = {kernel: len(others) for kernel, others in before.items()}
+    number = {kernel: i for i, kernel in enumerate(kernels)}
+
+    def merit(kernel: Kernel) -> tuple[int, int, int]:
+        freed = sum(v.bytes for v in kernel.reads if left[v] == 1 and v in makers and v not in results)
+        return freed - sum(v.bytes for v in kernel.made), sum(left[v] for v in kernel.made), -number[kernel]
+
+    ready, order = [kernel for kernel in kernels if not waiting[kernel]], []
+    while ready:
+        kernel = max(ready, key=merit)
+        ready.remove(kernel)
+        order.append(kernel)
+        left.subtract(kernel.reads)
+        for next_ in after[kernel]:
+            waiting[next_] -= 1
+            if not waiting[next_]:
+                ready.append(next_)
+    return order
+
+
+class _Room:
+    """The values that are there while kernels run in an order.
+
+    Args:
+        order: the kernels.
+        results: what the program gives.
+        old: what its results replace.
+        stacked: results that have room already.
+    """
+
+    def __init__(
+        self, order: Sequence[Kernel], results: set[Value], old: Mapping[Value, Value], stacked: set[Value]
+    ) -> None:
+        self._order, self._results, self._old, self._stacked = order, results, old, stacked
+        self._last = {value: i for i, kernel in enumerate(order) for value in kernel.reads}
+        made = {value: i for i, kernel in enumerate(order) for value in kernel.made}
+        own = (value for value in results if value in made and value not in old and value not in stacked)
+        self._free = sorted(([value.bytes, made[value], -1] for value in own), key=lambda place: place[0])
+        self._always = sum(bytes for bytes, *_ in self._free)
+        self._bytes: dict[Value, int] = {}  # of what is there
+        self._place = {value: value.bytes for value in old.values()}  # how large the place is in which a value lies
+
+    def most(self) -> _Most:
+        """What is there when most is."""
+        now, most, largest = 0, 0, {}
+        for i, kernel in enumerate(self._order):
+            ended = [v for v in kernel.reads if self._last[v] == i and (v in self._bytes or v in self._place)]
+            over = [v for v in ended if v in kernel.overwrites and not (kernel.step.is_fused and v not in self._bytes)]
+            for value in kernel.made:
+                bytes = self._new(value, i, kernel)
+                taken = next((v for v in over if self._place.get(v, 0) >= bytes), None) if bytes else None
+                if taken is not None:
+                    over.remove(taken)
+                    self._bytes[value], self._place[value] = self._bytes.pop(taken, 0), self._place.pop(taken)
+                    continue
+                self._bytes[value] = self._place[value] = bytes
+                now += bytes
+            if self._always + now + kernel.step.inside > most:
+                most, largest = self._always + now + kernel.step.inside, dict(self._bytes)
+            for value in (*ended, *kernel.made):
+                if value not in self._results and self._last.get(value, i) <= i:
+                    now -= self._bytes.pop(value, 0)
+                    self._place.pop(value, None)
+        shown = sorted(((v.name, bytes) for v, bytes in largest.items() if bytes), key=lambda each: -each[1])
+        return _Most(most, tuple(shown))
+
+    def _new(self, value: Value, i: int, kernel: Kernel) -> int:
+        """The bytes that a value needs which kernel `i` makes, if it overwrites nothing."""
+        if value in self._old:
+            old = self._old[value]
+            can_replace = kernel.step.is_fused or old in kernel.overwrites or old not in kernel.reads
+            return 0 if self._last.get(old, -1) <= i and can_replace else value.bytes
+        if value in self._stacked or value in self._results:
+            return 0
+        end = self._last.get(value, i)
+        for place in self._free:  # of a result that is not made yet
+            bytes, made, until = place
+            if value.bytes <= bytes <= 4 * value.bytes and until < i and self._is_over(end, made):
+                place[2] = end
+                return 0
+        return value.bytes
+
+    def _is_over(self, end: int, made: int) -> bool:
+        """Whether a value is needed no more when a result is made in its place."""
+        return end < made or (end == made and self._order[made].step.is_fused)

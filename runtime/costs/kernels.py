@@ -1,0 +1,420 @@
+"""The kernels that a compiler makes of a program, guessed from what JAX traces: which values need room, and which are
+computed where they are used.
+
+The rules, which hold for most programs:
+
+- What is computed element by element, and what only moves elements, is computed by the kernel that uses it. It needs
+  room if a product, a loop, a collective or the end of the program takes it. On a TPU, products compute it, too.
+- What a product gives goes through what is computed of it element by element, as far as all of that ends in one value.
+- What is computed twice of the same is computed once. What nobody needs is left out.
+- A loop needs room for what its turns carry and stack, and for the most that a turn needs.
+
+`runtime.costs.foreseen` asks when each value is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+_FUSED = frozenset(
+    "add sub mul div rem neg abs sign max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log expm1 log1p logistic "
+    "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc erf_inv lgamma digamma floor ceil "
+    "round nextafter clamp add_any and or xor not eq ne lt le gt ge select_n convert_element_type is_finite shift_left "
+    "shift_right_logical shift_right_arithmetic population_count clz broadcast_in_dim iota pad concatenate slice rev "
+    "dynamic_slice gather transpose reduce_precision bitcast_convert_type threefry2x32 random_bits random_wrap "
+    "random_unwrap random_fold_in copy copy_p".split()
+)
+"""Primitives that compute each element of their result of few others, or move elements."""
+
+_SLOW = frozenset("exp exp2 log expm1 log1p logistic sin cos tan tanh erf erfc pow gather concatenate pad".split())
+"""Those of them that GPUs do not append to a product."""
+
+_VIEWS = frozenset("reshape squeeze expand_dims optimization_barrier pvary sharding_constraint stop_gradient".split())
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax cummin "
+    "reduce_window_sum reduce_window_max reduce_window_min".split()
+)
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_IN_PLACE = frozenset(
+    "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
+)
+"""Primitives that overwrite some elements of their first operand."""
+
+_INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""The parameters by which primitives name the one trace that they stand for."""
+
+ROW = 16384
+"""So many numbers of a row a GPU reduces and goes on with in one kernel."""
+
+Room = Callable[[Sequence[int], int], int]
+"""The bytes of an array: of its shape, and of the size of an element."""
+
+
+@dataclass(eq=False)
+class Value:
+    """An array.
+
+    Attributes:
+        shape: its shape.
+        bytes: the room that it needs; none, in the host's memory.
+        maker: what makes it; `None`, of what is given.
+        name: what is told of it.
+        is_given: whether the program is given it. It is not, if it is a number that is written down.
+    """
+
+    shape: tuple[int, ...]
+    bytes: int
+    maker: Step | None = None
+    name: str = ""
+    is_given: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(eq=False)
+class Step:
+    """A primitive that is carried out.
+
+    Attributes:
+        kind: its name.
+        taken: what it takes.
+        made: what it makes.
+        inside: the most that a turn of a loop, or a branch, needs.
+        in_place: what of the taken it may overwrite.
+        is_rounding: whether it is a product that may round its operands.
+    """
+
+    kind: str
+    taken: tuple[Value, ...]
+    made: tuple[Value, ...]
+    inside: int = 0
+    in_place: tuple[Value, ...] = ()
+    is_rounding: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        return self.kind in _FUSED
+
+
+@dataclass(eq=False)
+class Kernel:
+    """What is carried out at once.
+
+    Attributes:
+        step: what gives its results.
+        reads: what it reads.
+        made: what it makes.
+        overwrites: what of the read it may overwrite, if nobody needs that any more.
+    """
+
+    step: Step
+    reads: tuple[Value, ...]
+    made: tuple[Value, ...]
+    overwrites: tuple[Value, ...]
+
+
+class Traced:
+    """What JAX has traced, without calls: steps in order, each that computes the same as another left out.
+
+    Args:
+        platform: what it is for: "tpu", "cuda".
+        room: the bytes of an array there.
+        most: the most that a trace needs which is carried out as a whole; see `runtime.costs.foreseen`.
+        chips: how many share what is traced outside of what each does.
+    """
+
+    def __init__(self, platform: str, room: Room, most: Callable[[Any, int, int], int], chips: int = 1) -> None:
+        self.platform = platform
+        self.steps: list[Step] = []
+        self._room, self._most, self._chips = room, most, chips
+        self._known: dict[Any, tuple[Value, ...]] = {}
+
+    def value(self, aval: Any, name: str = "") -> Value:
+        """What JAX describes."""
+        shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+        size = getattr(dtype, "itemsize", 8)
+        on_host = "Host" in str(getattr(aval, "memory_space", ""))
+        bytes = 0 if on_host else self._room(shape, size) // self._chips
+        return Value(shape, bytes, name=f"{dtype}{[*shape]} {name}".rstrip())
+
+    def given(self, jaxpr: Any) -> list[Value]:
+        """What a trace is given."""
+        found = [self.value(v.aval) for v in jaxpr.invars]
+        for value in found:
+            value.is_given = True
+        return found
+
+    def go_through(self, jaxpr: Any, given: Sequence[Value]) -> list[Value]:
+        """Append the steps of a trace. Returns what it gives."""
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        known = dict(zip(inner.invars, given, strict=True)) | {v: self.value(v.aval) for v in inner.constvars}
+
+        def read(v: Any) -> Value:
+            if not isinstance(v, core.Literal):
+                return known[v]
+            key = ("literal", str(v.val), str(v.aval))
+            return self._known.setdefault(key, (self.value(v.aval),))[0]
+
+        for equation in inner.eqns:
+            made = self._equation(equation, tuple(read(v) for v in equation.invars))
+            known.update(zip(equation.outvars, made, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def _equation(self, equation: Any, taken: tuple[Value, ...]) -> Sequence[Value]:
+        kind, params = equation.primitive.name, equation.params
+        if kind == "cond" and (platforms := params.get("branches_platforms")):
+            there = (i for i, names in enumerate(platforms) if names is None or self.platform in names)
+            return self.go_through(params["branches"][next(there)], taken[1:])
+        if kind in _VIEWS:
+            return taken[: len(equation.outvars)]
+        if kind not in ("scan", "while", "cond"):
+            for name in _INLINED:
+                if name in params:
+                    inner = params[name]
+                    count = len(getattr(inner, "jaxpr", inner).invars)
+                    outside = self._chips
+                    self._chips = 1 if kind == "shard_map" else outside
+                    results = self.go_through(inner, taken[-count:] if count else ())
+                    self._chips = outside
+                    return results
+        if kind in ("add", "add_any"):
+            for one, other in (taken, taken[::-1]):
+                step = one.maker
+                if step is not None and step.kind in ("scatter-add", "scatter_add") and _is_zero(step.taken[0]):
+                    kind, taken, params = step.kind, (other, *step.taken[1:]), {}  # it is added to the other at once
+                    break
+        key = None
+        if kind in _FUSED or kind in _REDUCTIONS or kind in _PRODUCTS:
+            told = tuple((name, str(value)) for name, value in params.items() if "jaxpr" not in name)
+            avals = tuple(str(v.aval) for v in (*equation.invars, *equation.outvars))
+            key = (kind, tuple(map(id, taken)), avals, told)
+            if key in self._known:
+                return self._known[key]
+        name = str(equation.source_info.name_stack)
+        made = tuple(self.value(v.aval, name) for v in equation.outvars)
+        step = Step(kind, taken, made)
+        for value in made:
+            value.maker = step
+        if kind == "scan":
+            consts, carried = params["num_consts"], params["num_carry"]
+            step.inside = self._most(params["jaxpr"], consts, carried)
+            step.in_place = step.taken[consts : consts + carried]
+        elif kind == "while":
+            others = params["cond_nconsts"] + params["body_nconsts"]
+            step.in_place = step.taken[others:]
+            step.inside = self._most(params["body_jaxpr"], params["body_nconsts"], len(step.in_place))
+        elif kind == "cond":
+            step.inside = max(self._most(branch, 0, 0) for branch in params["branches"])
+        elif kind in _PRODUCTS:
+            step.is_rounding = "HIGH" not in str(params["precision"])
+        elif kind in _IN_PLACE:
+            step.in_place = step.taken[:1]
+        self.steps.append(step)
+        if key is not None:
+            self._known[key] = made
+        return made
+
+
+def _is_zero(value: Value) -> bool:
+    """Whether it is made of a number that is written down; nobody scatters into another one than zero."""
+    while value.maker is not None and value.maker.kind in ("broadcast_in_dim", "convert_element_type"):
+        value = value.maker.taken[0]
+    return value.maker is None and not value.is_given
+
+
+def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
+    """The kernels, in the order of the program.
+
+    Args:
+        traced: the program.
+        given_back: what it gives.
+    """
+    results = set(given_back)
+    steps = list(_needed(traced.steps, results))
+    users: defaultdict[Value, dict[Step, None]] = defaultdict(dict)
+    for step in steps:
+        for value in step.taken:
+            users[value][step] = None
+    is_tpu = traced.platform == "tpu"
+    there = {value for value in results if value.maker is not None}
+    if not is_tpu:
+        there.update(step.made[0] for step in steps if _is_distance(step) and len(users[step.made[0]]) > 1)
+    for step in steps:
+        if not step.is_fused:
+            there.update(step.made)
+            if step.kind not in _REDUCTIONS and not (is_tpu and step.kind in _PRODUCTS):
+                absorbed = step.kind in _PRODUCTS
+                there.update(v for v in map(_absorbed if absorbed else _itself, step.taken) if v.maker is not None)
+    order = {step: number for number, step in enumerate(steps)}
+    ends = {step: _end(step.made[0], users, order, results) for step in steps if step.kind in _PRODUCTS}
+
+    def is_computed_there(value: Value) -> bool:
+        """Whether one product uses it, and nothing else: a TPU computes it there."""
+        return is_tpu and len(users[value]) == 1 and all(step.kind in _PRODUCTS for step in users[value])
+
+    there.update(end for end in ends.values() if end is not None and not is_computed_there(end))
+    if is_tpu:
+        _narrow(there, users)
+    made = [step for step in steps if not step.is_fused or not there.isdisjoint(step.made)]
+    reads = _Reads(there)
+    found = {step: _kernel(step, reads) for step in made}
+    if not is_tpu:
+        _keep_rows(found)
+    _append_to_products(found, ends, results, is_tpu)
+    return list(found.values())
+
+
+def _narrow(there: Iterable[Value], users: Mapping[Value, Mapping[Step, None]]) -> None:
+    """Have float32 numbers lie as bfloat16, if all that use them are products that round them to that."""
+    for value in there:
+        after = users.get(value, {})
+        rounds = [step.is_rounding for step in after if step.kind not in _REDUCTIONS]
+        if value.name.startswith("float32") and any(rounds) and all(rounds):
+            value.bytes //= 2
+
+
+def _needed(steps: Sequence[Step], results: Iterable[Value]) -> Iterator[Step]:
+    """The steps that somebody needs, in order."""
+    needed: set[Step] = set()
+    waiting = [value.maker for value in results]
+    while waiting:
+        step = waiting.pop()
+        if step is not None and step not in needed:
+            needed.add(step)
+            waiting += [value.maker for value in step.taken]
+    return (step for step in steps if step in needed)
+
+
+def _is_distance(step: Step) -> bool:
+    """Whether it is the distance of numbers from the largest of their row, which GPUs compute by a kernel of its own:
+    the beginning of a softmax."""
+    if step.kind != "sub" or not step.made[0].shape or step.made[0].shape[-1] > ROW:
+        return False
+    numbers, largest = step.taken
+    while largest.maker is not None and largest.maker.kind in ("broadcast_in_dim", "max", "copy"):
+        largest = largest.maker.taken[-1]
+    return largest.maker is not None and largest.maker.kind == "reduce_max" and largest.maker.taken[0] is numbers
+
+
+def _itself(value: Value) -> Value:
+    return value
+
+
+def _absorbed(value: Value) -> Value:
+    """What a product reads where it is given a value: it transposes and converts on the way."""
+    while value.maker is not None and value.maker.kind == "transpose":
+        value = value.maker.taken[0]
+    if value.maker is not None and value.maker.kind == "convert_element_type":
+        before = value.maker.taken[0]
+        if before.bytes <= value.bytes and (before.maker is None or not before.maker.is_fused):
+            return before
+    return value
+
+
+def _end(
+    product: Value, users: Mapping[Value, Mapping[Step, None]], order: Mapping[Step, int], results: set[Value]
+) -> Value | None:
+    """The last value that all goes through which is computed of a product; `None`, if that is the product."""
+    found = None
+    open_, left = {product}, 64  # what is open has users that were not looked at; more steps are not worth the time
+    while left := left - 1:
+        value = min(open_, key=lambda v: -1 if v.maker is None else order[v.maker])
+        after = users.get(value, {})
+        if not after or value in results:
+            return found
+        if not all(step.is_fused and step.made[0].elements == product.elements for step in after):
+            return found
+        open_ = (open_ - {value}) | {step.made[0] for step in after}
+        if len(open_) == 1:
+            (last,) = open_
+            found = last if last.bytes <= (found or product).bytes else found
+    return found
+
+
+@dataclass
+class _Reads:
+    """What is read where a value is asked for: the value, if it is there, or what it is computed of."""
+
+    there: set[Value]
+    known: dict[Value, tuple[Value, ...]] = field(default_factory=dict)
+
+    def of(self, values: Iterable[Value]) -> tuple[Value, ...]:
+        """What is read for values, each once."""
+        return tuple(dict.fromkeys(found for value in values for found in self._of_one(value)))
+
+    def _of_one(self, value: Value) -> tuple[Value, ...]:
+        if value.maker is None or value in self.there:
+            return (value,)
+        waiting = [value]
+        while waiting:  # not by recursion: chains are long
+            last = waiting[-1]
+            assert last.maker is not None
+            inner = [v for v in last.maker.taken if v.maker is not None and v not in self.there]
+            new = [v for v in inner if v not in self.known]
+            if new:
+                waiting += new
+                continue
+            waiting.pop()
+            parts = ((v,) if v.maker is None or v in self.there else self.known[v] for v in last.maker.taken)
+            self.known[last] = tuple(dict.fromkeys(found for part in parts for found in part))
+        return self.known[value]
+
+
+def _kernel(step: Step, reads: _Reads) -> Kernel:
+    found = reads.of(step.taken)
+    return Kernel(step, found, step.made, found if step.is_fused else reads.of(step.in_place))
+
+
+def _keep_rows(kernels: Mapping[Step, Kernel]) -> None:
+    """Have no kernel overwrite the rows that it reduces, too."""
+    for kernel in kernels.values():
+        makers = (value.maker for value in kernel.reads)
+        before = [kernels[step] for step in makers if step is not None and step.kind in _REDUCTIONS]
+        reduced = {v for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW}
+        kernel.overwrites = tuple(value for value in kernel.overwrites if value not in reduced)
+
+
+def _append_to_products(
+    kernels: dict[Step, Kernel], ends: Mapping[Step, Value | None], results: set[Value], is_tpu: bool
+) -> None:
+    """Have products go on with what is computed of their results, and of these alone."""
+    users: defaultdict[Value, list[Kernel]] = defaultdict(list)
+    for kernel in kernels.values():
+        for value in kernel.reads:
+            users[value].append(kernel)
+    for step in ends:
+        product, (made,) = kernels[step], step.made
+        if made in results or len(users[made]) != 1:
+            continue
+        (after,) = users[made]
+        if not after.step.is_fused or after.made[0].elements != made.elements:
+            continue
+        if not is_tpu and _is_slow(after.step, after.reads):
+            continue
+        after.reads = tuple(dict.fromkeys((*product.reads, *(v for v in after.reads if v is not made))))
+        after.overwrites = ()
+        for value in product.reads:
+            users[value] = [after if kernel is product else kernel for kernel in users[value]]
+        del kernels[step]
+
+
+def _is_slow(step: Step, reads: Sequence[Value]) -> bool:
+    """Whether something slow is between what a kernel reads and what it makes."""
+    waiting, seen = [step], {step}
+    while waiting:
+        last = waiting.pop()
+        if last.kind in _SLOW:
+            return True
+        makers = [v.maker for v in last.taken if v not in reads and v.maker is not None]
+        new = [maker for maker in makers if maker not in seen]
+        waiting += new
+        seen.update(new)
+    return False

@@ -1,0 +1,168 @@
+"""The memory that a program will need on a chip: what is foreseen, by hand, and beside what compilers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.__main__ import main
+from runtime.costs.foreseen import Foreseen, exact, foreseen, tiled
+from runtime.program.program import Described
+from runtime.targets.devices import Device
+
+ROWS, WIDTH = 24, 5
+ONE = 4 * ROWS * WIDTH
+"""The bytes of a matrix of float32."""
+
+
+def needed(build: Callable[[popxl.Tensor], Any]) -> Foreseen:
+    """What is foreseen of a program that loads a matrix, and stores what it makes of it."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        y = build(ops.host_load(popxl.h2d_stream((ROWS, WIDTH), popxl.float32, "x")))
+        if y is not None:
+            ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
+    found = foreseen(Described(ir, Device("ipu_model", tuple(jax.devices("cpu")[:1]))).layout)
+    assert found is not None
+    return found
+
+
+def square(name: str) -> popxl.Tensor:
+    return popxl.variable(popxl.initial.zeros((WIDTH, WIDTH)), popxl.float32, name)
+
+
+def test_what_is_computed_where_it_is_used_needs_no_room() -> None:
+    found = needed(lambda x: ops.exp(ops.sin(x) + 1.0) * x)
+    assert (found.arguments, found.needed, found.device) == (ONE, ONE, 2 * ONE)  # what comes out
+
+
+def test_products_need_their_operands() -> None:
+    """Of three products one after the other, two values are there at once, besides what comes out: the third."""
+    found = needed(lambda x: ops.exp(ops.exp(ops.exp(x) @ square("a")) @ square("b")) @ square("c"))
+    weights = 3 * 4 * WIDTH * WIDTH
+    assert found.arguments == ONE + weights
+    assert found.needed == 2 * ONE  # one of the two is where the third will be
+    assert {name.split()[0] for name, _ in found.largest} == {f"float32[{ROWS},"}
+
+
+def test_what_is_kept_for_a_backward_pass_stays() -> None:
+    def twice(x: popxl.Tensor) -> popxl.Tensor:
+        a = ops.exp(x @ square("a"))
+        b = ops.exp(a @ square("b"))
+        c = ops.exp(b @ square("c"))
+        return (c @ square("d")) @ square("e") + a + b
+
+    def once(x: popxl.Tensor) -> popxl.Tensor:
+        a = ops.exp(x @ square("a"))
+        b = ops.exp(a @ square("b"))
+        c = ops.exp(b @ square("c"))
+        return (c @ square("d")) @ square("e")
+
+    assert needed(twice).needed - needed(once).needed == 2 * ONE
+
+
+def test_variables_that_are_overwritten_stay_where_they_are() -> None:
+    small = 4 * WIDTH * WIDTH
+
+    def changed(x: popxl.Tensor) -> None:
+        ops.add_(square("w"), ops.sin(square("v")))
+
+    alone = needed(changed)
+    assert (alone.arguments, alone.needed) == (2 * small, 0)  # nobody looks at what is loaded
+
+    def read_later(x: popxl.Tensor) -> popxl.Tensor:
+        w = square("w")
+        before = w @ square("v")
+        ops.add_(w, ops.sin(before @ before))
+        return before
+
+    found = needed(read_later)
+    assert small < found.needed <= 2 * small  # what comes out, and a product
+
+
+def test_loops_need_a_turn_once_and_their_stacks() -> None:
+    def network(x: popxl.Tensor, w: popxl.Tensor, turns: int = 7) -> popxl.Tensor:
+        layer = popxl.gcg().ir.create_graph(lambda x, w: (ops.sin(ops.exp(x @ w) @ w @ w), w), x, w)
+        return ops.repeat(layer, turns, x, w)[0]
+
+    few, many = (needed(lambda x, turns=turns: network(x, square("w"), turns)).needed for turns in (7, 70))
+    turn = 2 * ONE
+    assert ONE + turn <= few < ONE + turn + 100
+    assert many - few < 63 * 8  # the numbers of the turns
+
+    def trained(x: popxl.Tensor) -> None:
+        w = square("w")
+        graph = popxl.gcg().ir.create_graph(network, x, w)
+        grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+        call = ops.call_with_info(graph, x, w)
+        (gradient,) = ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call))
+        ops.add_(w, gradient)
+
+    found = needed(trained)
+    stacks = [count for name, count in found.largest if name.startswith(f"float32[7, {ROWS}, {WIDTH}]")]
+    assert set(stacks) == {7 * ONE} and len(stacks) >= 3  # what goes into each product
+    assert sum(stacks) + turn < found.needed < sum(stacks) + 16 * ONE
+
+
+def test_what_is_computed_twice_is_there_once() -> None:
+    once = needed(lambda x: (ops.exp(x @ square("a")) @ square("b")) @ square("c"))
+
+    def again(x: popxl.Tensor) -> popxl.Tensor:
+        a, b = square("a"), square("b")
+        return (ops.exp(x @ a) @ b + ops.exp(x @ a) @ b) @ square("c")
+
+    assert needed(again).needed == once.needed
+
+
+def test_room_in_tiles() -> None:
+    """What XLA for a v5e says of these."""
+    assert exact((5, 7, 3), 4) == 420
+    shapes = [(1,), (100,), (200,), (600,), (1000,), (5000,)] + [(rows, 300) for rows in (1, 2, 3, 4, 5, 8, 9)]
+    tiles = [128, 128, 256, 1024, 1024, 5120] + [rows * 384 for rows in (1, 2, 4, 4, 8, 8, 16)]
+    assert [tiled(shape, 4) for shape in shapes] == [4 * size for size in tiles]
+    halves = [256, 256, 256, 1024, 1024, 5120] + [rows * 384 for rows in (2, 2, 4, 4, 8, 8, 16)]
+    assert [tiled(shape, 2) for shape in shapes] == [2 * size for size in halves]
+    assert tiled((5, 7, 3), 4) == 4 * 5 * 4 * 128 and tiled((300, 1), 4) == 4 * 384 and tiled((0, 3), 4) == 0
+
+
+PROGRAM = """
+import popxl
+from popxl import ops
+
+rows = popxl.choice("rows", [2**33, 16])
+ir = popxl.Ir()
+with ir.main_graph:
+    x = popxl.variable(popxl.initial.zeros((rows, 3)), popxl.float32, "x")
+    ops.host_store(popxl.d2h_stream((rows, 3), popxl.float32, "y"), ops.exp(x))
+with popxl.Session(ir, "ipu_hw") as session:
+    session.run({})
+    raise AssertionError("nothing is run")
+"""
+
+
+def test_the_command_needs_a_target(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text("")
+    assert main(["foresee", str(tmp_path / "program.py")]) == 2
+    assert "popxl: foresee: `--target` is missing" in capsys.readouterr().err
+
+
+@pytest.mark.targets
+def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `popxl fit` compiles nothing that needs far more than there is."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    assert main(["foresee", str(file), "--target", "gpu h100"]) == 0
+    told = capsys.readouterr().out
+    assert "in all                       206 GB" in told and "It does not fit, if this is so" in told
+    monkeypatch.setenv("POPXL_CHOICES", "rows=16")
+    assert main(["foresee", str(file), "--target", "gpu h100"]) == 0
+    assert "It fits" in capsys.readouterr().out
+    monkeypatch.delenv("POPXL_CHOICES")
+    assert main(["fit", str(file), "--target", "gpu h100"]) == 0
+    told = capsys.readouterr().out
+    assert "rows=8589934592: The program does not fit: a chip has 84.9 GB, and 206 GB are foreseen" in told

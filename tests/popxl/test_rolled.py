@@ -177,8 +177,8 @@ def test_what_the_first_turn_makes_for_all() -> None:
 
 
 def test_narrow_rows_of_a_turn_lie_side_by_side() -> None:
-    """Biases and scales of a layer are cut out at once, and so are their means; its wide weights are not. A program that
-    only reads them has them in the same order, whatever it does first."""
+    """Biases and scales of a layer are cut out at once, and so are their means; its wide weights are not. A program
+    that only reads them has them in the same order, whatever it does first."""
     names = ("bias", "scale", "up", "down")
 
     def variables() -> list[list[popxl.Tensor]]:

@@ -47,8 +47,8 @@ HEAD = f"""\
 
 Written by `python -m tests.targets.layers`, with popxl {VERSION} and jax {jax.__version__}, likewise. Sizes are bytes.
 *Kept* is what the program keeps of all layers for the gradients. *Kernels compiled* are in the program, once each; *of
-a turn* are those that one turn of each loop runs. Seconds are those of the CPU, of tracing, lowering and compiling; each
-program was compiled in a process of its own.
+a turn* are those that one turn of each loop runs. Seconds are those of the CPU, of tracing, planning, lowering and
+compiling; each program was compiled in a process of its own.
 
 *Blocks* have 128 rows of width 256 and four heads: forward, backward and update. The *GPT* has width 256 and 4 texts of
 64 tokens; it is a training step with AdamW. *Rolled* computes again what its gradients need, but for the projections of

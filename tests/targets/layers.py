@@ -261,6 +261,7 @@ COLUMNS = (
     "kernels compiled",
     "kernels of a turn",
     "bytes accessed",
+    "cycles",
     "seconds",
 )
 
@@ -286,7 +287,7 @@ def shown(column: str, value: Any) -> str:
         return " + ".join(map(str, value)) or "–"
     if column == "seconds":
         return f"{value:.1f}"
-    return f"{value:,.0f}".replace(",", " ") if value or column not in ("code", "kept") else "–"
+    return f"{value:,.0f}".replace(",", " ") if value or column not in ("code", "cycles", "kept") else "–"
 
 
 PANELS: Mapping[str, tuple[str, float]] = {

@@ -293,12 +293,12 @@ def shown(column: str, value: Any) -> str:
 PANELS: Mapping[str, tuple[str, float]] = {
     "seconds": ("compiling [s of CPU]", 1),
     "temporaries": ("temporaries [MB]", 1e-6),
-    "kernels compiled": ("kernels in the program", 1),
+    "kernels compiled": ("kernels compiled", 1),
 }
 
 
 def draw(found: Mapping[tuple[str, int, str, str], Found], picture: Path) -> None:
-    """A row of panels for each model and target; both axes are logarithmic: a straight line is a power of L."""
+    """A row of panels for each model and target, over the layers."""
     from matplotlib.figure import Figure  # takes a second
 
     rows = [(model, target) for model in MODELS for target in TARGETS]
@@ -310,7 +310,8 @@ def draw(found: Mapping[tuple[str, int, str, str], Found], picture: Path) -> Non
                 costs = {n: found[model, n, way, target] for n in layers if (model, n, way, target) in found}
                 points = [scale * each[column] for each in costs.values()]
                 (styles[way],) = axis.plot([*costs], points, style[1], color=style[0], label=way)
-            axis.set(title=f"{model}, {target}: {title}", xlabel="layers", xscale="log", yscale="log")
+            axis.set(title=f"{model}, {target}: {title}", xlabel="layers", xscale="log")
+            axis.set_ylim(bottom=0)
             counts = sorted({n for way in MODELS[model].values() for n in way.layers})
             axis.set_xticks(counts, [str(n) for n in counts])
             axis.minorticks_off()

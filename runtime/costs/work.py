@@ -135,7 +135,8 @@ def account_of(module: Module) -> Account:
             continue
         graph = graph_of(instruction.scope)
         is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
-        work = Work(not is_meanwhile, int(instruction.kind == "copy"), instruction.cycles)
+        is_kernel = not (is_meanwhile or _is_number(instruction))
+        work = Work(is_kernel, int(instruction.kind == "copy"), instruction.cycles)
         _compute(module, computation, instruction, work)
         for memory, count in _traffic(module, computation, instruction):
             work.bytes += count
@@ -145,6 +146,11 @@ def account_of(module: Module) -> Account:
         for inside, collective in _exchanges(module, computation, instruction):
             account.collectives.append(_collective(inside, collective, graph, times))
     return account
+
+
+def _is_number(instruction: Instruction) -> bool:
+    """Whether an instruction computes a single number by itself: a TPU does so on the way, on its scalar unit."""
+    return instruction.kind in _EACH and all(shape.elements == 1 for shape in instruction.results)
 
 
 # Operations ----------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ read later. What is overwritten is overwritten in its row. See `runtime.plan.rol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from runtime.lowering.lower import Environment, Lowering
 
 Array = Any
+
+NARROW = 2**16
+"""Rows of so many bytes are cut out together, where they lie side by side. A kernel takes longer to start than to copy
+them. Those of more bytes are read where they lie."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +139,8 @@ class _Turning:
 
     Attributes:
         start: what the first turn gets.
-        rows: for each turn the numbers of its rows, as arrays. XLA does not see through these, and leaves what it would
-            do to a whole stack before the loop in the turns.
+        rows: for each turn where each of its cuts begins, as arrays. XLA does not see through these, and leaves what it
+            would do to a whole stack before the loop in the turns.
     """
 
     def __init__(self, loop: Rolled, environment: Environment) -> None:
@@ -149,16 +153,19 @@ class _Turning:
         places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
         in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
         written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
-        self._read = tuple(t for t in in_rows if len(set(t.of_turns)) > 1 or in_rows[t][0].stack in written)
-        alone = [t for t in known if t not in self._read]
+        read = [t for t in in_rows if len(set(t.of_turns)) > 1 or in_rows[t][0].stack in written]
+        alone = [t for t in known if t not in read]
         self._alone = tuple(t for t in alone if t.is_written)
         self._fixed = {t.name: environment.read(t.of_turns[0]) for t in alone if not t.is_written}
         self._rooms = tuple(_room(made, environment) for made in self._made)
         self._stacks = tuple(dict.fromkeys((*written, *self._rooms)))
-        self._of_read = tuple(in_rows[t][0].stack for t in self._read)
-        read = [[row.number for row in in_rows[t]] for t in self._read]
-        made = [range(len(m.rows) - len(m.of_turns), len(m.rows)) for m in self._made]
-        self.rows = tuple(np.asarray(numbers, np.int32) for numbers in (*read, *made))
+        self._reads = tuple(_cuts({t.name: in_rows[t] for t in read}))
+        made = {
+            m.name: tuple(Row(stack, n) for n in range(len(m.rows) - len(m.of_turns), len(m.rows)))
+            for m, stack in zip(self._made, self._rooms, strict=True)
+        }
+        self._writes = tuple(_cuts({t.name: in_rows[t] for t in read if t.is_written} | made))
+        self.rows = tuple(np.asarray(cut.first, np.int32) for cut in (*self._reads, *self._writes))
         self.start = (
             [environment.read(t.of_turns[0]) for t in self._alone],
             [environment.read(t.of_turns[0]) for t, _ in self._handed],
@@ -173,17 +180,15 @@ class _Turning:
         values = dict(self._fixed)
         values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
         values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
-        for taken, stack, row in zip(self._read, self._of_read, rows, strict=False):
-            values[taken.name] = lax.dynamic_index_in_dim(now.get(stack, stack.array), row, keepdims=False)
+        for cut, row in zip(self._reads, rows, strict=False):
+            values.update(cut.read(now.get(cut.stack, cut.stack.array), row))
         return values
 
     def left(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
         """What the next turn gets."""
         now = dict(zip(self._stacks, held[-1], strict=True))
-        taken = [(t.name, s, row) for t, s, row in zip(self._read, self._of_read, rows, strict=False) if t.is_written]
-        made = zip((m.name for m in self._made), self._rooms, rows[len(self._read) :], strict=True)
-        for name, stack, row in (*taken, *made):
-            now[stack] = lax.dynamic_update_index_in_dim(now[stack], after.read(name), row, 0)
+        for cut, row in zip(self._writes, rows[len(self._reads) :], strict=True):
+            now[cut.stack] = cut.written(now[cut.stack], row, after)
         return (
             [after.read(t.name) for t in self._alone],
             [after.read(before) for _, before in self._handed],
@@ -202,6 +207,48 @@ class _Turning:
             environment.values[made.of_turns[-1]] = value
         for made, stack in zip(self._made, self._rooms, strict=True):
             environment.values.update((t, Row(stack, n)) for n, t in enumerate(made.rows))
+
+
+class _Cut(NamedTuple):
+    """Rows that lie side by side in every turn, and are read or written at once.
+
+    Attributes:
+        stack: what they are rows of.
+        names: the storages that the model has for them, in order.
+        first: for each turn the number of the first.
+    """
+
+    stack: Stack
+    names: tuple[Tensor, ...]
+    first: tuple[int, ...]
+
+    def read(self, array: Array, row: Array) -> Iterator[tuple[Tensor, Array]]:
+        """What the stack has for each storage."""
+        count = len(self.names)
+        rows = lax.dynamic_slice_in_dim(array, row, count, allow_negative_indices=False)
+        return ((name, lax.index_in_dim(rows, n, keepdims=False)) for n, name in enumerate(self.names))
+
+    def written(self, array: Array, row: Array, after: Environment) -> Array:
+        """The stack with what a turn has left."""
+        rows = jnp.stack([after.read(name) for name in self.names])
+        return lax.dynamic_update_slice_in_dim(array, rows, row, 0, allow_negative_indices=False)
+
+
+def _cuts(places: Mapping[Tensor, Sequence[Row]]) -> Iterator[_Cut]:
+    """How rows are cut out of stacks, given for each storage of the model the row of each turn."""
+    of_stack: dict[Stack, list[Tensor]] = {}
+    for name, rows in places.items():
+        of_stack.setdefault(rows[0].stack, []).append(name)
+    for stack, names in of_stack.items():
+        numbers = {name: tuple(row.number for row in places[name]) for name in names}
+        is_narrow = names[0].nelms * names[0].dtype.itemsize <= NARROW
+        begun: list[Tensor] = []
+        for name in sorted(names, key=numbers.__getitem__):
+            if begun and not (is_narrow and numbers[name] == tuple(n + 1 for n in numbers[begun[-1]])):
+                yield _Cut(stack, tuple(begun), numbers[begun[0]])
+                begun = []
+            begun.append(name)
+        yield _Cut(stack, tuple(begun), numbers[begun[0]])
 
 
 def _is_number(taken: Taken, environment: Environment) -> bool:

@@ -234,7 +234,16 @@ def checkpointed(weights: Any, x: Any, heads: int) -> Any:
 
 def scanned(weights: Any, x: Any, heads: int) -> Any:
     """The same. `weights` is one tuple, stacked over the blocks."""
-    x, _ = jax.lax.scan(lambda x, w: (jax_block(x, w, heads), None), x, weights)
+    return through(x, weights, heads, jax_block)
+
+
+def scanned_again(weights: Any, x: Any, heads: int) -> Any:
+    """The same, with blocks that are computed again in the backward pass."""
+    return through(x, weights, heads, jax.checkpoint(jax_block, static_argnums=2))
+
+
+def through(x: Any, weights: Any, heads: int, block: Any) -> Any:
+    x, _ = jax.lax.scan(lambda x, w: (block(x, w, heads), None), x, weights)
     return (x * x).mean()
 
 
@@ -248,12 +257,17 @@ class PlainJax:
             jnp.asarray, [np.stack(w) for w in zip(*weights, strict=True)] if stacked else weights
         )
 
-    def lower(self) -> Any:
-        def step(weights: Any, x: Any) -> Any:  # a new function each time, or JAX would remember what it traced
+    def step(self) -> Callable[..., Any]:
+        """A new function each time, or JAX would remember what it traced."""
+
+        def step(weights: Any, x: Any) -> Any:
             loss, gradients = jax.value_and_grad(self.loss)(weights, x, self.model.heads)
             return jax.tree.map(lambda w, g: w - RATE * g, weights, gradients), loss
 
-        return jax.jit(step, donate_argnums=0).lower(self.weights, self.model.data())
+        return step
+
+    def lower(self) -> Any:
+        return jax.jit(self.step(), donate_argnums=0).lower(self.weights, self.model.data())
 
 
 # Rows ---------------------------------------------------------------------------------------------------------------

@@ -95,14 +95,34 @@ def jax_block(x: Any, w: Mapping[str, Any], config: Config) -> Any:
 def jax_loss(weights: Mapping[str, Any], tokens: Any, labels: Any, config: Config, block: Any = jax_block) -> Any:
     x = weights["table"][tokens.reshape(-1)]
     for i in range(config.layers):
-        prefix = f"layers.{i}."
-        x = block(x, {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}, config)
+        x = block(x, of_layer(weights, f"layers.{i}."), config)
+    return jax_head(x, weights, labels)
+
+
+def of_layer(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Those whose names begin so, without that."""
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+
+def jax_head(x: Any, weights: Mapping[str, Any], labels: Any) -> Any:
     logits = jax_norm(x, weights["head.norm.weight"], weights["head.norm.bias"]) @ weights["table"].T
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels.reshape(-1, 1), axis=1).mean()
 
 
 def checkpointed(weights: Mapping[str, Any], tokens: Any, labels: Any, config: Config) -> Any:
     return jax_loss(weights, tokens, labels, config, jax.checkpoint(jax_block, static_argnums=2))
+
+
+def scanned(weights: Mapping[str, Any], tokens: Any, labels: Any, config: Config, block: Any = jax_block) -> Any:
+    """The loss, with weights that are stacked over the layers."""
+    x = weights["table"][tokens.reshape(-1)]
+    x, _ = jax.lax.scan(lambda x, w: (block(x, w, config), None), x, of_layer(weights, "layers."))
+    return jax_head(x, weights, labels)
+
+
+def scanned_again(weights: Mapping[str, Any], tokens: Any, labels: Any, config: Config) -> Any:
+    """The same, with layers that are computed again in the backward pass."""
+    return scanned(weights, tokens, labels, config, jax.checkpoint(jax_block, static_argnums=2))
 
 
 def jax_step(config: Config, loss: Callable[..., Any] = jax_loss) -> Callable[..., Any]:
@@ -125,9 +145,17 @@ def jax_step(config: Config, loss: Callable[..., Any] = jax_loss) -> Callable[..
     return step
 
 
-def jax_state(config: Config) -> list[Any]:
-    """The weights, both moments of their gradients, how many steps there were, and the seed of the next one."""
-    weights = {name: jnp.asarray(array) for name, array in first_weights(config).items()}
+def jax_state(config: Config, stacked: bool = False) -> list[Any]:
+    """The weights, both moments of their gradients, how many steps there were, and the seed of the next one.
+
+    Stacked weights are one array for all layers; such an array counts its steps once.
+    """
+    arrays = first_weights(config)
+    if stacked:
+        layers = [of_layer(arrays, f"layers.{i}.") for i in range(config.layers)]
+        ends = {name: array for name, array in arrays.items() if not name.startswith("layers.")}
+        arrays = ends | {f"layers.{name}": np.stack([layer[name] for layer in layers]) for name in layers[0]}
+    weights = {name: jnp.asarray(array) for name, array in arrays.items()}
     moments = ({name: jnp.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     return [weights, *moments, {name: jnp.float32(0) for name in weights}, jnp.asarray(popxl.create_seeds(config.seed))]
 

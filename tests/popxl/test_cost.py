@@ -87,6 +87,20 @@ def test_loops_count_as_often_as_they_turn() -> None:
     assert account.total.products == {Product("f32", "default"): 7 * 2 * 4 * 6 * 6}
 
 
+def test_a_number_by_itself_is_no_kernel() -> None:
+    """A TPU computes it on its scalar unit, on the way."""
+    text = """HloModule step
+
+ENTRY %main (count: f32[], x: f32[8]) -> f32[8] {
+  %count = f32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %next = f32[]{:S(6)} add(%count, %count)
+  ROOT %result = f32[8]{0} dynamic-update-slice(%x, %x, %next)
+}
+"""
+    assert account_of(read(text)).total.kernels == 1
+
+
 def test_types_are_read() -> None:
     text = "(f32[1,256]{1,0:T(8,128)S(5)}, (pred[], /*index=1*/s4[3]{0}), bf16[2,3]{1,0}, u32[]{:S(2)}, token[])"
     found = list(shapes(text))

@@ -1,6 +1,8 @@
 """Calls that differ only in what they are given, as turns of a loop: which are, and that nothing else can tell."""
 
 # No deferred annotations in this file: `TensorByRef` is read from them.
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +176,56 @@ def test_what_the_first_turn_makes_for_all() -> None:
         return [x]
 
     rolled(build, [TURNS])
+
+
+def test_narrow_rows_of_a_turn_lie_side_by_side() -> None:
+    """Biases and scales of a layer are cut out at once, and so are their means; its wide weights are not. A program
+    that only reads them has them in the same order, whatever it does first."""
+    names = ("bias", "scale", "up", "down")
+
+    def variables() -> list[list[popxl.Tensor]]:
+        return [weights(name, shape=(3, 6000) if name in ("up", "down") else (3,)) for name in names]
+
+    def layer(
+        x: popxl.Tensor, bias: popxl.Tensor, scale: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor
+    ) -> popxl.Tensor:
+        x = ops.tanh(x + bias) * scale
+        return x + ops.tanh(x @ up) @ ops.transpose(down) * 1e-3
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        layers = list(zip(*variables(), strict=True))
+        graph = graph_of(layer, x, *layers[0])
+        info, sites = autodiff(graph), []
+        for ts in layers:
+            sites.append(ops.call_with_info(graph, x, *ts))
+            x = sites[-1].outputs[0]
+        dx = x
+        for ts, site in zip(reversed(layers), reversed(sites), strict=True):
+            dx, *gradients = ops.call(info.graph, dx, inputs_dict=info.inputs_dict(site))
+            for t, gradient in zip(ts, gradients, strict=True):
+                mean = popxl.variable(np.zeros(t.shape, np.float32), name=f"mean_{t.name}")
+                ops.var_updates.accumulate_moving_average_(mean, gradient, 0.9)
+                descend(t, mean)
+        return [dx]
+
+    def read(x: popxl.Tensor) -> list[popxl.Tensor]:
+        bias, scale, *_ = variables()
+        graph = graph_of(lambda x, scale, bias: ops.tanh(x * scale + bias), x, scale[0], bias[0])
+        for ts in zip(scale, bias, strict=True):
+            (x,) = ops.call(graph, x, *ts)
+        return [x]
+
+    trained, reading = rolled(build, [TURNS, TURNS]), Run(read, "rolled")
+    written = re.findall(
+        r"dynamic_update_slice .*: \(tensor<(\w+)xf32>, tensor<(\w+)xf32>", trained.session.program.text()
+    )
+    assert Counter(written)["8x3", "2x3"] == 2
+    assert Counter(written)["4x3x6000", "1x3x6000"] == 4
+    theirs = {v.name: v for v in trained.session.ir.main_graph.variables}
+    reading.session.use_variables_of(
+        trained.session,
+        {v: theirs[v.name] for v in reading.session.ir.main_graph.variables if v.name[:4] in ("bias", "scal")},
+    )
 
 
 def test_some_layers_are_updated() -> None:

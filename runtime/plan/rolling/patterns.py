@@ -45,14 +45,16 @@ def spans(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> l
     """
     total = [0, *accumulate(sizes)]
     found: defaultdict[int, list[Span]] = defaultdict(list)
+    known: defaultdict[int, set[int]] = defaultdict(set)  # places in spans of a period, but for their last turns
     for place, period in _repeats(forms, sizes, first, end):
-        if not any(span.first <= place < span.end - period for span in found[period]):
+        if place not in known[period]:
             start, last = place, place + period
             while start > first and forms[start - 1] == forms[start - 1 + period]:
                 start -= 1
             while last < end and forms[last] == forms[last - period]:
                 last += 1
             found[period].append(Span(start, last, period))
+            known[period].update(range(start, last - period))
 
     def saved(span: Span) -> int:
         return (span.turns - 1) * (total[span.first + span.period] - total[span.first])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import callees_first, changed_inputs, reachable
 from popxl.core.recording import Op
-from popxl.core.tensor import Constant, Tensor
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.looking.flops import own_flops
 from popxl.ops.repeat import returned_by_ref
-from runtime.lowering.rolled import AsWritten, Rolled, Taken
+from runtime.lowering.rolled import NARROW, AsWritten, Rolled, Taken
 from runtime.plan.rolling.flat import Flat
 from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.loops import Item, loops_of
@@ -107,6 +108,14 @@ def _has_products(loop: Rolled) -> bool:
     return any(own_flops(op).products for op in ops)
 
 
+class _Wish(NamedTuple):
+    """Variables that turns of a loop take in one place: in the order of the turns, each once."""
+
+    loop: Rolled
+    taken: Taken
+    variables: tuple[Tensor, ...]
+
+
 class _Walk:
     """A way through a program that notes where the values lie that the turns of loops take.
 
@@ -123,7 +132,7 @@ class _Walk:
             if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
                 self._with_loops.add(graph)
         self._known_apart: set[Graph] = set()
-        self._wishes: list[Sequence[Tensor]] = []
+        self._wishes: list[_Wish] = []
         self.refused: dict[Rolled, str] = {}
 
     def through(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
@@ -183,7 +192,7 @@ class _Walk:
         size = len(storages) * taken.name.nelms * taken.name.dtype.itemsize
         alone = len(found) - max(stacks.values(), default=0)
         if len(variables) == len(found):
-            self._wishes.append(variables)
+            self._wishes.append(_Wish(loop, taken, tuple(variables)))
         elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
             self.refused.setdefault(
                 loop, f"what takes the place of {taken.name!r} lies apart, and would have to be copied first"
@@ -192,8 +201,35 @@ class _Walk:
     def together(self) -> list[tuple[Tensor, ...]]:
         """The variables that turns take in one place, those that loops have in common with each other together."""
         group: dict[Tensor, list[Tensor]] = {}
-        for wish in self._wishes:
+        for _, _, wish in self._wishes:
             known = {id(group[t]): group[t] for t in wish if t in group}
             whole = list(dict.fromkeys([*(t for each in known.values() for t in each), *wish]))
             group.update(dict.fromkeys(whole, whole))
-        return [tuple(each) for each in {id(each): each for each in group.values()}.values()]
+        return _side_by_side([*{id(each): each for each in group.values()}.values()], self._wishes)
+
+
+def _side_by_side(groups: Sequence[Sequence[Tensor]], wishes: Sequence[_Wish]) -> list[tuple[Tensor, ...]]:
+    """Groups of variables, those in one that turns take and change alike: what a turn takes of them side by side. So it
+    cuts out the biases of a layer at once, and puts them back at once. Wide rows stay in groups of their own."""
+    number = {t: n for n, group in enumerate(groups) for t in group}
+    of_group: list[list[_Wish]] = [[] for _ in groups]
+    for wish in wishes:
+        of_group[number[wish.variables[0]]].append(wish)
+    found: dict[object, list[Sequence[Tensor]]] = {}
+    for group, own in zip(groups, of_group, strict=True):
+        found.setdefault(_part(group, own), []).append(group)
+    # By name: programs that share variables have them in the same order.
+    ordered = (sorted(alike, key=lambda group: group[0].name) for alike in found.values())
+    return [tuple(t for of_turn in zip(*alike, strict=True) for t in of_turn) for alike in ordered]
+
+
+def _part(group: Sequence[Tensor], wishes: Sequence[_Wish]) -> object:
+    """Which part variables have in which loops: the same for groups that may lie side by side."""
+    first = group[0]
+    in_each = all(len(wish.variables) == len(wish.loop.turns) == len(group) for wish in wishes)
+    if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in wishes}) < len(wishes):
+        return first  # like nothing else
+    place = {t: n for n, t in enumerate(group)}
+    of_loops = tuple((w.loop, w.taken.is_written, tuple(place[t] for t in w.variables)) for w in wishes)
+    replicas = tuple(first.replica_grouping.assignment) if isinstance(first, Variable) else None
+    return first.spec.to_tuple(), replicas, of_loops

@@ -354,6 +354,7 @@ def deep(count: int) -> popxl.Ir:
     return ir
 
 
+@pytest.mark.here
 @pytest.mark.parametrize(("count", "way"), [(2, "kept"), (60, "dispatched")])
 def test_the_session_chooses(count: int, way: str) -> None:
     """By how much XLA would compile again."""

@@ -123,14 +123,8 @@ class Destination:
 
     @cached_property
     def on_host(self) -> Any:
-        """Where arrays of all replicas are that are in the host's memory, from where their devices reach them.
-
-        Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
-        cut out, which XLA does in the device's memory only.
-        """
+        """Where arrays of all replicas are that are in the host's memory, from where their devices reach them."""
         mesh, spec = self.replicas.mesh, PartitionSpec(self.replicas.axis)
-        if mesh is None and self.replicas.count > 1:
-            return self.replicas.sharding()
         if mesh is None:  # without one, JAX forgets the memory while it traces
             mesh, spec = Mesh(np.asarray([self.replicas.device]), (AXIS,)), PartitionSpec()
         found = NamedSharding(mesh, spec, memory_kind=HOST)

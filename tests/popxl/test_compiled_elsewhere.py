@@ -39,10 +39,15 @@ def test_a_reduce_scatter_is_one(target):
     assert whole == [] and len(re.findall(r" reduce-scatter(?:-start)?\(", text)) >= 1
 
 
-@pytest.mark.parametrize("target", [V5E, H100])
-@pytest.mark.parametrize("first", [0, 5, 10])
+@pytest.mark.parametrize(
+    ("first", "target"),
+    [*((first, target) for first in (0, 5, 10) for target in (V5E, H100)), (5, "tpu v5e"), (5, "gpu h100")],
+)
 def test_remote_buffers_are_on_the_host(first, target):
-    """Of random programs. `python -m tests.popxl.random_programs.elsewhere` checks as many as there is time for."""
+    """Of random programs: on one replica, on four, and on four that share a chip.
+
+    `python -m tests.popxl.random_programs.elsewhere` checks as many as there is time for.
+    """
     buffers, copied = check(program(range(first, first + 3)), target)
     assert buffers > 0 and copied == 0
 

@@ -191,7 +191,7 @@ def prints(graph: Graph) -> bool:
 
 
 def acts_at_once(graph: Graph) -> bool:
-    """Whether running a graph does more than to give results: it prints, or stores to remote buffers; calls included."""
+    """Whether running a graph does more than give results: it prints, or stores to remote buffers; calls included."""
     parts = (part for g in reachable(graph) for op in g.ops for part in op.parts)
     return any(part.kind in (print_tensor_kind, remote_store_kind) for part in parts)
 

@@ -182,7 +182,7 @@ class Destination:
 
 _NO_TILES = "Couldn't find output tile sizes"
 """How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out
-those that do not fit; elsewhere it takes the first: 16 rows at a time, say, also where a factor is read as blocks of 6."""
+those that do not fit; elsewhere it takes the first: 16 rows at a time, say, also where a factor is blocks of 6."""
 
 _PRODUCTS_BY_CUBLAS: Mapping[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 """All products of a program are calls of cuBLAS, which takes factors of any shape."""

@@ -111,8 +111,12 @@ _replaced = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 @custom_vmap
 def _fetched(slots: Array, offset: Array) -> Array:
-    """A slot of those in the host's memory, on the device."""
-    return jax.device_put(lax.dynamic_index_in_dim(slots, offset, keepdims=False), jax.memory.Space.Device)
+    """A slot of those in the host's memory, on the device.
+
+    Another shape is given to it there: XLA makes one reshape of two, and takes the first and only slot for the buffer.
+    """
+    slot = jax.device_put(lax.dynamic_index_in_dim(slots, offset), jax.memory.Space.Device)
+    return slot.reshape(slots.shape[1:])
 
 
 @_fetched.def_vmap

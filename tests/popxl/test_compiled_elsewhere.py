@@ -60,11 +60,11 @@ def test_slots_of_all_sizes_are_moved_one_by_one(target):
     with ir.main_graph, popxl.in_sequence():
         i = popxl.variable(np.uint32(0))
         for dtype in dtypes:
-            for shape, entries in (((), 1), ((5,), 3), ((3, 50, 130), 2)):
+            for shape, entries in (((), 1), ((5,), 3), ((64, 16), 1), ((3, 50, 130), 2)):
                 b, other = (popxl.remote_buffer(shape, dtype, entries) for _ in range(2))
                 ops.remote_store(other, i, ops.remote_load(b, 0))
                 ops.remote_store(b, 0, ops.remote_load(other, i))
-    assert check(ir, target) == (2 * 3 * len(dtypes), 0)
+    assert check(ir, target) == (2 * 4 * len(dtypes), 0)
 
 
 @pytest.mark.parametrize("target", [V5E, H100])

@@ -183,7 +183,7 @@ images of 197 patches are another. The precision does not matter.
     INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot_general.0 = f32[24,8] dot(…)
 
 A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
-which takes operands of any shape. Its cost is that of these calls. On a GPU that is here nothing of this happens.
+which takes operands of any shape. Its cost is that of these calls. GPUs that are here are left alone.
 
 **Python called from a GPU that is not here.** JAX wants a GPU to lower `jax.pure_callback` for one (jax-ml/jax#23971).
 `poptorch.CPU` is such a call, and cannot be compiled for a GPU that is not here. `print_tensor` can.

@@ -80,10 +80,8 @@ class SessionOptions(BaseModel):
         default="auto",
         description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "
         "the device's, which is faster, as long as there is room. 'auto': the host's; but a CPU has only one memory, "
-        "and is quicker without asking for it. An accelerator that runs several replicas cannot reach into the host's "
-        "memory for each of them, as JAX knows no memories where it runs several copies of a program on one device; "
-        "nor can a TPU move numbers of 64 bits, which it has as pairs. It has to be 'device' then, and a session says "
-        "so.",
+        "and is quicker without asking for it. A TPU cannot move numbers of 64 bits, which it has as pairs: it has to "
+        "be 'device' then, and a session says so.",
     )
     precision: Literal["highest", "high", "default"] = Field(
         default="highest",

@@ -22,6 +22,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.host import print_tensor_kind
+from popxl.ops.remote import remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 
@@ -187,6 +188,12 @@ def _order(channel: Channel) -> tuple[bool, Any]:
 def prints(graph: Graph) -> bool:
     """Whether running a graph prints, calls included."""
     return any(op.kind is print_tensor_kind for g in reachable(graph) for op in g.ops)
+
+
+def acts_at_once(graph: Graph) -> bool:
+    """Whether running a graph does more than give results: it prints, or stores to remote buffers; calls included."""
+    parts = (part for g in reachable(graph) for op in g.ops for part in op.parts)
+    return any(part.kind in (print_tensor_kind, remote_store_kind) for part in parts)
 
 
 def host_load(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:

@@ -48,7 +48,7 @@ from runtime.lowering.machine_parts import MachineParts, Order, parts_for
 from runtime.lowering.rolled import AsWritten, Rolled, roll
 from runtime.lowering.scopes import Scopes, of_op
 from runtime.lowering.stacks import Row, Stack, put_back, read
-from runtime.targets.replicas import Replicas
+from runtime.targets.replicas import Replicas, is_on_host
 
 Array = Any
 Meaning = Callable[["Lowering", Op, "Environment", Channels], "Nested[None] | None"]
@@ -320,7 +320,7 @@ class Lowering:
             channels: what it uses besides.
             in_rows: what it gives may be in rows, too.
         """
-        if graph not in self._kept or (channels.running is not None and effects.prints(graph)):
+        if graph not in self._kept or (channels.running is not None and effects.acts_at_once(graph)):
             results = yield self._inline(graph, inputs, channels)
             return results if in_rows else results.read()
         streams = channels_of(graph)
@@ -486,10 +486,19 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
         return run
 
     branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
-    outputs, positions = lax.cond(cond.reshape(()), *branches, stepping.start)
+    # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
+    one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
+    outputs, positions = one_of(cond.reshape(()), *branches, stepping.start)
     channels.put_back(streams, stepping.at(positions).take(streams))
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
+
+
+def _both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
+    """What `lax.cond` gives. What is in the host's memory goes through both branches: they change it where they run."""
+    then = then_branch(start)
+    handed = {i: jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1][i], start[i]) for i in start}
+    return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
 
 
 class Loop:

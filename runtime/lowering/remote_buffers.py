@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
@@ -63,17 +65,19 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
     room = slots.shape[1:]
     if room != value.shape:  # whole blocks
         value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
-    if is_on_host(slots):
-        value = jax.device_put(value, jax.memory.Space.Host)
-    channels.set_slots(buffer, lax.dynamic_update_index_in_dim(slots, value, offset, 0))
+    if not is_on_host(slots):
+        channels.set_slots(buffer, _replaced(slots, value, offset))
+        return
+    if channels.running is not None:  # a branch that is not run puts back what is there
+        value = jnp.where(channels.running, value, _fetched(slots, offset))
+    channels.set_slots(buffer, _put(slots, value, offset))
 
 
 def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
     buffer = op.attributes["buffer"]
     slots = channels.slots(buffer)
-    slot = lax.dynamic_index_in_dim(slots, _offset(op, environment), keepdims=False)
-    if is_on_host(slots):
-        slot = jax.device_put(slot, jax.memory.Space.Device)
+    offset = _offset(op, environment)
+    slot = _fetched(slots, offset) if is_on_host(slots) else lax.dynamic_index_in_dim(slots, offset, keepdims=False)
     if slot.shape != buffer.tensor_shape:  # whole blocks
         slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return arrived(slot, buffer.tensor_dtype)
@@ -97,6 +101,57 @@ def _offset(op: Op, environment: Environment) -> Array:
     return environment.read(offset).reshape(())
 
 
+_replaced = partial(lax.dynamic_update_index_in_dim, axis=0)
+"""Slots, of which one is another."""
+
+
+# In the host's memory, for several replicas on one device: each replica's slot is a slice of its own. JAX would gather
+# and scatter them at once, which XLA does in the device's memory only.
+
+
+@custom_vmap
+def _fetched(slots: Array, offset: Array) -> Array:
+    """A slot of those in the host's memory, on the device.
+
+    Another shape is given to it there: XLA makes one reshape of two, and takes the first and only slot for the buffer.
+    """
+    slot = jax.device_put(lax.dynamic_index_in_dim(slots, offset), jax.memory.Space.Device)
+    return slot.reshape(slots.shape[1:])
+
+
+@_fetched.def_vmap
+def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, bool]:
+    rows, (offsets,) = _rows(count, given, slots, *rest)
+    return jnp.stack([_fetched(rows, offset) for offset in offsets]), True
+
+
+@custom_vmap
+def _put(slots: Array, value: Array, offset: Array) -> Array:
+    """Slots in the host's memory, of which one is what is on the device."""
+    return _replaced(slots, jax.device_put(value, jax.memory.Space.Host), offset)
+
+
+@_put.def_vmap
+def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, bool]:
+    rows, (values, offsets) = _rows(count, given, slots, *rest)
+    for value, offset in zip(values, offsets, strict=True):
+        rows = _put(rows, value, offset)
+    return rows.reshape(slots.shape), True
+
+
+def _rows(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, list[Array]]:
+    """The slots of all replicas, one after the other: a TPU cuts along one dimension. And what else replicas give, the
+    last of which is the number of a slot, now among all of them."""
+    is_own, *others = given
+    assert is_own, "each replica has slots of its own"
+    *values, offsets = (
+        x if each else jnp.broadcast_to(x, (count, *x.shape)) for x, each in zip(rest, others, strict=True)
+    )
+    first = jnp.arange(count, dtype=offsets.dtype) * slots.shape[1]
+    last = jnp.asarray(slots.shape[1] - 1, offsets.dtype)
+    return slots.reshape(-1, *slots.shape[2:]), [*values, first + jnp.clip(offsets, 0, last)]
+
+
 # Where they are ------------------------------------------------------------------------------------------------------
 
 
@@ -106,16 +161,6 @@ def described(buffer: RemoteBuffer, main: Graph) -> str:
     used = next((f" ({part!r}, {part.source})" for part in parts if part.attributes.get("buffer") is buffer), "")
     inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
     return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
-
-
-def check_room(buffers: Iterable[RemoteBuffer], main: Graph, replicas: Replicas) -> None:
-    """`PopxlError` for buffers that cannot be in the host's memory: of several replicas on one accelerator."""
-    for buffer in buffers:
-        raise PopxlError(
-            f"Session: {described(buffer, main)} would not be in the host's memory: one device runs "
-            f"{replicas.count} replicas, and cannot reach the slots of each there. Use as many devices as replicas, or "
-            "keep buffers in the device's memory: `ir.options.remoteBuffers = 'device'`."
-        )
 
 
 def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:

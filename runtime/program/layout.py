@@ -128,10 +128,7 @@ class Layout:
         self.terms: Mapping[int, Terms] = {
             ipu: Terms(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
         }
-        is_asked_for = self.options.remoteBuffers != "device" and destination.platform != "cpu"
-        if is_asked_for and not all(terms.has_slots_on_host for terms in self.terms.values()):
-            remote.check_room(self.buffers, main, self.replicas)
-        if is_asked_for and destination.platform == "tpu":
+        if self.options.remoteBuffers != "device" and destination.platform == "tpu":
             remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}

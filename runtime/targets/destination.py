@@ -124,14 +124,8 @@ class Destination:
 
     @cached_property
     def on_host(self) -> Any:
-        """Where arrays of all replicas are that are in the host's memory, from where their devices reach them.
-
-        Where one device runs several replicas, they are with the device: their slots are gathered and scattered, not
-        cut out, which XLA does in the device's memory only.
-        """
+        """Where arrays of all replicas are that are in the host's memory, from where their devices reach them."""
         mesh, spec = self.replicas.mesh, PartitionSpec(self.replicas.axis)
-        if mesh is None and self.replicas.count > 1:
-            return self.replicas.sharding()
         if mesh is None:  # without one, JAX forgets the memory while it traces
             mesh, spec = Mesh(np.asarray([self.replicas.device]), (AXIS,)), PartitionSpec()
         found = NamedSharding(mesh, spec, memory_kind=HOST)
@@ -178,16 +172,30 @@ class Destination:
             PopxlError: if XLA knows that it would not fit into the memory of a device that is not here.
         """
         try:
-            if not self.replicas.is_here and jax.tree.leaves(lowered.args_info):  # what takes nothing is for one device
-                return lowered.compile(device_assignment=self.replicas.devices)
-            return lowered.compile(compiler_options=self.compile_options)
+            return self._compiled(lowered, self.compile_options)
         except jax.errors.JaxRuntimeError as problem:
+            if not self.is_here and _NO_TILES in str(problem):
+                return self._compiled(lowered, _PRODUCTS_BY_CUBLAS)
             if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
                 raise
             raise PopxlError(
                 f"Session: the program does not fit into the memory of a {self.devices[0].device_kind}: {problem} "
                 "`ir.memory()` says what needs how much; a remote buffer, more replicas or smaller batches may help."
             ) from problem
+
+    def _compiled(self, lowered: Any, options: Mapping[str, str | bool] | None) -> Any:
+        """What XLA makes of a lowered function, if it is told this."""
+        takes_something = jax.tree.leaves(lowered.args_info)  # what takes nothing is for one device
+        devices = self.replicas.devices if not self.is_here and takes_something else None
+        return lowered.compile(compiler_options=options, device_assignment=devices)
+
+
+_NO_TILES = "Couldn't find output tile sizes"
+"""How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out
+those that do not fit; elsewhere it takes the first: 16 rows at a time, say, also where a factor is blocks of 6."""
+
+_PRODUCTS_BY_CUBLAS: Mapping[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+"""All products of a program are calls of cuBLAS, which takes factors of any shape."""
 
 
 def _processor() -> str:

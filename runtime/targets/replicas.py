@@ -125,9 +125,16 @@ class Replicas:
         return self._by_vmap(function, shared) if self.mesh is None else self._by_shard_map(function, shared)
 
     def _by_vmap(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
+        def of_each(block: Any) -> Any:  # in the host's memory, what replicas have follows each other
+            return block.reshape(self.count, -1, *block.shape[1:]) if is_on_host(block) else block
+
+        def of_them(block: Any) -> Any:
+            return block.reshape(-1, *block.shape[2:]) if is_on_host(block) else block
+
         def of_all(*trees: Any) -> Any:
             axes = (*[0] * (len(trees) - shared), *[None] * shared)
-            return jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)(*trees)
+            whole = jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)
+            return jax.tree.map(of_them, whole(*jax.tree.map(of_each, trees)))
 
         return of_all
 

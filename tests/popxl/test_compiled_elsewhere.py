@@ -39,10 +39,15 @@ def test_a_reduce_scatter_is_one(target):
     assert whole == [] and len(re.findall(r" reduce-scatter(?:-start)?\(", text)) >= 1
 
 
-@pytest.mark.parametrize("target", [V5E, H100])
-@pytest.mark.parametrize("first", [0, 5, 10])
+@pytest.mark.parametrize(
+    ("first", "target"),
+    [*((first, target) for first in (0, 5, 10) for target in (V5E, H100)), (5, "tpu v5e"), (5, "gpu h100")],
+)
 def test_remote_buffers_are_on_the_host(first, target):
-    """Of random programs. `python -m tests.popxl.random_programs.elsewhere` checks as many as there is time for."""
+    """Of random programs: on one replica, on four, and on four that share a chip.
+
+    `python -m tests.popxl.random_programs.elsewhere` checks as many as there is time for.
+    """
     buffers, copied = check(program(range(first, first + 3)), target)
     assert buffers > 0 and copied == 0
 
@@ -55,11 +60,11 @@ def test_slots_of_all_sizes_are_moved_one_by_one(target):
     with ir.main_graph, popxl.in_sequence():
         i = popxl.variable(np.uint32(0))
         for dtype in dtypes:
-            for shape, entries in (((), 1), ((5,), 3), ((3, 50, 130), 2)):
+            for shape, entries in (((), 1), ((5,), 3), ((64, 16), 1), ((3, 50, 130), 2)):
                 b, other = (popxl.remote_buffer(shape, dtype, entries) for _ in range(2))
                 ops.remote_store(other, i, ops.remote_load(b, 0))
                 ops.remote_store(b, 0, ops.remote_load(other, i))
-    assert check(ir, target) == (2 * 3 * len(dtypes), 0)
+    assert check(ir, target) == (2 * 4 * len(dtypes), 0)
 
 
 @pytest.mark.parametrize("target", [V5E, H100])

@@ -184,6 +184,18 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 @pytest.mark.targets
+def test_gpus_multiply_blocks_whose_rows_no_tile_holds() -> None:
+    """[4, 24, 6], transposed in each block: XLA's first tiles have 16 rows, and there is no GPU to try others on."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(np.ones((4, 24, 6)), popxl.float32)
+        w = popxl.variable(np.ones((24, 8)), popxl.float32)
+        ops.host_store(popxl.d2h_stream((24, 8), popxl.float32), x.transpose((0, 2, 1)).reshape((24, 24)) @ w)
+    cost = popxl.Session(ir, "gpu h100").cost()
+    assert cost.flops == 2 * 24 * 24 * 8
+
+
+@pytest.mark.targets
 def test_a_part_of_the_chips_is_of_one_host() -> None:
     ir, *_ = network(4)
     session = popxl.Session(ir, "tpu v5e:4x4")

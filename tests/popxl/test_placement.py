@@ -531,6 +531,7 @@ def test_a_gradient_is_where_its_loop_is() -> None:
     assert not is_placed(session_of(ir, "several"))
 
 
+@pytest.mark.here
 @pytest.mark.parametrize(("elements", "placed"), [(100, False), (1000000, True)])
 def test_the_session_chooses(elements: int, placed: bool) -> None:
     session = popxl.Session(work(elements), "ipu_model")
@@ -538,6 +539,7 @@ def test_the_session_chooses(elements: int, placed: bool) -> None:
     assert ("there is so little work" in session.program.reason) != placed
 
 
+@pytest.mark.here
 def test_one_device_stands_for_all() -> None:
     """If the options say so; if there are too few; if the device is one."""
     assert "`ir.options.placement` says so" in session_of(work(9), "one").program.reason
@@ -625,6 +627,7 @@ def test_checks() -> None:
         session.run({feed: np.float32(4)})
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_saved_sessions(replicas: int, tmp_path: Any) -> None:
     """Executables come back on their devices."""

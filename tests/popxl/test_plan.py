@@ -354,6 +354,7 @@ def deep(count: int, like: np.ndarray = X) -> popxl.Ir:
     return ir
 
 
+@pytest.mark.here
 @pytest.mark.parametrize(
     ("count", "size", "way"), [(2, 5, "kept"), (60, 5, "rolled"), (2, 20_000, "kept"), (60, 20_000, "dispatched")]
 )

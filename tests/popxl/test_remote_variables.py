@@ -488,7 +488,7 @@ def test_pieces_in_called_graphs(device):
 
 
 def test_host_memory(device):
-    """Slots of several replicas in the host's memory; on one device, they are on the device."""
+    """Slots of several replicas in the host's memory, also of those that share a device."""
     ir = popxl.Ir(replication=2)
     ir.options.remoteBuffers = "host"
     where = device(ir)
@@ -504,8 +504,40 @@ def test_host_memory(device):
         kinds = [a.sharding.memory_kind for a in session.program.state.changing]
         session.run()
         session.run()
-    assert kinds == ["pinned_host" if len(where.jax_devices) > 1 else "device"]
+    assert kinds == ["pinned_host"]
     assert [v.data.tolist() for v in h] == [[0, 4, 8, 12, 16], [4, 8, 12, 16, 20]]
+
+
+@pytest.mark.parametrize("way", ["inlined", "kept"])
+def test_host_memory_in_branches(device, way):
+    """Each replica has its own condition and its own slot; one beyond the last is the last, here as elsewhere."""
+    ir = popxl.Ir(replication=3)
+    ir.options.remoteBuffers, ir.options.calledGraphs = "host", way
+    with ir.main_graph, popxl.in_sequence():
+        b = popxl.remote_buffer((5,), F32, entries=2)
+        h = [popxl.remote_variable(np.arange(5) * 10**i, b, i, F32) for i in range(2)]
+        flag_in, slot_in = popxl.h2d_stream((), popxl.bool, "flag"), popxl.h2d_stream((), popxl.uint32, "slot")
+        i = ops.host_load(slot_in)
+
+        def times(by):
+            return ir.create_graph(lambda i: ops.remote_store(b, i, ops.remote_load(b, i) * by), i)
+
+        twice = times(2)
+
+        def fourfold(i):
+            ops.call(twice, i)
+            ops.call(twice, i)
+
+        ops.conditional(ops.host_load(flag_in), ir.create_graph(fourfold, i), times(-1), [i], [i])
+        (seen,) = store(ops.remote_load(b, i))
+    with popxl.Session(ir, device(ir)) as session:
+        kinds = [a.sharding.memory_kind for a in session.program.state.changing]
+        outputs = session.run({flag_in: np.array([True, False, True]), slot_in: np.array([1, 0, 9], np.uint32)})
+        found = [session.get_tensor_data(v) for v in h]
+    assert kinds == ["pinned_host"]
+    base = np.arange(5)
+    np.testing.assert_array_equal(outputs[seen], [40 * base, -base, 40 * base])
+    np.testing.assert_array_equal(found, [base, 40 * base])
 
 
 def test_pieces_are_where_they_were_made():

@@ -1,6 +1,6 @@
 """Compiles the tests, the tutorials and the models for TPUs and GPUs, and writes what came of it as a page.
 
-    python -m tests.targets                          # all, hours: the page docs/targets.md
+    python -m tests.targets                          # all, an hour: the page docs/targets.md
     python -m tests.targets --part 3/100 --areas ops collectives --print
 
 It needs the extras `tpu` and `gpu`, and neither a TPU nor a GPU. Nothing is run: a test has done its part when it
@@ -34,7 +34,8 @@ PAGE = ROOT / "docs" / "targets.md"
 TARGETS = ("tpu v5e:2x4", "gpu h100:8")
 
 AREAS: Mapping[str, Sequence[str]] = {
-    "ops": ["tests/popxl/ops"],
+    "ops": ["tests/targets/op_table.py"],
+    "op-tests": ["tests/popxl/ops"],
     "collectives": ["tests/popxl/ops/test_collectives.py", "tests/popxl/test_replicas.py"],
     "variables": ["tests/popxl/test_remote_variables.py", "tests/popxl/test_remote_buffer.py"],
     "conditionals": ["tests/popxl/test_conditional.py"],
@@ -43,7 +44,7 @@ AREAS: Mapping[str, Sequence[str]] = {
     "placement": ["tests/popxl/test_placement.py"],
     "calls": ["tests/popxl/test_call.py", "tests/popxl/test_autodiff.py", "tests/popxl/test_plan.py"],
     "random": ["tests/popxl/test_random_programs.py"],
-    "gpt": ["tests/popxl_addons/test_addons_gpt.py"],
+    "gpt": ["tests/targets/gpt_variants.py"],
     "poptorch": ["tests/poptorch/test_models.py", "tests/poptorch/test_operators.py"],
     "tutorials": [],
 }
@@ -136,10 +137,12 @@ def page(found: Found) -> str:
     lines = [
         "# Compiled for machines that are not here",
         "",
-        f"Written by `python -m tests.targets`, with popxl {VERSION} and jax {jax.__version__}. Of each area all tests "
-        "were taken, or a part of them, drawn by their names; those marked `thorough` only where it says so. Nothing "
-        "was run: a test goes as far as its first run, and what that would run has been compiled. Numbers were not "
-        "checked.",
+        f"Written by `python -m tests.targets`, with popxl {VERSION} and jax {jax.__version__}. Nothing was run: a "
+        "test goes as far as its first run, and what that would run has been compiled. Numbers were not checked.",
+        "",
+        "`ops` is the table of ops: each row once in float32, float16 and bfloat16, or in the integers that it has; "
+        "forward, in place, and its gradient. Of the other areas these are the tests of that name; those marked "
+        "`thorough` only where it says so. `all` is all of an area. A part is drawn by the names of the tests.",
         "",
         "| | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",
@@ -160,7 +163,35 @@ def page(found: Found) -> str:
         if why:
             lines += ["", f"What failed for {target}:", "", "| tests | |", "|---|---|"]
             lines += [f"| {count} | {text} |" for text, count in why.most_common()]
+    lines += ["", *REFUSED.splitlines()]
     return "\n".join(lines) + "\n"
+
+
+REFUSED = """\
+## What XLA and JAX refuse
+
+**Products of blocks for GPUs.** XLA writes a product for a GPU as a kernel of its own. Where a GPU is, it times such
+kernels with several tiles, and leaves out those that do not fit the operands. Where none is, it takes the first tiles
+that it knows, of 16 rows say, and refuses operands that they do not fit. Here is one in JAX, of blocks of 6 rows;
+images of 197 patches are another. The precision does not matter.
+
+    (gpu,) = popxl.Target("gpu h100").devices
+    at = jax.sharding.SingleDeviceSharding(gpu)
+    x, w = (jax.ShapeDtypeStruct(shape, "float32", sharding=at) for shape in ((4, 24, 6), (24, 8)))
+    jax.jit(lambda x, w: x.transpose(0, 2, 1).reshape(24, 24) @ w).lower(x, w).compile()
+
+    INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot_general.0 = f32[24,8] dot(…)
+
+A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
+which takes operands of any shape. Its cost is that of these calls. GPUs that are here are left alone.
+
+**Python called from a GPU that is not here.** JAX wants a GPU to lower `jax.pure_callback` for one (jax-ml/jax#23971).
+`poptorch.CPU` is such a call, and cannot be compiled for a GPU that is not here. `print_tensor` can.
+
+    jax.jit(lambda x: jax.pure_callback(np.sin, x, x)).trace(x).lower(lowering_platforms=("cuda",))
+
+    RuntimeError: Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present.
+"""
 
 
 def reason(message: str) -> str:

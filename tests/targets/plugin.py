@@ -55,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("target") is not None:
         items[:] = [item for item in items if item.get_closest_marker("here") is None]
+        for item in items:
+            item.add_marker("compiled_whole")  # as users have it
     if config.getoption("target_part"):
         part, parts = map(int, config.getoption("target_part").split("/"))
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts + 1 == part]
@@ -126,8 +128,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     file = session.config.getoption("target_results")
     if isinstance(results, Results) and file is not None:
         file.write_text(json.dumps(results.found), encoding="utf-8")
-
-
-@pytest.fixture
-def quickly_compiled() -> Any:
-    """In the place of the one of all tests: what is compiled for a target is compiled as users have it."""

@@ -2,10 +2,10 @@
 
     python -m tests.popxl.random_programs.elsewhere "tpu v5e:2x2" --count 100
 
-The compiler of the machine has to be installed (the extra `tpu` or `gpu`). Every program has remote variables, and runs
-on one chip or on four. The session looks itself where XLA has put what is remote; here the text that XLA has compiled
-is counted once more. How many executables copy a whole buffer on the way is told: some conditionals do, with loops in
-their branches. The exit status is 1 if anything failed.
+The compiler of the machine has to be installed (the extra `tpu` or `gpu`). Every program has remote variables, and one
+replica or four, which share a chip where the machine has one ("tpu v5e"). The session looks itself where XLA has put
+what is remote; here the text that XLA has compiled is counted once more. How many executables copy a whole buffer on
+the way is told: some conditionals do, with loops in their branches. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations

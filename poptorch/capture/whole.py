@@ -25,7 +25,7 @@ class Whole:
 
     Attributes:
         op: name of the op: that of the function, after `torch.`.
-        functions: all that are called so.
+        functions: all that are called so, first one that takes what `like` takes, by position.
         like: a function with the same parameters, for those that do not tell.
         writes: which of its arguments it overwrites. They follow the results.
         applies: whether it is to be kept whole, with these arguments.
@@ -286,13 +286,13 @@ WHOLE: tuple[Whole, ...] = (
         writes=_statistics,
     ),
     _whole(
-        F.layer_norm,
         torch.layer_norm,
+        F.layer_norm,
         like=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True: None,
     ),
     _whole(
-        F.group_norm,
         torch.group_norm,
+        F.group_norm,
         like=lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True: None,
     ),
     _whole(F.rms_norm, torch.rms_norm, like=lambda input, normalized_shape, weight=None, eps=None: None),

@@ -649,7 +649,8 @@ def _sentence(problem: Exception) -> str:
 
 HEAD = """# Models of others
 
-Each was made with random weights, small where it can be, and called with the smallest input that it takes. Its results
+Each was made with random weights, small where it can be, and called with the smallest input that it takes; of equal
+layers in a row, those of `timm` keep one. Its results
 in inference, and its losses in three steps of training, were compared with those of eager PyTorch. Made by
 `python -m tests.poptorch.zoo`, which goes on where it was stopped; with `--again` it tries once more what has a reason
 in place of a number. Not all models that it knows have been tried yet.

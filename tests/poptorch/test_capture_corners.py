@@ -155,6 +155,7 @@ def _written_at_a_mask(x: torch.Tensor) -> torch.Tensor:
         lambda x: x[:, torch.unique(torch.tensor([0, 2, 2]))],
         lambda x: x * F.softmax(F.pad(torch.arange(3.0), (0, 1)), dim=0).max().item(),
         lambda x: x * sum(torch.arange(3).mul(2).tolist()),
+        lambda x: F.pad(x, (torch.tensor(1), torch.arange(3).sum()), "reflect"),
         lambda x: x[: int(torch.ones(4).sum() * 0.5)],
         lambda x: x if torch.equal(torch.ones(2), torch.ones(2)) else x * 2,
         lambda x: x if torch.ones(2).all() else x * 2,
@@ -252,6 +253,22 @@ def test_a_buffer_that_forward_makes_of_what_a_run_brings() -> None:
 
     with pytest.raises(poptorch.Error, match="Buffer last is reassigned within the model"):
         poptorch.inferenceModel(Alternating())(_input(3))
+
+
+def test_a_loss_of_which_nothing_is_returned() -> None:
+    class Judged(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            F.mse_loss(self.w, x)
+            return poptorch.identity_loss(self.w * x, "sum")
+
+    module, x = Judged(), _input(3)
+    wrapped = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
+    torch.testing.assert_close(wrapped(x), x.sum())
+    torch.testing.assert_close(module.w.detach(), 1 - 0.5 * x)
 
 
 # Rows that a tensor says ----------------------------------------------------------------------------------------------

@@ -155,7 +155,20 @@ TIMM = {
 }
 """Architectures, one of each family, and the size of an image that they take."""
 
-_OF_ANY_SIZE = ("beit", "cait", "coat_", "convit", "deit", "eva02", "hiera", "mvit", "swin_", "swinv2_t", "vit_", "xcit")
+_OF_ANY_SIZE = (
+    "beit",
+    "cait",
+    "coat_",
+    "convit",
+    "deit",
+    "eva02",
+    "hiera",
+    "mvit",
+    "swin_",
+    "swinv2_t",
+    "vit_",
+    "xcit",
+)
 
 
 def timm_models() -> Iterator[Model]:

@@ -65,15 +65,16 @@ def halved(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (x + first if times > 1 else x + second), times
 
 
-def normed(x: torch.Tensor) -> torch.Tensor:
-    x = F.group_norm(F.layer_norm(x, (3,)).reshape(2, 6), 2)
+def attended(x: torch.Tensor) -> torch.Tensor:
+    x = F.layer_norm(F.scaled_dot_product_attention(x[None], x[None], x[None]), (3,))
+    x = F.group_norm(x.reshape(2, 6), 2)
     return x[x > 0.7]
 
 
 CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a loop": (halved, [(X,), (X / 4,), (X * 2,), (X,)]),
     "nonzero and numbers": (lambda x: (x.nonzero(), x.max().item(), int(x.argmax())), [(X,), (X.clamp_min(0),)]),
-    "norms": (normed, [(X,)]),
+    "attention and norms": (attended, [(X,)]),
     "unique": (lambda x: torch.unique(x, return_counts=True), [(LENGTHS,), (LENGTHS.clamp_max(2),)]),
     "repeat_interleave": (lambda x, n: x.repeat_interleave(n, 0) + 1, [(X, LENGTHS), (X, LENGTHS.flip(0))]),
     "one_hot": (lambda n: F.one_hot(n) * 2, [(LENGTHS,), (LENGTHS - 1,)]),

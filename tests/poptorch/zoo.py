@@ -145,8 +145,8 @@ TIMM = {
         96: "inception_v3 inception_v4 nasnetalarge",
         224: (
             "coatnet_nano_rw_224 efficientformer_l1 efficientformerv2_s0 efficientvit_m0 gcvit_xxtiny gmixer_12_224 "
-            "levit_128s mixer_s32_224 pit_ti_224 resmlp_12_224 swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 "
-            "visformer_tiny vitamin_small_224 volo_d1_224"
+            "levit_128s mixer_s32_224 pit_ti_224 resmlp_12_224 swinv2_cr_tiny_224 tiny_vit_5m_224 "
+            "tnt_s_legacy_patch16_224 visformer_tiny vitamin_small_224 volo_d1_224"
         ),
         240: "crossvit_tiny_240",
         256: "bat_resnext26ts botnet26t_256 halonet26t maxvit_nano_rw_256",
@@ -348,7 +348,8 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "PoolFormerForImageClassification": (VISION, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
     "ViTMAEForPreTraining": (VISION, {}),
     "YolosForObjectDetection": (VISION, {"image_size": [32, 32], "num_detection_tokens": 5}),
-    "DPTForDepthEstimation": (VISION, {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16],
+    "DPTForDepthEstimation": (VISION, {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3],
+                                       "neck_hidden_sizes": [8, 8, 16, 16],
                                        "fusion_hidden_size": 16}),
     "GLPNForDepthEstimation": (VISION, {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16,
                                         "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}),
@@ -662,8 +663,8 @@ def _sentence(problem: Exception) -> str:
 
 HEAD = """# Models of others
 
-Each was made with random weights, small where it can be, and called with the smallest input that it takes; of equal
-layers in a row, those of `timm` keep one. Its results
+Each was made with random weights, small where it can be, and called with the smallest input that it takes. A model of
+`timm` keeps one of equal layers in a row. Its results
 in inference, and its losses in three steps of training, were compared with those of eager PyTorch. Made by
 `python -m tests.poptorch.zoo`, which goes on where it was stopped; with `--again` it tries once more what has a reason
 in place of a number. Not all models that it knows have been tried yet.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -107,7 +107,9 @@ def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 @contextmanager
-def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
+def not_rebound(
+    module: torch.nn.Module | None, is_made: Callable[[str, torch.Tensor], bool] = lambda name, t: False
+) -> Iterator[None]:
     """Check that a block leaves every parameter and buffer where it is, and restore them in any case.
 
     What is new is removed. Batch norms may do what they like. What a module is moved to (`self.layer.half()`) it has
@@ -115,6 +117,7 @@ def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
 
     Args:
         module: the module whose `forward` runs in the block.
+        is_made: whether a buffer of this name may become this tensor: a table that is made anew for another shape.
 
     Raises:
         Error: if a parameter or buffer is reassigned or removed, after the block.
@@ -133,8 +136,10 @@ def not_rebound(module: torch.nn.Module | None) -> Iterator[None]:
             yield
         for kind, prefix, exempt, tensors, before in places:
             for name, tensor in before.items():
-                is_there = tensors.get(name) is moved.get((id(tensors), name), tensor)
-                if not exempt and not is_there:
+                now = tensors.get(name)
+                is_there = now is moved.get((id(tensors), name), tensor)
+                may_change = exempt or kind == "Buffer" and now is not None and is_made(prefix + name, now)
+                if not is_there and not may_change:
                     raise _rebound(kind, prefix + name, name in tensors, tensor is None)
     finally:
         _set((tensors, before) for _, _, _, tensors, before in places)
@@ -170,9 +175,8 @@ def _moving() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
 def _rebound(kind: str, name: str, is_there: bool, was_none: bool) -> Exception:
     if was_none:
         return createPoptorchError(
-            f"{kind} {name} is None, and is made within the model when running forward. What a device keeps from run "
-            "to run has to be there before: make it in `__init__`, or keep what is the same in every run in a plain "
-            "attribute."
+            f"{kind} {name} is None, and is made within the model when running forward, of what another run brings "
+            "anew. What a device keeps from run to run has to be there before: make it in `__init__`."
         )
     if is_there:
         return createPoptorchError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from poptorch.capture.trace import Node, Value
+from poptorch.capture.trace import Trace, Value
 from poptorch.capture.whole import LOSSES
 from poptorch.errors import createPoptorchError
 
@@ -14,12 +12,15 @@ MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 """Names of the ops whose result is a loss."""
 
 
-def final_loss(nodes: Sequence[Node]) -> Value:
+def final_loss(trace: Trace) -> Value:
     """The one loss that no other is made of.
+
+    Of several, those do not count that nothing is made of that the function returns, if one of them is left.
 
     Raises:
         poptorch.Error: if there is none, or more than one.
     """
+    nodes = trace.nodes
     marked = [node for node in nodes if node.op in MARKED]
     parts: set[int] = set()  # values that some loss depends on
     final = []
@@ -34,6 +35,9 @@ def final_loss(nodes: Sequence[Node]) -> Value:
             "Couldn't find a loss in graph. A model to be trained needs one: a loss of `torch.nn`, or a tensor that "
             "`poptorch.identity_loss(x, reduction)` marks as one."
         )
+    if len(final) > 1:
+        returned = trace.without_unused(trace.outputs)
+        final = [node for node in final if node in returned] or final
     if len(final) > 1:
         raise createPoptorchError(
             "Multiple independent losses found in graph. Graph must have one final loss. Wrap final graph loss in "

@@ -122,6 +122,10 @@ def _capture(
     cuts: Cuts | None,
 ) -> Captured:
     recorder = tracer.recorder
+
+    def is_made(name: str, t: torch.Tensor) -> bool:  # by every run alike, and none asks for what was there
+        return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(state_values.get(name)))
+
     state = dict(_tensors_of(module))
     fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
     inputs = [tracer.fake(t.detach()) for t in tensors]
@@ -146,7 +150,7 @@ def _capture(
         if module is not None:
             stack.enter_context(Attributes(module).restored())
             stack.enter_context(with_tensors(module, fakes))
-            stack.enter_context(not_rebound(module))
+            stack.enter_context(not_rebound(module, is_made))
             stack.enter_context(averaging())
             stack.enter_context(recurrent_in_any_dtype())
             if with_scopes:

@@ -188,6 +188,10 @@ class Recorder:
         """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
         return self.value_of(t).is_constant
 
+    def uses(self, value: Value | None) -> bool:
+        """Whether anything has been made of a value."""
+        return value is not None and any(value in node.inputs for node in self.trace.nodes)
+
     def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
         """The numbers that a tensor has now, not to be overwritten; `None` if a run decides on them."""
         value = self.value_of(t)

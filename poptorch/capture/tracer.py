@@ -35,7 +35,15 @@ from poptorch.capture.torch_private import (
     written_arguments,
 )
 from poptorch.capture.trace import Trace
-from poptorch.capture.whole import COMPOSED_LOSSES, LOSSES, WHOLE, Whole, as_activation, with_masks_of_bools
+from poptorch.capture.whole import (
+    COMPOSED_LOSSES,
+    LOSSES,
+    WHOLE,
+    Whole,
+    as_activation,
+    with_masks_of_bools,
+    with_plain_sizes,
+)
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
 
@@ -479,7 +487,7 @@ class _Functions(TorchFunctionMode):
         if whole is None:
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
-        return tracer.function(whole, func, args, kwargs)
+        return tracer.function(whole, func, *with_plain_sizes(func, args, kwargs))
 
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))

@@ -445,6 +445,23 @@ def with_masks_of_bools(function: Callable[..., Any], args: tuple[Any, ...], kwa
     return args, {key: _of_bools(value) if key == name else value for key, value in kwargs.items()}
 
 
+def with_plain_sizes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments of a function; numbers of PyTorch in lists of sizes, `F.pad(x, (0, n))`, made such of Python.
+
+    PyTorch reads them, and the op that is written down has to hold what was read.
+    """
+    if function is torch.einsum:  # its operands may be numbers, and are none of sizes
+        return args, kwargs
+    return tuple(map(_plain_sizes, args)), {name: _plain_sizes(value) for name, value in kwargs.items()}
+
+
+def _plain_sizes(sizes: Any) -> Any:
+    is_read = lambda t: isinstance(t, torch.Tensor) and t.dim() == 0 and not _is_float(t)  # noqa: E731
+    if type(sizes) not in (list, tuple) or not all(isinstance(size, int) or is_read(size) for size in sizes):
+        return sizes
+    return type(sizes)(map(int, sizes)) if any(map(is_read, sizes)) else sizes
+
+
 def _of_bools(masks: Any) -> Any:
     is_mask = lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dtype is torch.uint8  # noqa: E731
     return pytree.tree_map(lambda leaf: leaf.bool() if is_mask(leaf) else leaf, masks)

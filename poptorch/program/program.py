@@ -143,7 +143,7 @@ class Program:
         name: str = "model",
     ) -> None:
         self.ir = ir
-        self.loss = final_loss(captured.trace.nodes) if update is not None else None
+        self.loss = final_loss(captured.trace) if update is not None else None
         self.inputs: dict[int, popxl.HostToDeviceStream] = {}
         self.outputs: list[popxl.DeviceToHostStream] = []
         self.variables: dict[str, Variable] = {}

@@ -64,7 +64,7 @@ class TrainedInParts(InParts):
         looked_at = before.without_unused([value for cut in way.cuts for value in cut.given], with_effects=False)
         known = {id(node) for node in looked_at if not is_constant(node) and not any(map(_is_tracked, node.results))}
         outputs = outputs_of(way)
-        wanted = [*outputs, *way.captured.written.values(), final_loss(trace.nodes)]
+        wanted = [*outputs, *way.captured.written.values(), final_loss(trace)]
         nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(wanted)
         made = {id(value) for node in nodes for value in node.results}
         inputs = dict.fromkeys([*(value for node in nodes for value in node.inputs), *wanted])

@@ -155,6 +155,7 @@ def _written_at_a_mask(x: torch.Tensor) -> torch.Tensor:
         lambda x: x[:, torch.unique(torch.tensor([0, 2, 2]))],
         lambda x: x * F.softmax(F.pad(torch.arange(3.0), (0, 1)), dim=0).max().item(),
         lambda x: x * sum(torch.arange(3).mul(2).tolist()),
+        lambda x: F.pad(x, (torch.tensor(1), torch.arange(3).sum()), "reflect"),
         lambda x: x[: int(torch.ones(4).sum() * 0.5)],
         lambda x: x if torch.equal(torch.ones(2), torch.ones(2)) else x * 2,
         lambda x: x if torch.ones(2).all() else x * 2,
@@ -210,18 +211,64 @@ def test_modules_of_jit_are_refused_when_they_are_wrapped() -> None:
         poptorch.inferenceModel(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 3))))
 
 
+class Late(torch.nn.Module):
+    """Makes a table in `forward`, for a shape that it has not seen."""
+
+    def __init__(self, positions: torch.Tensor | None, make: Function) -> None:
+        super().__init__()
+        self.register_buffer("positions", positions, persistent=False)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.positions is None or len(self.positions) != len(x):
+            self.positions = self.make(x)
+        return x + self.positions
+
+
 def test_a_buffer_that_forward_makes() -> None:
-    class Late(torch.nn.Module):
+    make = lambda x: torch.arange(1.0, 1 + len(x))  # noqa: E731
+    for before in (None, torch.zeros(1)):
+        module, x = Late(before, make), _input(3)
+        ours = poptorch.inferenceModel(module)
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), x + make(x))
+        assert module.positions is before
+
+
+def test_a_buffer_that_forward_makes_of_what_a_run_brings() -> None:
+    with pytest.raises(poptorch.Error, match="Buffer positions is None, and is made within the model.*`__init__`"):
+        poptorch.inferenceModel(Late(None, lambda x: x * 2))(_input(3))
+    with pytest.raises(poptorch.Error, match="Buffer positions is reassigned within the model"):
+        poptorch.inferenceModel(Late(torch.zeros(1), lambda x: x * 2))(_input(3))
+
+    class Alternating(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("positions", None)
+            self.register_buffer("last", torch.ones(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.positions = torch.arange(3)
-            return x + self.positions
+            y = x + self.last
+            self.last = torch.zeros(3)
+            return y
 
-    with pytest.raises(poptorch.Error, match="Buffer positions is None, and is made within the model.*`__init__`"):
-        poptorch.inferenceModel(Late())(_input(3))
+    with pytest.raises(poptorch.Error, match="Buffer last is reassigned within the model"):
+        poptorch.inferenceModel(Alternating())(_input(3))
+
+
+def test_a_loss_of_which_nothing_is_returned() -> None:
+    class Judged(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            F.mse_loss(self.w, x)
+            return poptorch.identity_loss(self.w * x, "sum")
+
+    module, x = Judged(), _input(3)
+    wrapped = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
+    torch.testing.assert_close(wrapped(x), x.sum())
+    torch.testing.assert_close(module.w.detach(), 1 - 0.5 * x)
 
 
 # Rows that a tensor says ----------------------------------------------------------------------------------------------

@@ -79,6 +79,16 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert tried[4:] == ["a"]
 
 
+def test_of_equal_layers_in_a_row_one_is_kept() -> None:
+    linear, parts = torch.nn.Linear, torch.nn.Sequential
+    same = parts(linear(3, 3), torch.nn.ReLU(), linear(3, 3), torch.nn.ReLU(), linear(3, 4), linear(4, 4), linear(4, 4))
+    module = parts(same, torch.nn.ModuleList([linear(3, 3), linear(3, 3)]), parts(parts(linear(3, 3)), linear(3, 3)))
+    zoo.shorten(module)
+    assert [getattr(layer, "out_features", 0) for layer in same] == [3, 0, 4, 4]
+    assert same(torch.ones(2, 3)).shape == (2, 4)
+    assert list(map(len, module)) == [4, 2, 2]
+
+
 def test_the_page_is_made_of_what_was_found() -> None:
     assert zoo.PAGE.read_text(encoding="utf-8") == zoo.page(list(zoo.kept().values()))
 

@@ -130,30 +130,47 @@ TIMM = {
         28: "eva02_tiny_patch14_224",
         32: (
             "beit_base_patch16_224 cait_xxs24_224 coat_tiny convit_tiny deit_tiny_patch16_224 "
-            "vit_tiny_patch16_224 xcit_nano_12_p16_224"
+            "deit3_small_patch16_224 vit_tiny_patch16_224 xcit_nano_12_p16_224"
         ),
         64: (
-            "caformer_s18 convmixer_768_32 convnext_atto convnextv2_atto cspresnet50 darknet53 davit_tiny "
-            "densenet121 dla34 dm_nfnet_f0 dpn48b edgenext_xx_small efficientnet_b0 fastvit_t8 "
-            "focalnet_tiny_srf ghostnet_100 hardcorenas_a hgnet_tiny hrnet_w18_small inception_next_tiny "
-            "mnasnet_100 mobilenetv3_small_050 mobilevit_xxs mobileone_s0 poolformer_s12 pvt_v2_b0 "
-            "regnetx_002 repvgg_a0 res2net50_14w_8s resnest14d resnet18 rexnet_100 sequencer2d_s skresnet18 "
-            "tinynet_e twins_pcpvt_small vgg11 xception41"
+            "caformer_s18 convmixer_768_32 convnext_atto convnextv2_atto cs3darknet_s cspresnet50 darknet53 davit_tiny "
+            "densenet121 dla34 dm_nfnet_f0 dpn48b edgenext_xx_small efficientnet_b0 "
+            "efficientvit_b0 ese_vovnet19b_dw fasternet_t0 fastvit_t8 focalnet_tiny_srf gernet_s ghostnet_100 "
+            "ghostnetv2_100 hardcorenas_a hgnet_tiny hgnetv2_b0 hiera_tiny_224 hrnet_w18_small inception_next_tiny "
+            "lambda_resnet26t lcnet_050 mambaout_femto mnasnet_100 mobilenetv3_small_050 mobilenetv4_conv_small "
+            "mobileone_s0 mobilevit_xxs mobilevitv2_050 mvitv2_tiny nextvit_small poolformer_s12 pvt_v2_b0 rdnet_tiny "
+            "regnetx_002 regnety_002 repvgg_a0 repvit_m0_9 res2net50_14w_8s resnest14d resnet18 resnetv2_50 rexnet_100 "
+            "selecsls42 sequencer2d_s shvit_s1 skresnet18 starnet_s1 swiftformer_xs swin_tiny_patch4_window7_224 "
+            "swinv2_tiny_window8_256 tf_efficientnetv2_b0 tinynet_e tresnet_m twins_pcpvt_small twins_svt_small vgg11 "
+            "xception41"
         ),
-        96: "inception_v4 nasnetalarge",
+        96: "inception_v3 inception_v4 nasnetalarge",
         224: (
-            "coatnet_nano_rw_224 efficientformer_l1 gcvit_xxtiny gmixer_12_224 levit_128s mixer_s32_224 "
-            "pit_ti_224 resmlp_12_224 swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 tiny_vit_5m_224 "
-            "tnt_s_legacy_patch16_224 visformer_tiny volo_d1_224"
+            "coatnet_nano_rw_224 efficientformer_l1 efficientformerv2_s0 efficientvit_m0 gcvit_xxtiny gmixer_12_224 "
+            "levit_128s mixer_s32_224 pit_ti_224 resmlp_12_224 swinv2_cr_tiny_224 tiny_vit_5m_224 "
+            "tnt_s_legacy_patch16_224 visformer_tiny vitamin_small_224 volo_d1_224"
         ),
         240: "crossvit_tiny_240",
-        256: "bat_resnext26ts botnet26t_256 maxvit_nano_rw_256",
+        256: "bat_resnext26ts botnet26t_256 halonet26t maxvit_nano_rw_256",
     }.items()
     for name in names.split()
 }
 """Architectures, one of each family, and the size of an image that they take."""
 
-_OF_ANY_SIZE = ("beit", "cait", "coat_", "convit", "deit", "eva02", "vit_", "xcit")
+_OF_ANY_SIZE = (
+    "beit",
+    "cait",
+    "coat_",
+    "convit",
+    "deit",
+    "eva02",
+    "hiera",
+    "mvit",
+    "swin_",
+    "swinv2_t",
+    "vit_",
+    "xcit",
+)
 
 
 def timm_models() -> Iterator[Model]:
@@ -166,8 +183,38 @@ def _timm(name: str, size: int) -> Any:
 
     more = {"img_size": size} if name.startswith(_OF_ANY_SIZE) else {}
     module = timm.create_model(name, pretrained=False, num_classes=5, **more)
+    if not name.startswith(("gcvit", "hrnet")):  # theirs are also equal layers that halve an image, again and again
+        shorten(module)
     inputs = {"x": _normal(2, 3, size, size)}
     return module, inputs, inputs
+
+
+def shorten(module: torch.nn.Module) -> None:
+    """Keep one of equal layers in a row, and one pair of those that take turns: what follows them takes the same."""
+    for part in [*module.modules()]:
+        is_list = type(part) is torch.nn.ModuleList and all("Block" in type(layer).__name__ for layer in part)
+        if not is_list and type(part) is not torch.nn.Sequential:
+            continue
+        layers = [(_description(layer), layer) for layer in part]
+        for turn in (1, 2):
+            start = 0
+            while start + 2 * turn <= len(layers):
+                first, second = ([text for text, _ in layers[i : i + turn]] for i in (start, start + turn))
+                if first == second:
+                    del layers[start + turn : start + 2 * turn]
+                else:
+                    start += 1
+        if len(layers) < len(part):
+            part._modules = {str(index): layer for index, (_, layer) in enumerate(layers)}
+
+
+def _description(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What two modules have in common that do the same with other numbers of the same shapes."""
+    plain = (bool, int, float, str, tuple)
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, plain) and "drop" not in name}
+    of_its_own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    shapes = [(name, tensor.shape) for name, tensor in of_its_own]
+    return type(module), settings, shapes, [(name, _description(child)) for name, child in module.named_children()]
 
 
 # transformers ---------------------------------------------------------------------------------------------------------
@@ -191,6 +238,12 @@ SMALL: dict[str, int] = {
 """What sizes are made, where a configuration has them."""
 
 TEXT, VISION, AUDIO, PAIR = "text", "vision", "audio", "pair"
+VIDEO, SPECTRUM, SERIES = "video", "spectrum", "series"
+
+CONVOLUTIONS = {"apply_spec_augment": False, "conv_dim": [16, 16, 16], "conv_stride": [4, 2, 2],
+                "conv_kernel": [8, 3, 3], "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 5,
+                "num_conv_pos_embedding_groups": 4, "conv_pos_kernel_size": 5, "squeeze_factor": 1}  # fmt: skip
+"""What speech goes through before it comes to a transformer."""
 
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
@@ -203,7 +256,33 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "GPT2LMHeadModel": (TEXT, {}),
     "GPTJForCausalLM": (TEXT, {"rotary_dim": 8}),
-    "CodeGenForCausalLM": (TEXT, {"n_embd": 64, "rotary_dim": 8, "n_head": 4}),
+    "CodeGenForCausalLM": (TEXT, {"hidden_size": 64, "n_embd": 64, "rotary_dim": 8, "num_attention_heads": 4,
+                                  "n_head": 4}),
+    "RwkvForCausalLM": (TEXT, {"attention_hidden_size": 32, "context_length": 32}),
+    "JambaForCausalLM": (TEXT, {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
+                                "mamba_d_state": 4, "use_mamba_kernels": False}),
+    "DbrxForCausalLM": (TEXT, {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+                               "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}, "max_seq_len": 64}),
+    "FalconMambaForCausalLM": (TEXT, {"state_size": 4, "time_step_rank": 4}),
+    "RecurrentGemmaForCausalLM": (TEXT, {"lru_width": 32, "attention_window_size": 8,
+                                         "block_types": ["recurrent", "attention"]}),
+    "Qwen3NextForCausalLM": (TEXT, {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                                    "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                                    "linear_value_head_dim": 8}),
+    "xLSTMForCausalLM": (TEXT, {"hidden_size": 64, "chunk_size": 8, "qk_dim_factor": 1.0}),
+    "Llama4ForCausalLM": (TEXT, {"attention_chunk_size": 8, "intermediate_size_mlp": 48}),
+    "MiniMaxForCausalLM": (TEXT, {"block_size": 8, "layer_types": ["linear_attention", "full_attention"]}),
+    "JetMoeForCausalLM": (TEXT, {"kv_channels": 16}),
+    "Lfm2ForCausalLM": (TEXT, {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "BambaForCausalLM": (TEXT, {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
+                                "mamba_d_state": 8, "mamba_chunk_size": 8}),
+    "DeepseekV2ForCausalLM": (TEXT, {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
+                                     "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "n_group": 1,
+                                     "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2}),
+    **{
+        f"{name}ForCausalLM": (TEXT, {})
+        for name in "GPTBigCode Cohere2 Glm4 DiffLlama Doge Phimoe GraniteMoe BitNet ModernBertDecoder".split()
+    },
     "NemotronForCausalLM": (TEXT, {"num_key_value_heads": 2, "head_dim": 16}),
     "Mamba2ForCausalLM": (TEXT, {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}),
     "GPTNeoForCausalLM": (TEXT, {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
@@ -220,6 +299,20 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         ).split()
     },
     "FunnelModel": (TEXT, {"block_sizes": [1, 1], "d_head": 16}),
+    "ReformerForMaskedLM": (TEXT, {"attn_layers": ["local", "lsh"], "axial_pos_shape": [4, 4],
+                                   "axial_pos_embds_dim": [16, 16], "feed_forward_size": 48,
+                                   "attention_head_size": 16, "local_attn_chunk_length": 4,
+                                   "lsh_attn_chunk_length": 4, "num_buckets": 2, "hash_seed": 0}),
+    "XmodForMaskedLM": (TEXT, {"languages": ["en_XX"], "default_language": "en_XX"}),
+    "IBertForMaskedLM": (TEXT, {"quant_mode": True}),
+    "LukeForMaskedLM": (TEXT, {"entity_vocab_size": 10, "entity_emb_size": 16}),
+    "PerceiverForMaskedLM": (TEXT, {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2,
+                                    "num_self_attention_heads": 2, "num_cross_attention_heads": 2,
+                                    "qk_channels": 16, "v_channels": 32, "max_position_embeddings": 16}),
+    "EsmForMaskedLM": (TEXT, {"vocab_size": 64, "pad_token_id": 0, "mask_token_id": 3}),
+    "LayoutLMForMaskedLM": (TEXT, {}),
+    "TapasForQuestionAnswering": (TEXT, {}),
+    **{f"{name}ForMaskedLM": (TEXT, {}) for name in "RemBert MegatronBert EuroBert NomicBert RoCBert Yoso".split()},
     "XLNetLMHeadModel": (TEXT, {}),
     "CanineModel": (TEXT, {}),
     **{
@@ -227,6 +320,14 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in "T5 Bart Pegasus MBart M2M100 Blenderbot Marian LED MT5 Whisper".split()
         if name != "Marian"
     },
+    **{
+        f"{name}ForConditionalGeneration": (PAIR, {})
+        for name in "ProphetNet SwitchTransformers BigBirdPegasus PLBart UMT5".split()
+    },
+    "LongT5ForConditionalGeneration": (PAIR, {"local_radius": 3, "encoder_attention_type": "transient-global",
+                                              "global_block_size": 4}),
+    "Speech2TextForConditionalGeneration": (PAIR, {"conv_channels": 16, "input_feat_per_channel": 16}),
+    "MoonshineForConditionalGeneration": (PAIR, {}),
     "MarianMTModel": (PAIR, {}),
     **{
         f"{name}ForImageClassification": (VISION, {})
@@ -249,9 +350,74 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "PoolFormerForImageClassification": (VISION, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
     "ViTMAEForPreTraining": (VISION, {}),
     "YolosForObjectDetection": (VISION, {"image_size": [32, 32], "num_detection_tokens": 5}),
-    "Wav2Vec2ForCTC": (AUDIO, {"apply_spec_augment": False}),
-    "HubertForCTC": (AUDIO, {"apply_spec_augment": False}),
-    "WavLMForCTC": (AUDIO, {"apply_spec_augment": False}),
+    "DPTForDepthEstimation": (VISION, {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3],
+                                       "neck_hidden_sizes": [8, 8, 16, 16],
+                                       "fusion_hidden_size": 16}),
+    "GLPNForDepthEstimation": (VISION, {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16,
+                                        "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}),
+    "CvtForImageClassification": (VISION, {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 2, 3]}),
+    "PvtForImageClassification": (VISION, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1],
+                                           "num_attention_heads": [1, 2, 3, 4]}),
+    "PvtV2ForImageClassification": (VISION, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1],
+                                             "num_attention_heads": [1, 2, 3, 4]}),
+    "FocalNetForImageClassification": (VISION, {"embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16],
+                                                "focal_levels": [2, 2], "focal_windows": [3, 3], "patch_size": 4}),
+    "HieraForImageClassification": (VISION, {"embed_dim": 8, "depths": [1, 1, 1, 1], "image_size": [64, 64],
+                                             "num_heads": [1, 2, 2, 4], "masked_unit_size": [8, 8]}),
+    "LevitForImageClassification": (VISION, {"image_size": 64, "hidden_sizes": [16, 24, 32], "depths": [1, 1, 1],
+                                             "num_attention_heads": [2, 3, 4], "key_dim": [4, 4, 4], "patch_size": 16}),
+    "MobileViTForImageClassification": (VISION, {"image_size": 64, "hidden_sizes": [16, 24, 32], "patch_size": 2,
+                                                 "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32]}),
+    "MobileViTV2ForImageClassification": (VISION, {"image_size": 64, "width_multiplier": 0.25, "patch_size": 2}),
+    "BitForImageClassification": (VISION, {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
+                                           "num_groups": 4}),
+    "SwiftFormerForImageClassification": (VISION, {"image_size": 64, "depths": [1, 1, 1, 1],
+                                                   "embed_dims": [8, 16, 24, 32]}),
+    "Dinov2WithRegistersForImageClassification": (VISION, {}),
+    "Swin2SRForImageSuperResolution": (VISION, {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2],
+                                                "window_size": 4, "patch_size": 1, "image_size": 16}),
+    "DINOv3ViTModel": (VISION, {}),
+    "DetrForObjectDetection": (VISION, {"num_queries": 5, "backbone_config": {
+        "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
+        "out_features": ["stage2"]}}),
+    "UperNetForSemanticSegmentation": (VISION, {"image_size": 64, "hidden_size": 16, "use_auxiliary_head": False,
+                                                "backbone_config": {
+        "model_type": "convnext", "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_stages": 4,
+        "out_features": ["stage1", "stage2", "stage3", "stage4"]}}),
+    "VideoMAEForVideoClassification": (VIDEO, {"num_frames": 4, "tubelet_size": 2}),
+    "TimesformerForVideoClassification": (VIDEO, {"num_frames": 4}),
+    "VivitForVideoClassification": (VIDEO, {"num_frames": 4, "tubelet_size": [2, 8, 8]}),
+    "ImageGPTForImageClassification": (TEXT, {"n_positions": 64}),
+    "SamModel": (VISION, {
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64,
+                          "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48,
+                          "output_channels": 16, "num_pos_feats": 8},
+        "prompt_encoder_config": {"hidden_size": 16, "image_size": 64, "patch_size": 16, "mask_input_channels": 4},
+        "mask_decoder_config": {"hidden_size": 16, "mlp_dim": 24, "num_attention_heads": 2, "iou_head_hidden_dim": 16},
+        "image_size": 64}),
+    "Wav2Vec2ForCTC": (AUDIO, CONVOLUTIONS),
+    "HubertForCTC": (AUDIO, CONVOLUTIONS),
+    "WavLMForCTC": (AUDIO, CONVOLUTIONS),
+    "SEWForCTC": (AUDIO, CONVOLUTIONS),
+    "UniSpeechForCTC": (AUDIO, CONVOLUTIONS),
+    "Data2VecAudioForCTC": (AUDIO, CONVOLUTIONS),
+    "Wav2Vec2ConformerForCTC": (AUDIO, CONVOLUTIONS | {"vocab_size": 64}),
+    "Wav2Vec2BertForCTC": (SPECTRUM, {"feature_projection_input_dim": 16, "apply_spec_augment": False,
+                                      "vocab_size": 64}),
+    "ASTForAudioClassification": (SPECTRUM, {"num_mel_bins": 16, "max_length": 40}),
+    "EncodecModel": (AUDIO, {"num_filters": 4, "upsampling_ratios": [4, 2], "codebook_size": 8, "hidden_size": 16}),
+    "PatchTSTForPrediction": (SERIES, {"num_input_channels": 3, "patch_length": 4, "patch_stride": 4,
+                                       "prediction_length": 6}),
+    "PatchTSMixerForPrediction": (SERIES, {"num_input_channels": 3, "patch_length": 4, "patch_stride": 4,
+                                           "context_length": 32, "prediction_length": 6}),
+    "BlipForConditionalGeneration": (TEXT + VISION, {}),
+    "CLIPSegForImageSegmentation": (TEXT + VISION, {"extract_layers": [0, 1], "reduce_dim": 16,
+                                                    "decoder_num_attention_heads": 2}),
+    "GroupViTModel": (TEXT + VISION, {"projection_intermediate_dim": 32}),
+    "OwlViTForObjectDetection": (TEXT + VISION, {}),
+    "VisualBertForPreTraining": (TEXT, {"visual_embedding_dim": 12}),
+    "LxmertModel": (TEXT, {"visual_feat_dim": 12, "l_layers": 1, "r_layers": 1, "x_layers": 1}),
+    "DecisionTransformerModel": ("", {"state_dim": 5, "act_dim": 3, "max_ep_len": 20}),
     "CLIPModel": (TEXT + VISION, {}),
     "SiglipModel": (TEXT + VISION, {}),
 }  # fmt: skip
@@ -269,32 +435,65 @@ def _transformers(name: str, kind: str, own: dict[str, Any]) -> Any:
     cls = getattr(transformers, name)
     config = cls.config_class(**_small(cls.config_class(), own))
     parts = {key: getattr(config, key) for key in ("text_config", "vision_config") if hasattr(config, key)}
-    if parts and name in ("CLIPModel", "SiglipModel"):
-        config = cls.config_class(**{key: _small(part, {}) for key, part in parts.items()}, projection_dim=32)
+    if len(parts) == 2:
+        own = {**{key: _small(part, {}) for key, part in parts.items()}, "projection_dim": 32, **own}
+        config = cls.config_class(**own)
     module = cls(config)
     tokens = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
     inputs: dict[str, Any] = {}
     if TEXT in kind:
         inputs = {"input_ids": tokens, "attention_mask": torch.ones(2, 16, dtype=torch.long)}
-        if name.startswith("Mamba"):
+        if name.startswith(("Mamba", "Rwkv", "xLSTM", "FalconMamba")):
             del inputs["attention_mask"]
-    if VISION in kind:
+    if VISION in kind or kind == VIDEO:
         size = own.get("image_size", 32)
-        inputs["pixel_values"] = _normal(2, 3, *(size if isinstance(size, list) else [size, size]))
+        frames = [own["num_frames"]] if kind == VIDEO else []
+        inputs["pixel_values"] = _normal(2, *frames, 3, *(size if isinstance(size, list) else [size, size]))
     if kind == AUDIO:
-        inputs["input_values"] = _normal(2, 1600)
+        inputs["input_values"] = _normal(2, *([1] if name.startswith("Encodec") else []), 800)
+    if kind == SPECTRUM:
+        inputs[module.main_input_name] = _normal(2, 40, 16)
+    if kind == SERIES:
+        inputs["past_values"] = _normal(2, 32, 3)
     if kind == PAIR:
-        is_speech = name.startswith("Whisper")
-        first = {"input_features": _normal(2, config.num_mel_bins, 128)} if is_speech else {"input_ids": tokens}
+        first = {"input_ids": tokens}
+        if name.startswith("Whisper"):
+            first = {"input_features": _normal(2, config.num_mel_bins, 128)}
+        if name.startswith("Speech2Text"):
+            first = {"input_features": _normal(2, 40, 16)}
+        if name.startswith("Moonshine"):
+            first = {"input_values": _normal(2, 4000)}
         inputs = {**first, "decoder_input_ids": tokens[:, :8].clone()}
+    inputs |= _further(name, tokens)
     more: dict[str, Any] = {}
     if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
         more["labels"] = tokens
     if kind == PAIR:
         more["labels"] = tokens[:, :8].clone()
-    if name.endswith("ForImageClassification"):
+    if name.endswith(("ForImageClassification", "ForVideoClassification", "ForAudioClassification")):
         more["labels"] = torch.tensor([0, 1])
+    if kind == SERIES:
+        more["future_values"] = _normal(2, 6, 3, seed=1)
     return module, inputs, {**inputs, **more}
+
+
+def _further(name: str, tokens: torch.Tensor) -> dict[str, Any]:
+    """What only one model takes."""
+    if name.startswith("LayoutLM"):
+        return {"bbox": torch.tensor([1, 2, 30, 40]).expand(2, 16, 4).clone()}
+    if name.startswith("Tapas"):
+        return {"token_type_ids": torch.arange(7).expand(2, 16, 7) % 2}
+    if name.startswith("Sam"):
+        return {"input_points": torch.tensor([10.0, 20.0]).expand(2, 1, 1, 2).clone()}
+    if name.startswith("VisualBert"):
+        return {"visual_embeds": _normal(2, 5, 12)}
+    if name.startswith("Lxmert"):
+        return {"visual_feats": _normal(2, 5, 12), "visual_pos": _normal(2, 5, 4)}
+    if name.startswith("DecisionTransformer"):
+        steps = torch.arange(4).expand(2, 4).clone()
+        sizes = {"states": 5, "actions": 3, "rewards": 1, "returns_to_go": 1}
+        return {"timesteps": steps, **{part: _normal(2, 4, size) for part, size in sizes.items()}}
+    return {}
 
 
 def _small(config: Any, own: dict[str, Any]) -> dict[str, Any]:
@@ -479,7 +678,8 @@ def _sentence(problem: Exception) -> str:
 
 HEAD = """# Models of others
 
-Each was made with random weights, small where it can be, and called with the smallest input that it takes. Its results
+Each was made with random weights, small where it can be, and called with the smallest input that it takes. A model of
+`timm` keeps one of equal layers in a row. Its results
 in inference, and its losses in three steps of training, were compared with those of eager PyTorch. Made by
 `python -m tests.poptorch.zoo`, which goes on where it was stopped; with `--again` it tries once more what has a reason
 in place of a number. Not all models that it knows have been tried yet.

@@ -51,8 +51,8 @@ angle_grad = OpKind(
     shape=lambda g, t: like_first(t),
 )
 
-real = unary("real", jnp.real, "The real part of complex numbers.", shape=_part, see="numpy.real")
-imag = unary("imag", jnp.imag, "The imaginary part of complex numbers.", shape=_part, see="numpy.imag")
+real = unary("real", jnp.real, "The real part of complex numbers.", shape=_part, see="numpy.real", of="z")
+imag = unary("imag", jnp.imag, "The imaginary part of complex numbers.", shape=_part, see="numpy.imag", of="z")
 angle = unary(
     "angle",
     jnp.angle,
@@ -60,6 +60,7 @@ angle = unary(
     lambda g, t: angle_grad(g, t),
     shape=_part,
     see="numpy.angle",
+    of="z",
 )
 conj: Unary = unary(
     "conj",
@@ -68,6 +69,7 @@ conj: Unary = unary(
     lambda g: conj(g),
     shape=_only_complex,
     see="numpy.conj",
+    of="z",
 )
 
 
@@ -138,7 +140,7 @@ def polar(length: Tensor, angle: Tensor) -> Tensor:
     See also: `torch.polar`.
 
     Example:
-        >>> turns = ops.polar(ones, positions * frequencies)
+        >>> z = ops.polar(h, c)                              # of length h, at the angle c
     """
     return _polar(length, angle)
 

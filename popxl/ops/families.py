@@ -75,6 +75,7 @@ def unary(
     shape: Callable[..., TensorSpec] = like_first,
     traits: Iterable[Trait] = (),
     see: str = "",
+    of: str = "x",
 ) -> Unary:
     """Declare an elementwise op of one tensor `t`.
 
@@ -87,6 +88,7 @@ def unary(
         shape: shape rule, for ops whose result has another dtype.
         traits: what else is true of the op.
         see: the namesake in NumPy or PyTorch.
+        of: what the tensor is called in the example.
     """
     declared: dict[str, Any] = (
         {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
@@ -99,7 +101,7 @@ def unary(
         declaration,
         name,
         f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n\nReturns:\n    A new tensor: {result}.{also}\n\n"
-        f"Example:\n    >>> y = ops.{name}(x)",
+        f"Example:\n    >>> y = ops.{name}({of})",
     )
 
 

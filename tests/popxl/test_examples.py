@@ -61,6 +61,8 @@ VARIABLES = {  # variables of the main graph, by what they have in common
     "image_of_box": ((3,), popxl.int32),
     "mask either": ((2, 4), popxl.bool),
     "flag": ((), popxl.bool),
+    "z": ((2, 4), popxl.complex64),
+    "pairs": ((2, 4, 2), popxl.float32),  # the real and the imaginary part of each
     "seed": ((2,), popxl.uint32),
     "step": ((), popxl.int32),  # its number
     "layer": ((), popxl.uint32),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,8 @@ def load_safetensors(
             infinite. Narrower ones are always widened.
         partial: whether these are the variables of a part of the model, such as a stage: then the file may hold more.
         session: a session that runs the program, if one does: within its ``with`` block the device gets the numbers,
-            too, and other variables keep theirs. Without, sessions get them when they upload their variables.
+            too, and other variables keep theirs. Variables that it has from another session (`use_variables_of`) are
+            loaded there. Without, sessions get the numbers when they upload their variables.
 
     Raises:
         ValueError: for weights that are missing, left over, or of another shape or dtype: of all of them at once; and
@@ -300,9 +302,10 @@ def load_safetensors(
             continue
         used.add(found)
         weight = there[found]
-        if problem := _problem(v, weight, stored, narrow):
-            unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{found}` is {weight}: {problem}")
-        work.append((v, weight, stored))
+        for home in dict.fromkeys([v] if session is None else [v, session.owner_of(v)[1]]):
+            if problem := _problem(home, weight, stored, narrow):
+                unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{found}` is {weight}: {problem}")
+            work.append((home, weight, stored))
     ignored = {name.removeprefix(absent) for name in table.ignored}
     left = [] if partial else [f"`{n}`" for n in there if n not in used and _pattern(n)[0] not in ignored]
     problems = {"missing in the file": missing, "left over in the file": left, "unfit": unfit}
@@ -311,18 +314,22 @@ def load_safetensors(
         raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {told}.")
     if not work:
         return
-    attached = session is not None and session.is_attached
-    if session is not None and attached:
-        session.weights_to_host()  # the upload below is of all variables
-    copies = work[0][0].ir.host_copies
-    with copies.lock:
+    owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in own.values())
+    attached = [owner for owner in owners if owner.is_attached]
+    for owner in attached:
+        owner.weights_to_host()  # the upload below is of all variables
+    copies = {id(home.ir.host_copies): home.ir.host_copies for home, *_ in work}
+    with ExitStack() as locked:
+        for _, each in sorted(copies.items()):
+            locked.enter_context(each.lock)
         for v, weight, stored in work:
             array = _as_ours(weight.mapped(), stored)
             for target, index in _parts(v, array.shape) or ():
                 np.copyto(target, array[index], casting="unsafe")  # looked at above
-        copies.note()
-    if session is not None and attached:
-        session.weights_from_host()
+        for each in copies.values():
+            each.note()
+    for owner in attached:
+        owner.weights_from_host()
 
 
 def _own(

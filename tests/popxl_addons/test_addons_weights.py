@@ -221,6 +221,34 @@ def test_a_session_gets_what_is_loaded_and_gives_what_is_saved(tmp_path: Path) -
     assert after["count"] == 2
 
 
+def test_what_a_session_has_from_another_is_loaded_there(tmp_path: Path) -> None:
+    """On the device and on the host; what else either has changed stays."""
+
+    def program() -> tuple[popxl.Ir, popxl.tensor.Variable, popxl.tensor.Variable]:
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence():
+            w, count = popxl.variable(np.zeros(3), popxl.float32, "w"), popxl.variable(0.0, popxl.float32, "count")
+            ops.add_(count, 1.0)
+            ops.add_(w, count)
+        return ir, w, count
+
+    (lending, theirs, their_count), (borrowing, mine, my_count) = program(), program()
+    safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with popxl.Session(lending, "cpu") as owner, popxl.Session(borrowing, "cpu") as session:
+        session.use_variables_of(owner, {mine: theirs})
+        assert session.owner_of(mine) == (owner, theirs) and session.owner_of(my_count) == (session, my_count)
+        with pytest.raises(ValueError, match="another program than this session's"):
+            session.owner_of(theirs)
+        with pytest.raises(TypeError, match="expected a variable"):
+            session.owner_of("w")  # type: ignore[arg-type]
+        owner.run(), session.run(), session.run()
+        addons.load_safetensors({"w": mine}, tmp_path, session=session)
+        np.testing.assert_array_equal(theirs.data, [1.0] * 3)
+        assert (owner.get_tensor_data(their_count), session.get_tensor_data(my_count)) == (1, 2)
+        session.run()
+        np.testing.assert_array_equal(owner.get_tensor_data(theirs), [4.0] * 3)
+
+
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     """From a file that is larger than any memory: most of it is a hole."""
     file, large = tmp_path / "model.safetensors", 1 << 38

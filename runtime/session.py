@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from popxl.base.choices import check_environment
 from popxl.base.log import Logger
 from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
 from popxl.errors import PopxlError
@@ -415,7 +416,8 @@ class Session:
 
         Raises:
             ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
-                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite.
+                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite; and if the
+                environment chooses what the program has not asked for (`popxl.choice`).
             PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
                 room for.
             PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
@@ -427,7 +429,9 @@ class Session:
             if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
-            self._note_run()
+            if not self._has_run:
+                check_environment()
+                self._note_run()
             if self._owners:
                 with self._alone():
                     for owner in self._changed_owners:

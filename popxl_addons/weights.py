@@ -46,12 +46,15 @@ class Stored:
             the weight once it is transposed, as GPT-2 has queries, keys and values.
         axis: which axis of the variable groups of replicas split between them, if its `group_axis` does not say it.
             Without either, loading finds it by the shapes, and saving refuses.
+        rows: how many rows the weight has, where the variable may have more, such as a table of `layers.Embedding`,
+            whose parts have multiples of 16. Loading makes zeros of those at its end, and saving leaves them out.
     """
 
     name: str
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
     axis: int | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -324,8 +327,8 @@ def load_safetensors(
             locked.enter_context(each.lock)
         for v, weight, stored in work:
             array = _as_ours(weight.mapped(), stored)
-            for target, index in _parts(v, array.shape) or ():
-                np.copyto(target, array[index], casting="unsafe")  # looked at above
+            for target, index in _parts(v, array.shape, stored.rows) or ():
+                np.copyto(target, 0 if index is None else array[index], casting="unsafe")  # looked at above
         for each in copies.values():
             each.note()
     for owner in attached:
@@ -369,10 +372,13 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
     return (*shape[:-1], shape[-1] // n) if shape and shape[-1] % n == 0 else None
 
 
-def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] | None:
-    """For each group of replicas: where its numbers go, and which part of a weight they are. `None` if none fits."""
+def _parts(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple[np.ndarray, Any]] | None:
+    """For each group of replicas: where its numbers go, and which part of a weight they are: `None` where they are
+    rows beyond the `count` that it has. `None` if none fits."""
     groups = v.replica_grouping.num_groups
     rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
+    if count is not None:
+        return _rows(v, rows, shape, count)
     if shape == v.shape:
         return [(row, ...) for row in rows]
     axes = range(len(v.shape)) if v.group_axis is None else [v.group_axis]
@@ -385,14 +391,37 @@ def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] 
     return [(row, (*lead, slice(i * size, (i + 1) * size))) for i, row in enumerate(rows)]
 
 
+def _rows(
+    v: Variable, rows: list[np.ndarray], shape: tuple[int, ...], count: int
+) -> list[tuple[np.ndarray, Any]] | None:
+    """The same of a weight of `count` rows, for a variable that may have more: a part for each group, or all of it."""
+    if not v.shape or shape != (count, *v.shape[1:]):
+        return None
+    size = v.shape[0]
+    is_split = len(rows) > 1 and (v.group_axis == 0 or count > size)
+    if count > size * (len(rows) if is_split else 1) or (is_split and v.group_axis not in (None, 0)):
+        return None
+    parts: list[tuple[np.ndarray, Any]] = []
+    for i, row in enumerate(rows):
+        start = i * size if is_split else 0
+        own = min(max(count - start, 0), size)
+        parts += [(row[:own], slice(start, start + own)), (row[own:], None)]
+    return parts
+
+
 def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
     """Why a weight does not go into a variable; nothing, if it does."""
     wanted, given = v.dtype.as_numpy(), _DTYPES.get(weight.dtype)
     shape = _shape_as_ours(weight.shape, stored)
     if shape is None:
         return f"its last axis cannot be divided into {stored.part[1]} parts"
-    if _parts(v, shape) is None:
+    if _parts(v, shape, stored.rows) is None:
         groups = v.replica_grouping.num_groups
+        if stored.rows is not None:
+            most = f"{stored.rows} `rows`, which have to fit into {groups} x {v.shape}"
+            return f"as the variable has it, that is the shape {shape}; expected {most}"
+        if shape and v.shape and shape[1:] == v.shape[1:] and shape[0] < groups * v.shape[0]:
+            return f"if the variable has more rows on purpose, say so: `Stored(..., rows={shape[0]})`"
         shared = f", or that with one axis {groups} times as long" if groups > 1 else ""
         return f"as the variable has it, that is the shape {shape}; expected {v.shape}{shared}"
     if given is None or wanted.names or not (v.dtype.is_floating_point == (weight.dtype in _FLOATS)):
@@ -507,7 +536,17 @@ def save_safetensors(
 
 
 def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
-    """The value of a variable, whole, if groups of replicas have parts of it, or all the same."""
+    """The value of a variable, whole, if groups of replicas have parts of it, or all the same; its `rows`, if it may
+    have more."""
+    whole = _whole(name, v, array, stored)
+    if stored.rows is not None and len(whole) < stored.rows:
+        raise ValueError(
+            f"save_safetensors: {v!r} has {len(whole)} rows, to be written as `{name}`, and `rows` says {stored.rows}."
+        )
+    return whole if stored.rows is None else whole[: stored.rows]
+
+
+def _whole(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
     if v.replica_grouping.num_groups == 1:
         return array
     axis = v.group_axis if stored.axis is None else stored.axis

@@ -221,6 +221,32 @@ def test_a_session_gets_what_is_loaded_and_gives_what_is_saved(tmp_path: Path) -
     assert after["count"] == 2
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_table_with_more_rows_than_there_are(tmp_path: Path, shards: int) -> None:
+    """Those of `Embedding` come in multiples of 16, of each block: 18 rows are 32 or 4 x 16."""
+    ir = popxl.Ir(replication=shards)
+    with ir.main_graph:
+        grouping = ir.replica_grouping(stride=1, group_size=1) if shards > 1 else None
+        embedding = addons.layers.Embedding(popxl.float32, 18, 3, replica_grouping=grouping)
+        facts, _ = embedding.create_graph(popxl.TensorSpec((2,), popxl.int32))
+        table = facts.init()
+    there = np.arange(1.0, 55.0, dtype=np.float32).reshape(18, 3)
+    safetensors.numpy.save_file({"wte": there}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"more rows on purpose, say so: `Stored\(..., rows=18\)`"):
+        addons.load_safetensors(table, tmp_path, {"weight": "wte"})
+    with pytest.raises(ValueError, match=r"expected 17 `rows`, which have to fit into"):
+        addons.load_safetensors(table, tmp_path, {"weight": Stored("wte", rows=17)})
+    names = {"weight": Stored("wte", rows=18)}
+    addons.load_safetensors(table, tmp_path, names)
+    rows = table.weight.data.reshape(-1, 3)
+    np.testing.assert_array_equal(rows[:18], there)
+    assert len(rows) == (32 if shards == 1 else 64) and not rows[18:].any()
+    addons.save_safetensors(table, tmp_path / "after.safetensors", names)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "after.safetensors")["wte"], there)
+    with pytest.raises(ValueError, match="has .* rows, to be written as `wte`, and `rows` says 99"):
+        addons.save_safetensors(table, tmp_path / "no.safetensors", {"weight": Stored("wte", rows=99)})
+
+
 def test_what_a_session_has_from_another_is_loaded_there(tmp_path: Path) -> None:
     """On the device and on the host; what else either has changed stays."""
 

@@ -136,6 +136,19 @@ def test_requests_come_and_go_and_get_what_they_get_alone() -> None:
         assert generator([[3, 5]], 10, 2) == [alone[4]]
 
 
+def test_one_text_begins_in_a_slot() -> None:
+    config = LanguageConfig(vocabulary=23, width=8, layers=2, heads=2, context=12)
+    texts, one, first, slot = (popxl.TensorSpec(shape, popxl.int32) for shape in ((2, 5), (1, 5), (1,), ()))
+    with popxl.Ir().main_graph:
+        facts, _ = LanguageModel(config).create_graph(one, room=9, slot=slot, slots=3)
+        assert facts.layers[1]["keys"].shape == (3, 2, 9, 4)
+        for tokens, known, said in [(texts, None, "2 texts, and nothing"), (one, first, "1 texts, and something")]:
+            with pytest.raises(
+                ValueError, match=f"with a `slot`, one text begins; `x` has {said} of them has been read"
+            ):
+                LanguageModel(config).create_graph(tokens, known, room=9, slot=slot, slots=3)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", [hf.GPT2, hf.LLAMA3, hf.QWEN2, hf.QWEN3])
 def test_texts_are_those_of_transformers(tmp_path: Path, config: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from popxl_addons.array_munging import (
     unshard_arrays,
 )
 from popxl_addons.debugging import print_tensor, print_text
-from popxl_addons.generation import Generator
+from popxl_addons.generation import Generator, Request
 from popxl_addons.git_commit import GIT_COMMIT
 from popxl_addons.grad_info import create_grad_graph_info
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
@@ -108,6 +108,7 @@ __all__ = [
     "OrderedDict",
     "OutputStreams",
     "RemoteHandle",
+    "Request",
     "TaskSession",
     "Training",
     "VariableFactory",

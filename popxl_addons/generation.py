@@ -1,12 +1,16 @@
 """Text from a language model: a program that reads prompts, and one that goes on, many tokens a run.
 
 Both have one cache, which is changed in place, and the weights of whoever has them: of a session that trains, say.
+
+What is known of each text, such as how far it has got, is on the host, and fed to each run. So a request may join while
+others go on: a third program reads its prompt into the rows of the cache that are free, and no program changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -17,36 +21,78 @@ from popxl import ops
 from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.ops.sampling import sample_token
+from popxl_addons.ops.sampling import sample_token, uniform_at
 from popxl_addons.variable_factory import NamedVariableFactories
 
-__all__ = ["Generator"]
+__all__ = ["Generator", "Request"]
 
 
 class _Step(Module):
     """Each text read one token further: the one that was drawn last. What is drawn next is noted."""
 
-    def __init__(self, model: LanguageModel, batch: int, room: int, tokens: int, end: int | None, **how: Any) -> None:
+    def __init__(self, model: LanguageModel, batch: int, room: int, tokens: int, **how: Any) -> None:
         super().__init__()
         self.model = model
-        self.batch, self.room, self.tokens, self.end, self.how = batch, room, tokens, end, how
+        self.batch, self.room, self.tokens, self.how = batch, room, tokens, how
 
-    def build(self, turn: popxl.Tensor, seed: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
-        def state(name: str, *shape: int) -> popxl.Tensor:
-            return self.add_variable_input(name, partial(np.zeros, shape, np.int32), popxl.int32, by_ref=True)
-
-        read, last = state("read", self.batch), state("last", self.batch)
-        written = state("written", self.tokens, self.batch)
+    def build(
+        self, turn: popxl.Tensor, read: popxl.Tensor, last: popxl.Tensor, seeds: popxl.Tensor
+    ) -> tuple[popxl.Tensor, ...]:
+        shape = (self.tokens, self.batch)
+        written = self.add_variable_input("written", partial(np.zeros, shape, np.int32), popxl.int32, by_ref=True)
         logits = self.model(last.reshape((self.batch, 1)), read, self.room)
-        seed, now = ops.split_random_seed(seed)
-        draws = ops.random_uniform(now, (self.batch,))
+        draws = uniform_at(seeds, read)
         token = sample_token(logits.reshape((self.batch, logits.shape[-1])), draws, **self.how)
-        if self.end is not None:
-            token = ops.where(ops.equal(last, self.end), last, token)
         ops.dynamic_update_(written, turn, token.reshape((1, self.batch)), axes=[0], sizes=[1], no_overlap=True)
-        ops.var_updates.copy_var_update_(last, token)
-        ops.add_(read, 1)
-        return turn + 1, seed
+        # A text that has ended goes on until the run ends, and a free slot always does. Neither may leave its room:
+        # what a model says of a place beyond is not defined.
+        return turn + 1, ops.minimum(read + 1, self.room - 1), token
+
+
+@dataclass(eq=False)
+class Request:
+    """A text that a `Generator` goes on with, as `Generator.submit` returns it.
+
+    Attributes:
+        prompt: what it begins with.
+        count: how many tokens are to follow.
+        seed: what they are drawn with, uint32 of shape (2,).
+        tokens: those that have followed so far.
+        is_done: whether there is nothing more to come.
+    """
+
+    prompt: list[int]
+    count: int
+    seed: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_done = self.count == 0
+
+    def cancel(self) -> None:
+        """Let nothing more come. Its place is free for the next."""
+        self.is_done = True
+
+    def _take(self, column: list[int], end: int | None) -> list[int]:
+        """What is its own of the tokens that a run has drawn."""
+        more = column[: self.count - len(self.tokens)]
+        if end in more:
+            more = more[: more.index(end) + 1]
+        self.tokens += more
+        self.is_done = len(self.tokens) == self.count or end in more
+        return more
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A program that reads prompts, and what it is fed."""
+
+    session: popxl.Session
+    streams: list[popxl.HostToDeviceStream]
+
+    def run(self, *values: Any) -> None:
+        self.session.run(dict(zip(self.streams, values, strict=True)))
 
 
 class Generator:
@@ -54,6 +100,9 @@ class Generator:
 
     Two programs are compiled. One reads the prompts: keys and values of every place go into a cache. The other goes on
     from there, and draws `tokens` of them in each run. Weights and cache are on the device once.
+
+    Requests may also come and go while others are written: `submit` them, and `step` until nothing is left. What is
+    drawn for a request depends on its prompt and its seed, and not on what is written beside it.
 
     Args:
         model: the model.
@@ -71,6 +120,8 @@ class Generator:
     Attributes:
         variables: those of the model: its own, or the ones that were given.
         writing, reading: the sessions of the two programs.
+        joining: the session of a third one, which reads one prompt while other texts go on. It is compiled when it is
+            first needed, or looked at.
 
     Raises:
         ValueError: if `prompt` exceeds `room`, or `room` the model's context; for variables that are missing, and as
@@ -83,6 +134,16 @@ class Generator:
         ...     texts = generate([[7, 1, 2], [30]], 5)
         >>> [len(text) for text in texts]
         [5, 5]
+
+        >>> with addons.Generator(model, batch=2, prompt=4, tokens=3, temperature=0) as generator:
+        ...     requests = [generator.submit(prompt, count) for prompt, count in [([7, 1, 2], 5), ([30], 9), ([4], 2)]]
+        ...     while pieces := generator.step():
+        ...         print([len(tokens) for tokens in pieces.values()])
+        [3, 3]
+        [2, 3]
+        [2, 3]
+        >>> [len(request.tokens) for request in requests], requests[0].tokens == texts[0]
+        ([5, 9, 2], True)
     """
 
     def __init__(
@@ -109,48 +170,78 @@ class Generator:
                 f"prompts that fit into the room of {self.room} places."
             )
         self._entered: list[ExitStack] = []
-        step = _Step(model, batch, self.room, tokens, end, temperature=temperature, top_k=top_k, top_p=top_p)
-        writing, reading = popxl.Ir(), popxl.Ir()
+        self._waiting: list[Request] = []
+        self._slots: list[Request | None] = [None] * batch
+        self._one: _Reader | None = None
+        self._model, self._device_desc = model, device_desc
+        step = _Step(model, batch, self.room, tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+        writing = popxl.Ir()
         with writing.main_graph, popxl.in_sequence(), undrawn_weights():
-            self._seed = popxl.h2d_stream((2,), popxl.uint32, "seed")
-            seed, turn = ops.host_load(self._seed), popxl.constant(0, popxl.uint32)
-            facts, graph = step.create_graph(turn, seed)
+            self._read, self._last = (popxl.h2d_stream((batch,), popxl.int32, name) for name in ("read", "last"))
+            self._seeds = popxl.h2d_stream((batch, 2), popxl.uint32, "seeds")
+            turn = popxl.constant(0, popxl.uint32)
+            given = [turn, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
+            facts, graph = step.create_graph(*given)
             state, cache = _made(facts, is_known=weights is not None)
-            ops.repeat(graph.graph, tokens, turn, seed, inputs_dict=_pairs(graph.args, _merged(state, cache)))
+            ops.repeat(graph.graph, tokens, *given, inputs_dict=_pairs(graph.args, _merged(state, cache)))
             self._written = popxl.d2h_stream((tokens, batch), popxl.int32, "written")
             ops.host_store(self._written, cache.written)
-        with reading.main_graph, popxl.in_sequence(), undrawn_weights():
-            self._prompts = popxl.h2d_stream((batch, prompt), popxl.int32, "prompts")
-            text = ops.host_load(self._prompts)
-            facts, graph = model.create_graph(text, room=self.room, logits=False)
-            known, filled = _made(facts, is_known=True)
-            graph.bind(_merged(known, filled)).call(text)
-            self._starts = {}
-            for name in ("read", "last"):
-                filled.insert(name, popxl.variable(np.zeros(batch), popxl.int32, name))
-                self._starts[name] = popxl.h2d_stream((batch,), popxl.int32, name)
-                ops.var_updates.copy_var_update_(filled[name], ops.host_load(self._starts[name]))
+        self._cache: NamedTensors = cache.model
         if weights is not None:
             theirs = weights[1].to_dict()
             if missing := [name for name in state.model.keys_flat() if name not in theirs]:
                 raise ValueError(f"Generator: `weights` lacks variables of the model: {missing}.")
-        self.writing, self.reading = popxl.Session(writing, device_desc), popxl.Session(reading, device_desc)
-        owner = self.writing if weights is None else weights[0]
+        self.writing = popxl.Session(writing, device_desc)
+        self._owner = self.writing if weights is None else weights[0]
         self.variables: NamedTensors = state.model if weights is None else weights[1]
         if weights is not None:
-            _share(self.writing, owner, _pairs(state.model, self.variables))
-        _share(self.reading, owner, _pairs(known, self.variables))
-        _share(self.reading, self.writing, _pairs(filled, cache.model) | _pairs(filled, cache))
+            _share(self.writing, self._owner, _pairs(state.model, self.variables))
+        self._whole = self._reader(batch)
+        self.reading = self._whole.session
+
+    def _reader(self, texts: int) -> _Reader:
+        """A program that reads prompts: of all texts, or of one, for the slot that it is told."""
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence(), undrawn_weights():
+            streams = [popxl.h2d_stream((texts, self.prompt), popxl.int32, "prompts")]
+            if texts != self.batch:
+                streams.append(popxl.h2d_stream((), popxl.int32, "slot"))
+            text, *slot = (ops.host_load(stream) for stream in streams)
+            where = {"slot": slot[0], "slots": self.batch} if slot else {}
+            facts, graph = self._model.create_graph(text, room=self.room, logits=False, **where)
+            known, filled = _made(facts, is_known=True)
+            graph.bind(_merged(known, filled)).call(text, *slot)
+        session = popxl.Session(ir, self._device_desc)
+        _share(session, self._owner, _pairs(known, self.variables))
+        _share(session, self.writing, _pairs(filled, self._cache))
+        return _Reader(session, streams)
+
+    @property
+    def joining(self) -> popxl.Session:
+        return self._single().session
+
+    def _single(self) -> _Reader:
+        if self._one is None:
+            self._one = self._whole if self.batch == 1 else self._reader(1)
+            if self._entered:
+                self._entered[0].enter_context(self._one.session)
+        return self._one
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
-            entered.enter_context(self.writing)  # first: it has what the other uses
+            entered.enter_context(self.writing)  # first: it has what the others use
             entered.enter_context(self.reading)
+            if self._one is not None:
+                entered.enter_context(self._one.session)
             self._entered.append(entered.pop_all())
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
+        entered = self._entered.pop()
+        if not self._entered:
+            for request in [*self._waiting, *filter(None, self._slots)]:
+                request.cancel()
+        entered.__exit__(*exception)
 
     def __call__(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[list[int]]:
         """What follows each prompt: `count` tokens, or as many as there are up to the `end`, and that.
@@ -158,7 +249,7 @@ class Generator:
         Args:
             prompts: as many as `batch`, or fewer; each has at least one token, and at most `prompt`.
             count: how many tokens.
-            seed: the same one draws the same tokens.
+            seed: the same one draws the same tokens. The first text is the one that `submit` draws with this seed.
 
         Raises:
             TypeError: for tokens that are no integers.
@@ -174,27 +265,87 @@ class Generator:
     def pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> Iterator[list[list[int]]]:
         """The same as it comes: for each run, what it adds to each text. A text that has ended gets nothing more."""
         self._check(prompts, count)
-        return self._pieces(prompts, count, seed)
+        return self._pieces(self._requests(prompts, count, seed))
 
-    def _pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int) -> Iterator[list[list[int]]]:
+    def submit(self, prompt: Sequence[int], count: int, seed: int = 0) -> Request:
+        """Ask for a text. It begins with a `step`, as soon as one of the `batch` places is free.
+
+        Args:
+            prompt: at least one token, and at most `prompt`.
+            count: how many tokens are to follow; fewer, where the `end` comes before.
+            seed: the same one draws the same tokens for a prompt, whatever else is written.
+
+        Returns:
+            The request, which gathers its `tokens`. One that is no longer wanted can be cancelled; leaving the `with`
+            block of the generator cancels all.
+
+        Raises:
+            TypeError, ValueError: as calling the generator does.
+        """
+        self._check([prompt], count)
+        (request,) = self._requests([prompt], count, seed)
+        self._waiting.append(request)
+        return request
+
+    def step(self) -> dict[Request, list[int]]:
+        """Let requests that wait into free places, in the order in which they came, and go on with all texts by a run.
+
+        Returns:
+            What this run has added to each text; nothing, if there is none left.
+        """
+        self._admit()
+        going = {slot: each for slot, each in enumerate(self._slots) if each is not None and not each.is_done}
+        if not going:
+            return {}
+        read, last = (np.zeros(self.batch, np.int32) for _ in range(2))
+        seeds = np.zeros((self.batch, 2), np.uint32)
+        for slot, request in going.items():
+            text = request.prompt + request.tokens
+            read[slot], last[slot], seeds[slot] = len(text) - 1, text[-1], request.seed
+        outputs = self.writing.run({self._read: read, self._last: last, self._seeds: seeds})
+        columns = np.asarray(outputs[self._written]).T.tolist()
+        return {request: request._take(columns[slot], self.end) for slot, request in going.items()}
+
+    def _admit(self) -> None:
+        """Read the prompts of those who wait into what is free: all at once, if everything is."""
+        self._waiting = [request for request in self._waiting if not request.is_done]
+        free = [slot for slot, request in enumerate(self._slots) if request is None or request.is_done]
+        entering = dict(zip(free, self._waiting, strict=False))
+        if not entering:
+            return
         rows = np.zeros((self.batch, self.prompt), np.int32)
-        lengths = np.ones(self.batch, np.int32)
-        for row, (i, prompt) in zip(rows, enumerate(prompts), strict=False):
-            row[: len(prompt)], lengths[i] = prompt, len(prompt)
-        last = rows[np.arange(self.batch), lengths - 1]  # the other program reads it, and says what comes next
-        self.reading.run({self._prompts: rows, self._starts["read"]: lengths - 1, self._starts["last"]: last})
-        ended = [False] * len(prompts)
-        for run, first in enumerate(range(0, count, self.tokens)):
-            if all(ended):
-                return
-            written = self.writing.run({self._seed: popxl.create_seeds(seed, run)})[self._written]
-            columns = np.asarray(written)[: count - first].T.tolist()
-            piece = []
-            for i, column in zip(range(len(prompts)), columns, strict=False):
-                size = column.index(self.end) + 1 if self.end in column else len(column)
-                piece.append([] if ended[i] else column[:size])
-                ended[i] = ended[i] or self.end in column
-            yield piece
+        for slot, request in entering.items():
+            rows[slot, : len(request.prompt)] = request.prompt
+        if len(free) == self.batch:
+            self._whole.run(rows)
+            self._enter(entering)
+            return
+        for slot, request in entering.items():
+            self._single().run(rows[slot : slot + 1], slot)
+            self._enter({slot: request})
+
+    def _enter(self, entering: dict[int, Request]) -> None:
+        for slot, request in entering.items():
+            self._slots[slot] = request
+            self._waiting.remove(request)
+
+    def _pieces(self, requests: list[Request]) -> Iterator[list[list[int]]]:
+        self._waiting += requests
+        given = [0] * len(requests)
+        try:
+            # Somebody else's steps may have gone on with these, too.
+            while any(not r.is_done or len(r.tokens) > n for r, n in zip(requests, given, strict=True)):
+                self.step()
+                pieces = [r.tokens[n:] for r, n in zip(requests, given, strict=True)]
+                given = [len(r.tokens) for r in requests]
+                yield pieces
+        finally:
+            for request in requests:
+                request.cancel()  # whoever reads no further wants no more
+
+    def _requests(self, prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[Request]:
+        seeds = popxl.create_seeds(seed, replicas=len(prompts)).reshape(-1, 2)
+        return [Request([*map(int, prompt)], count, own) for prompt, own in zip(prompts, seeds, strict=True)]
 
     def _check(self, prompts: Sequence[Sequence[int]], count: int) -> None:
         if not 0 < len(prompts) <= self.batch:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,15 @@ class Stored:
             the weight once it is transposed, as GPT-2 has queries, keys and values.
         axis: which axis of the variable groups of replicas split between them, if its `group_axis` does not say it.
             Without either, loading finds it by the shapes, and saving refuses.
+        rows: how many rows the weight has, where the variable may have more, such as a table of `layers.Embedding`,
+            whose parts have multiples of 16. Loading makes zeros of those at its end, and saving leaves them out.
     """
 
     name: str
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
     axis: int | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -268,7 +272,8 @@ def load_safetensors(
             infinite. Narrower ones are always widened.
         partial: whether these are the variables of a part of the model, such as a stage: then the file may hold more.
         session: a session that runs the program, if one does: within its ``with`` block the device gets the numbers,
-            too, and other variables keep theirs. Without, sessions get them when they upload their variables.
+            too, and other variables keep theirs. Variables that it has from another session (`use_variables_of`) are
+            loaded there. Without, sessions get the numbers when they upload their variables.
 
     Raises:
         ValueError: for weights that are missing, left over, or of another shape or dtype: of all of them at once; and
@@ -301,9 +306,10 @@ def load_safetensors(
             continue
         used.add(found)
         weight = there[found]
-        if problem := _problem(v, weight, stored, narrow):
-            unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{found}` is {weight}: {problem}")
-        work.append((v, weight, stored))
+        for home in dict.fromkeys([v] if session is None else [v, session.owner_of(v)[1]]):
+            if problem := _problem(home, weight, stored, narrow):
+                unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{found}` is {weight}: {problem}")
+            work.append((home, weight, stored))
     ignored = {name.removeprefix(absent) for name in table.ignored}
     left = [] if partial else [f"`{n}`" for n in there if n not in used and _pattern(n)[0] not in ignored]
     problems = {"missing in the file": missing, "left over in the file": left, "unfit": unfit}
@@ -312,18 +318,22 @@ def load_safetensors(
         raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {told}.")
     if not work:
         return
-    attached = session is not None and session.is_attached
-    if session is not None and attached:
-        session.weights_to_host()  # the upload below is of all variables
-    copies = work[0][0].ir.host_copies
-    with copies.lock:
+    owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in own.values())
+    attached = [owner for owner in owners if owner.is_attached]
+    for owner in attached:
+        owner.weights_to_host()  # the upload below is of all variables
+    copies = {id(home.ir.host_copies): home.ir.host_copies for home, *_ in work}
+    with ExitStack() as locked:
+        for _, each in sorted(copies.items()):
+            locked.enter_context(each.lock)
         for v, weight, stored in work:
             array = _as_ours(weight.mapped(), stored)
-            for target, index in _parts(v, array.shape) or ():
-                np.copyto(target, array[index], casting="unsafe")  # looked at above
-        copies.note()
-    if session is not None and attached:
-        session.weights_from_host()
+            for target, index in _parts(v, array.shape, stored.rows) or ():
+                np.copyto(target, 0 if index is None else array[index], casting="unsafe")  # looked at above
+        for each in copies.values():
+            each.note()
+    for owner in attached:
+        owner.weights_from_host()
 
 
 def _own(
@@ -363,10 +373,13 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
     return (*shape[:-1], shape[-1] // n) if shape and shape[-1] % n == 0 else None
 
 
-def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] | None:
-    """For each group of replicas: where its numbers go, and which part of a weight they are. `None` if none fits."""
+def _parts(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple[np.ndarray, Any]] | None:
+    """For each group of replicas: where its numbers go, and which part of a weight they are: `None` where they are
+    rows beyond the `count` that it has. `None` if none fits."""
     groups = v.replica_grouping.num_groups
     rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
+    if count is not None:
+        return _rows(v, rows, shape, count)
     if shape == v.shape:
         return [(row, ...) for row in rows]
     axes = range(len(v.shape)) if v.group_axis is None else [v.group_axis]
@@ -379,14 +392,37 @@ def _parts(v: Variable, shape: tuple[int, ...]) -> list[tuple[np.ndarray, Any]] 
     return [(row, (*lead, slice(i * size, (i + 1) * size))) for i, row in enumerate(rows)]
 
 
+def _rows(
+    v: Variable, rows: list[np.ndarray], shape: tuple[int, ...], count: int
+) -> list[tuple[np.ndarray, Any]] | None:
+    """The same of a weight of `count` rows, for a variable that may have more: a part for each group, or all of it."""
+    if not v.shape or shape != (count, *v.shape[1:]):
+        return None
+    size = v.shape[0]
+    is_split = len(rows) > 1 and (v.group_axis == 0 or count > size)
+    if count > size * (len(rows) if is_split else 1) or (is_split and v.group_axis not in (None, 0)):
+        return None
+    parts: list[tuple[np.ndarray, Any]] = []
+    for i, row in enumerate(rows):
+        start = i * size if is_split else 0
+        own = min(max(count - start, 0), size)
+        parts += [(row[:own], slice(start, start + own)), (row[own:], None)]
+    return parts
+
+
 def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
     """Why a weight does not go into a variable; nothing, if it does."""
     wanted, given = v.dtype.as_numpy(), _DTYPES.get(weight.dtype)
     shape = _shape_as_ours(weight.shape, stored)
     if shape is None:
         return f"its last axis cannot be divided into {stored.part[1]} parts"
-    if _parts(v, shape) is None:
+    if _parts(v, shape, stored.rows) is None:
         groups = v.replica_grouping.num_groups
+        if stored.rows is not None:
+            most = f"{stored.rows} `rows`, which have to fit into {groups} x {v.shape}"
+            return f"as the variable has it, that is the shape {shape}; expected {most}"
+        if shape and v.shape and shape[1:] == v.shape[1:] and shape[0] < groups * v.shape[0]:
+            return f"if the variable has more rows on purpose, say so: `Stored(..., rows={shape[0]})`"
         shared = f", or that with one axis {groups} times as long" if groups > 1 else ""
         return f"as the variable has it, that is the shape {shape}; expected {v.shape}{shared}"
     kinds = (v.dtype.is_floating_point, v.dtype.is_complex)
@@ -502,7 +538,17 @@ def save_safetensors(
 
 
 def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
-    """The value of a variable, whole, if groups of replicas have parts of it, or all the same."""
+    """The value of a variable, whole, if groups of replicas have parts of it, or all the same; its `rows`, if it may
+    have more."""
+    whole = _whole(name, v, array, stored)
+    if stored.rows is not None and len(whole) < stored.rows:
+        raise ValueError(
+            f"save_safetensors: {v!r} has {len(whole)} rows, to be written as `{name}`, and `rows` says {stored.rows}."
+        )
+    return whole if stored.rows is None else whole[: stored.rows]
+
+
+def _whole(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
     if v.replica_grouping.num_groups == 1:
         return array
     axis = v.group_axis if stored.axis is None else stored.axis

@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in ("foresee", "fit") and target is None:
         return _fail(f"{options.command}: `--target` is missing; expected {FORMS}.", 2)
     run = {"show": show, "report": report, "foresee": foresee, "fit": fit_into}[options.command]
-    return run(file, options.args, options.pictures, options.pages, target)
+    return run(Asked(file, options.args, options.pictures, options.pages, target))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,13 +131,31 @@ def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-def show(
-    file: Path,
-    arguments: Sequence[str],
-    pictures: Path | None = None,
-    pages: Path | None = None,
-    target: Target | None = None,
-) -> int:
+@dataclass(frozen=True)
+class Asked:
+    """What a command is to look at, and what it is to write.
+
+    Attributes:
+        file, arguments: the program.
+        pictures, pages: folders for pictures of the memory, and for pages.
+        target: the machine to compile for, if it is not this one.
+    """
+
+    file: Path
+    arguments: Sequence[str]
+    pictures: Path | None = None
+    pages: Path | None = None
+    target: Target | None = None
+
+    def write(self, record: OnPage, memory: Memory, name: str) -> None:
+        """Write the picture and the page that are wanted."""
+        if self.pictures is not None:
+            memory.picture().save(self.pictures / f"{name}.svg")
+        if self.pages is not None:
+            record.save(self.pages / f"{name}.html")
+
+
+def show(asked: Asked) -> int:
     """Print the graphs of each Ir that a program builds, and their memory. Nothing is run; nor compiled, but for a
     target: then what it costs there is printed, too.
 
@@ -144,9 +163,10 @@ def show(
         The exit code: that of the program, if it fails; 1, if it builds no Ir.
     """
     irs: dict[Ir, None] = {}
+    target = asked.target
     machine = _Watching(PlanningMachine() if target is None else TargetMachine(target))
     with _watching(machine, irs):
-        stopped, code = _run(file, arguments)
+        stopped, code = _run(asked.file, asked.arguments)
     irs |= dict.fromkeys(ir for ir, _ in machine.programs)
     plans = {ir: program for ir, program in reversed(machine.programs)}
     for ir in irs:
@@ -160,57 +180,48 @@ def show(
             way = "a plan of executables" if plans[ir].calls == "dispatched" else "one program"
             text = f"It would be compiled as {way}. {plans[ir].reason}"
             print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
-        _write(memory, memory, f"memory_{ir.id}", pictures, pages)
+        asked.write(memory, memory, f"memory_{ir.id}")
     if stopped:
         print(f"\nStopped at {stopped}: nothing is {'compiled or ' * (target is None)}run.")
     if not irs and not code:
-        return _fail(f"{file} builds no Ir: there is nothing to show.", 1)
+        return _fail(f"{asked.file} builds no Ir: there is nothing to show.", 1)
     return code
 
 
-def report(
-    file: Path,
-    arguments: Sequence[str],
-    pictures: Path | None = None,
-    pages: Path | None = None,
-    target: Target | None = None,
-) -> int:
+def report(asked: Asked) -> int:
     """Run a program, and print the report of each session that it has made. For a target, the program is run as far as
     its first `session.run`.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if it makes no session.
     """
-    machine = _Watching(Machine() if target is None else TargetMachine(target))
+    machine = _Watching(Machine() if asked.target is None else TargetMachine(asked.target))
     with _watching(machine):
-        stopped, code = _run(file, arguments)
+        stopped, code = _run(asked.file, asked.arguments)
     for number, (ir, program) in enumerate(machine.programs):
         found = report_of(ir, program)
         print(f"\n=== session {number} ===\n\n{found}")
-        _write(found, found.memory, f"session_{number}", pictures, pages)
+        asked.write(found, found.memory, f"session_{number}")
     if stopped:
         print(f"\nStopped at {stopped}: nothing is run.")
     if not machine.programs and not code:
-        return _fail(f"{file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1)
+        return _fail(
+            f"{asked.file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1
+        )
     return code
 
 
-def foresee(
-    file: Path,
-    arguments: Sequence[str],
-    pictures: Path | None = None,
-    pages: Path | None = None,
-    target: Target | None = None,
-) -> int:
+def foresee(asked: Asked) -> int:
     """Print the memory of a chip that each session of a program will need on a target. Nothing is compiled.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if it makes no session.
     """
+    target = asked.target
     assert target is not None  # the command line has it
     machine = _Foreseeing(target)
     with _watching(machine):
-        _, code = _run(file, arguments)
+        _, code = _run(asked.file, asked.arguments)
     for number, planned in enumerate(machine.planned):
         found = foreseen(planned.layout)
         print(f"\n=== session {number} ===\n")
@@ -219,33 +230,28 @@ def foresee(
             continue
         fits = "It fits" if found.device <= target.chip.memory_bytes else "It does not fit"
         print(f"{found}\n  {fits}, if this is so: a chip of {target} has {bytes_text(target.chip.memory_bytes)}.")
-        if pages is not None:
-            found.save(pages / f"foreseen_{number}.html")
+        if asked.pages is not None:
+            found.save(asked.pages / f"foreseen_{number}.html")
     if not machine.planned and not code:
-        return _fail(f"{file} makes no session: there is nothing to foresee.", 1)
+        return _fail(f"{asked.file} makes no session: there is nothing to foresee.", 1)
     return code
 
 
-def fit_into(
-    file: Path,
-    arguments: Sequence[str],
-    pictures: Path | None = None,
-    pages: Path | None = None,
-    target: Target | None = None,
-) -> int:
+def fit_into(asked: Asked) -> int:
     """Compile a program with each combination of its choices, and print what fits a target and what is fastest there.
 
     Returns:
         The exit code: 1, if nothing fits, or there is nothing to choose.
     """
+    target = asked.target
     assert target is not None  # the command line has it
 
     def compiled() -> Compiled:
         machine = _Trying(TargetMachine(target))
         with _watching(machine), redirect_stdout(StringIO()):
-            _, code = _run(file, arguments)
+            _, code = _run(asked.file, asked.arguments)
         if code and not machine.problem:
-            raise PopxlError(f"{file} ended with the exit code {code}.")
+            raise PopxlError(f"{asked.file} ended with the exit code {code}.")
         return Compiled(machine.programs, machine.problem, machine.foreseen)
 
     try:
@@ -253,17 +259,9 @@ def fit_into(
     except PopxlError as problem:
         return _fail(f"fit: {problem}", 1)
     print(found)
-    if pages is not None:
-        found.save(pages / "fit.html")
+    if asked.pages is not None:
+        found.save(asked.pages / "fit.html")
     return 0 if found.best is not None else 1
-
-
-def _write(record: OnPage, memory: Memory, name: str, pictures: Path | None, pages: Path | None) -> None:
-    """Write what the options ask for."""
-    if pictures is not None:
-        memory.picture().save(pictures / f"{name}.svg")
-    if pages is not None:
-        record.save(pages / f"{name}.html")
 
 
 def _fail(message: str, code: int) -> int:

@@ -240,6 +240,12 @@ class _Started:
         return is_one
 
 
+def _not_started(command: Sequence[str], problem: OSError) -> str:
+    """Why a program cannot be started, and what to do where that is known."""
+    remedy = f" Write `python` before it: poprun … python {shlex.join(command)}" if command[0].endswith(".py") else ""
+    return f"{command[0]!r} cannot be started: {problem.strerror}.{remedy}"
+
+
 class _End(NamedTuple):
     """How all instances have ended: the exit code, what there is to say, and whether one failed by itself."""
 
@@ -298,7 +304,7 @@ class Launch:
         try:
             os.execvpe(self._command[0], self._command, os.environ | variables)
         except OSError as problem:
-            _say(f"{self._command[0]!r} cannot be started: {problem}")
+            _say(_not_started(self._command, problem))
             return 127
 
     def run(self) -> int:
@@ -349,7 +355,7 @@ class Launch:
                 readers += self._start(index, here, f"{here}:{meetings.port}", ends)
             return self._watch(meetings, ends)
         except OSError as problem:
-            return _End(127, f"{self._command[0]!r} cannot be started: {problem}")
+            return _End(127, _not_started(self._command, problem))
         finally:
             self._stop()
             meetings.close()

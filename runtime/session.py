@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from popxl.base.choices import check_environment
 from popxl.base.log import Logger
 from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
 from popxl.errors import PopxlError
@@ -119,6 +120,7 @@ class Session:
         self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
         self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of the variables that are other sessions'
+        self._changed_owners: set[Session] = set()  # those of them whose variables a run changes
         if self.is_attached and self._is_here:
             self.weights_from_host()
 
@@ -414,7 +416,8 @@ class Session:
 
         Raises:
             ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
-                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite.
+                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite; and if the
+                environment chooses what the program has not asked for (`popxl.choice`).
             PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
                 room for.
             PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
@@ -427,15 +430,23 @@ class Session:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
             if not self._has_run:
-                for v in self._variables:
-                    v._in_sync = False
-                self._has_run = True  # before it is so: an interrupted run may have changed the variables
+                check_environment()
+                self._note_run()
             if self._owners:
                 with self._alone():
+                    for owner in self._changed_owners:
+                        owner._note_run()
                     fetches = self.program.run(feeds)
             else:
                 fetches = self.program.run(feeds)
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
+
+    def _note_run(self) -> None:
+        """Say that the host copies are behind, before it is so: an interrupted run may have changed the variables."""
+        if not self._has_run:
+            for v in self._variables:
+                v._in_sync = False
+            self._has_run = True
 
     def run_with_outputs(
         self,
@@ -541,6 +552,30 @@ class Session:
             if self._is_here:  # what is compiled for a machine elsewhere holds nothing, and does not run
                 self.program.use_variables_of(other.program, variables)
             self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
+            layout = self.program.layout
+            changed = {layout.held[t] for t in layout.changed}
+            self._changed_owners = {owner for mine, (owner, _) in self._owners.items() if mine in changed}
+
+    def owner_of(self, variable: Variable) -> tuple[Session, Variable]:
+        """The session that has a variable of this program on its device, and which of its variables that is.
+
+        Raises:
+            TypeError: for something else than a variable.
+            ValueError: for one of another program.
+
+        Example:
+            >>> ir = popxl.Ir()
+            >>> with ir.main_graph:
+            ...     w = popxl.variable([1.0, 2.0], name="w")
+            ...     w += 1.0
+            >>> session = popxl.Session(ir)
+            >>> session.owner_of(w) == (session, w)
+            True
+        """
+        if not isinstance(variable, Variable):
+            raise TypeError(f"Session.owner_of: `variable` is {variable!r}; expected a variable.")
+        self._check_own("owner_of", variable)
+        return self._owners.get(variable, (self, variable))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -38,6 +38,9 @@ class Choices:
 
 _choices: ContextVar[Choices | None] = ContextVar("choices", default=None)
 
+_asked: dict[str, tuple[Any, ...]] = {}
+"""What programs of this process could choose from, where nobody but the environment chooses."""
+
 
 def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     """A value that a program leaves open: the first of `options`, unless somebody chooses another one.
@@ -45,7 +48,8 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     ``popxl fit FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
     which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
     then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``; values with blanks stand in quotes,
-    as in ``"mesh='(2, 4)'"``.
+    as in ``"mesh='(2, 4)'"``. Ask before the first run: `popxl fit` looks no further, and a run refuses a name in the
+    variable that the program has not asked for, where it has choices.
 
     Args:
         name: what it is called; one name has the same options everywhere in a program.
@@ -83,11 +87,25 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
                 "program was run with the same choices before. Let options depend on other choices only."
             )
         return choices.taken[name]
+    if _choices.get() is None:
+        _asked[name] = values
     wanted = _from_environment().get(name, str(values[0]))
     for value in values:
         if str(value) == wanted:
             return value
     raise ValueError(f"choice: {VARIABLE} says {name}={wanted}, expected one of {', '.join(map(str, values))}.")
+
+
+def check_environment() -> None:
+    """`ValueError` if the environment chooses what a program that is about to run has not asked for."""
+    if not _asked or _choices.get() is not None:
+        return
+    if unknown := {name: value for name, value in _from_environment().items() if name not in _asked}:
+        known = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in _asked.items())
+        raise ValueError(
+            f"Session.run: {VARIABLE} says {as_text(unknown)}, and the program has not asked for that. Its choices are "
+            f"{known}. Correct the name, or call `popxl.choice` before the first run."
+        )
 
 
 def as_text(taken: Mapping[str, Any]) -> str:

@@ -25,7 +25,8 @@ class Embedding(Module):
     the sum over the blocks is the embedding.
 
     Variable: `weight` of shape (vocab_shard_size, hidden_size), a truncated normal distribution with the standard
-    deviation 0.02.
+    deviation 0.02. Blocks have a multiple of 16 rows, so there may be more than `vocab_size`; what files of weights
+    call it says so: `weights.Stored(name, rows=vocab_size)`.
 
     Args:
         dtype: dtype of the table.

@@ -18,7 +18,7 @@ from popxl_addons.layers.embedding import TiedEmbedding
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
-from popxl_addons.layers.transformer import MLP, Attention, Stretch, TransformerBlock
+from popxl_addons.layers.transformer import MLP, Attention, Cache, Stretch, TransformerBlock
 from popxl_addons.module import Module
 
 __all__ = ["LanguageConfig", "LanguageModel"]
@@ -246,20 +246,22 @@ def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Remembering(TransformerBlock):
-    """A block that keeps keys and values of what it has read, in the variables `keys` and `values`."""
+    """A block that keeps keys and values of what it has read of some texts, in the variables `keys` and `values`."""
 
-    def __init__(self, room: int, *args: Any) -> None:
+    def __init__(self, texts: int, room: int, *args: Any) -> None:
         super().__init__(*args)
-        self.room = room
+        self.texts, self.room = texts, room
 
-    # Inputs of its graph are told apart by name: `first` is a tensor, or `None`.
-    def build(self, x: popxl.Tensor, first: popxl.Tensor | None = None) -> popxl.Tensor:  # type: ignore[override]
+    # Inputs of its graph are told apart by name: `first` and `slot` are tensors, or `None`.
+    def build(  # type: ignore[override]
+        self, x: popxl.Tensor, first: popxl.Tensor | None = None, slot: popxl.Tensor | None = None
+    ) -> popxl.Tensor:
         attention = self.attention
         channels = attention.channels or x.shape[-1] // attention.heads
-        shape = (x.shape[0], attention.key_heads, self.room, channels)
+        shape = (self.texts, attention.key_heads, self.room, channels)
         empty = partial(initial.zeros, shape)
         keys, values = (self.add_variable_input(name, empty, x.dtype, by_ref=True) for name in ("keys", "values"))
-        return super().build(x, cache=(keys, values, first))
+        return super().build(x, cache=Cache(keys, values, first, slot))
 
 
 class LanguageModel(Module):
@@ -294,7 +296,13 @@ class LanguageModel(Module):
             self.head = Linear(config.vocabulary, bias=False)
 
     def build(
-        self, tokens: popxl.Tensor, first: popxl.Tensor | None = None, room: int = 0, logits: bool = True
+        self,
+        tokens: popxl.Tensor,
+        first: popxl.Tensor | None = None,
+        room: int = 0,
+        logits: bool = True,
+        slot: popxl.Tensor | None = None,
+        slots: int = 1,
     ) -> popxl.Tensor:
         """Integer `tokens` of shape (batch, length) to logits of shape (batch, length, vocabulary).
 
@@ -304,6 +312,8 @@ class LanguageModel(Module):
             room: for so many places, keys and values of what is read are kept, in the variables `keys` and `values` of
                 each layer, which are changed in place. Without `first`, a text begins.
             logits: without, what the logits would be made of: of shape (batch, length, width).
+            slot, slots: where one text begins while others go on: which of the `slots` texts in `keys` and `values` it
+                is, an int32 tensor of one element. Nothing is changed of the others.
         """
         if tokens.rank != 2:
             raise ValueError(f"LanguageModel: `tokens` has the shape {tokens.shape}; expected (batch, length).")
@@ -318,16 +328,16 @@ class LanguageModel(Module):
             if first is not None:
                 places = places + first.reshape((-1, 1))
             x = x + self.positions(places)[0]
-        given = [x] if first is None else [x, first]
-        facts, layer = self._block(room).create_graph(*given)
+        about = {name: t for name, t in (("first", first), ("slot", slot)) if t is not None}
+        facts, layer = self._block(tokens.shape[0] if slot is None else slots, room).create_graph(x, **about)
         for number in range(self.config.layers):
-            (x,) = layer.bind(self.layers.add_variable_inputs(number, facts)).call(x, *given[1:])
+            (x,) = layer.bind(self.layers.add_variable_inputs(number, facts)).call(x, *about.values())
         x = self.norm(x, self.config.eps)
         if not logits:
             return x
         return x @ table.T if self.config.tied else self.head(x)
 
-    def _block(self, room: int) -> TransformerBlock:
+    def _block(self, texts: int, room: int) -> TransformerBlock:
         config = self.config
         attention = Attention(
             config.heads,
@@ -339,4 +349,4 @@ class LanguageModel(Module):
             bias=config.bias,
         )
         parts = (attention, MLP(config.hidden, config.activation, config.mlp_bias), config.norm, config.eps)
-        return _Remembering(room, *parts) if room else TransformerBlock(*parts)
+        return _Remembering(texts, room, *parts) if room else TransformerBlock(*parts)

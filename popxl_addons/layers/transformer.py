@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,23 @@ from popxl_addons.module import Module
 
 __all__ = ["MLP", "Attention", "Cache", "Stretch", "TransformerBlock"]
 
-Cache = tuple[popxl.Tensor, popxl.Tensor, popxl.Tensor | None]
-"""Keys and values of what has been read, each of shape (batch, key heads, room, channels), and how much has been read:
-an int32 scalar, or of shape (batch,), for each text; or `None`, where nothing has been. Keys and values are changed in
-place, so in a graph they are inputs by reference."""
+
+class Cache(NamedTuple):
+    """What has been read of texts. Any tuple of these will do.
+
+    Attributes:
+        keys, values: of shape (batch, key heads, room, channels). They are changed in place, so in a graph they are
+            inputs by reference.
+        known: how much has been read: an int32 scalar, or of shape (batch,), for each text; or `None`, where nothing
+            has been.
+        slot: where one text begins, and the cache has room for more: which row of `keys` and `values` is its own, an
+            int32 tensor of one element. The other rows stay as they are.
+    """
+
+    keys: popxl.Tensor
+    values: popxl.Tensor
+    known: popxl.Tensor | None
+    slot: popxl.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ class Attention(Module):
         self,
         x: popxl.Tensor,
         mask: popxl.Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | tuple[popxl.Tensor, popxl.Tensor, popxl.Tensor | None] | None = None,
         seed: popxl.Tensor | None = None,
     ) -> popxl.Tensor:
         """`x` of shape (batch, length, width) to the same.
@@ -157,6 +170,11 @@ class Attention(Module):
             raise ValueError(f"Attention: `x` has the shape {x.shape}; expected (batch, length, width).")
         if self.channels is None and x.shape[-1] % self.heads:
             raise ValueError(f"Attention: the width {x.shape[-1]} cannot be divided by {self.heads} heads.")
+        if cache is not None and Cache(*cache).slot is not None and (x.shape[0] != 1 or cache[2] is not None):
+            raise ValueError(
+                f"Attention: with a `slot`, one text begins; `x` has {x.shape[0]} texts, and "
+                f"{'nothing' if cache[2] is None else 'something'} of them has been read (`known`)."
+            )
         channels = x.shape[-1] // self.heads if self.channels is None else self.channels
         batch, length, width = x.shape
         self.query = Linear(self.heads * channels, bias=bool(self.bias))
@@ -171,16 +189,19 @@ class Attention(Module):
         if self.head_norm is not None:
             self.query_norm, self.key_norm = RMSNorm(), RMSNorm()
             q, k = self.query_norm(q, self.head_norm), self.key_norm(k, self.head_norm)
-        known = None if cache is None else cache[2]
+        kept = None if cache is None else Cache(*cache)
+        known = None if kept is None else kept.known
         first = popxl.constant(0, popxl.int32) if known is None else known
         if self.rotary is not None:
             stretch = {} if self.stretch is None else {"stretch": astuple(self.stretch)}
             q, k = (_rotary(t, first, base=float(self.rotary), **stretch) for t in (q, k))
         causal = self.causal
-        if cache is not None:
-            kept = tuple(_appended(before, new, first) for before, new in zip(cache[:2], (k, v), strict=True))
+        if kept is not None:
+            all_keys, all_values = (
+                _appended(before, new, first, kept.slot) for before, new in ((kept.keys, k), (kept.values, v))
+            )
             if known is not None:
-                k, v = kept
+                k, v = all_keys, all_values
                 seen = _seen(length, k.shape[-2], first) if causal else None
                 mask, causal = seen if mask is None else mask, False
         mixed = ops.attention(
@@ -201,8 +222,11 @@ _append_ = OpKind(
 )
 
 
-def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor) -> popxl.Tensor:
-    """A cache with new rows from `first` on, in place."""
+def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot: popxl.Tensor | None) -> popxl.Tensor:
+    """A cache with new rows from `first` on, in place: of all texts, or of the one in a slot."""
+    if slot is not None:
+        start = ops.concat([slot.reshape((1,)), first.reshape((1,))])
+        return ops.dynamic_update_(known, start, new, axes=[0, 2], sizes=[1, new.shape[2]], no_overlap=True)
     if first.rank:
         return _append_(known, new, first)
     index = ops.cast(first, popxl.uint32) if first.dtype is not popxl.uint32 else first
@@ -298,7 +322,7 @@ class TransformerBlock(Module):
         self,
         x: popxl.Tensor,
         mask: popxl.Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | tuple[popxl.Tensor, popxl.Tensor, popxl.Tensor | None] | None = None,
         seed: popxl.Tensor | None = None,
     ) -> popxl.Tensor:
         """`x` of shape (batch, length, width) to the same; arguments as of `Attention.build`."""

@@ -12,6 +12,7 @@ import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
 from popxl.ops.precision import wide_dtype
+from popxl.ops.random import drawn
 
 
 def _drawn(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:
@@ -88,3 +89,31 @@ def sample_token(
         raise ValueError(f"sample_token: `top_p` is {top_p}; expected more than 0, and at most 1.")
     kept = None if top_k is None else int(top_k)
     return _sample(logits, draws, temperature=float(temperature), top_k=kept, top_p=float(top_p))
+
+
+def _uniform(seeds: Any, places: Any) -> Any:
+    def draw(seed: Any, place: Any) -> Any:
+        return drawn(lambda key: jax.random.uniform(jax.random.fold_in(key, place), ()), seed)
+
+    return jax.vmap(draw)(seeds, places)
+
+
+def _one_each(seeds: Any, places: Any) -> popxl.TensorSpec:
+    if len(seeds.shape) != 2 or seeds.shape[1] != 2 or seeds.dtype is not popxl.uint32:
+        raise PopxlError("expected `seeds` to be uint32 of shape (batch, 2), as `popxl.create_seeds` makes them.")
+    if places.shape != seeds.shape[:1] or not places.dtype.is_int:
+        raise PopxlError(f"expected an integer in `places` for each seed, of shape {seeds.shape[:1]}.")
+    return popxl.TensorSpec(places.shape, popxl.float32)
+
+
+uniform_at = OpKind(
+    "UniformAtPlaces",
+    _uniform,
+    shape=_one_each,
+    operands=("seeds", "places"),
+    result="draws",
+    gradient=None,
+    key="popxl_addons.UniformAtPlaces",
+)
+"""A number from 0 to below 1 for each text. It depends on the text's own seed and on the place in the text alone, so a
+text is drawn alike in whichever company."""

@@ -62,6 +62,27 @@ def test_mistakes(
         popxl.choice(name, options)
 
 
+def test_a_name_that_the_program_has_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told at the first run, when all choices are known, and before anything has changed."""
+    monkeypatch.setattr("popxl.base.choices._asked", {})
+    ir = popxl.Ir()
+    with ir.main_graph:
+        w = popxl.variable(1.0, popxl.float32)
+        w += 1.0
+    monkeypatch.setenv("POPXL_CHOICES", "rows=8 'colums=(2, 4)'")
+    with popxl.Session(ir, "cpu") as session:
+        session.run()  # a program without choices: the variable is meant for another one
+        session.weights_to_host()
+        assert popxl.choice("rows", [4, 8]) == 8 and popxl.choice("columns", [None, (2, 4)]) is None
+        message = r"POPXL_CHOICES says 'colums=\(2, 4\)', .* Its choices are rows: 4, 8; columns: None, \(2, 4\)\."
+        with pytest.raises(ValueError, match=message):
+            session.run()
+        assert session.get_tensor_data(w) == 2
+        monkeypatch.setenv("POPXL_CHOICES", "rows=8")
+        session.run()
+        assert session.get_tensor_data(w) == 3
+
+
 def test_one_name_has_the_same_options_everywhere() -> None:
     with choosing({}), pytest.raises(ValueError, match=r"the options \(2, 1\) here, and had \(1, 2\) before"):
         popxl.choice("rows", [1, 2])

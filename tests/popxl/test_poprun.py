@@ -185,7 +185,15 @@ def test_what_does_not_fit_together(poprun: Run, arguments: str, message: str) -
 def test_a_program_that_is_not_there(poprun: Run) -> None:
     done = poprun("--num-instances=2", "surely-no-such-program")
     assert done.returncode == 127
-    assert "poprun: 'surely-no-such-program' cannot be started" in done.stderr
+    assert "poprun: 'surely-no-such-program' cannot be started: No such file or directory." in done.stderr
+
+
+def test_a_program_without_python(poprun: Run, tmp_path: Path) -> None:
+    (program := tmp_path / "train.py").write_text("print('not run')")
+    done = poprun("--num-instances=2", str(program), "--epochs", "3")
+    assert done.returncode == 127
+    said = f"poprun: '{program}' cannot be started: Permission denied. Write `python` before it: "
+    assert f"{said}poprun … python {program} --epochs 3" in done.stderr
 
 
 def test_help_shows_how_to_begin(poprun: Run) -> None:

@@ -62,6 +62,13 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
         with generator as generate:
             assert generate(PROMPTS, 10) == [until(text, end) for text in before]
             assert generate(PROMPTS[1:], 3) == [until(text[:3], end) for text in before[1:]]
+            assert generate([[9, end]], 2) == [greedy(LLAMA, weights, [9, end], 2)]  # a prompt has no end
+            asked = [*PROMPTS, PROMPTS[1]]  # one more than there are places
+            requests = [generate.submit(prompt, count) for prompt, count in zip(asked, [3, 10, 10, 10], strict=True)]
+            while generate.step():
+                pass
+            wishes = [until(text, end) for text in (before[0][:3], *before[1:], before[1])]
+            assert [request.tokens for request in requests] == wishes
             with generator:
                 other.run()
             assert generate(PROMPTS, 10) == [until(text, end) for text in after]
@@ -84,6 +91,62 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
             addons.Generator(model, 3, 5, weights=given)
     with pytest.raises(ValueError, match=r"prompts that fit into the room of 4 places"):
         addons.Generator(model, 3, 5, room=4)
+
+
+def test_requests_come_and_go_and_get_what_they_get_alone() -> None:
+    """Drawn, each with its seed: in places that others have left or never used, beside others, in any order."""
+    model = LanguageModel(LanguageConfig(vocabulary=23, width=8, layers=2, heads=2, context=12))
+    asked = [([3, 1, 4, 1], 8, 5), ([5], 3, 6), ([9, 2], 9, 7), ([6, 5], 1, 5), ([3, 5], 10, 2), ([8, 9], 0, 1)]
+    np.random.seed(1)
+    with addons.Generator(model, 2, 4, tokens=4, temperature=3) as generator:
+        session, variables = generator.writing, generator.variables.values_flat()
+        session.write_variables_data({v: np.random.normal(size=v.shape).astype(np.float32) for v in variables})
+        alone = [generator([prompt], count, seed)[0] for prompt, count, seed in asked]
+        assert [len(text) for text in alone] == [8, 3, 9, 1, 10, 0] and all(len(set(alone[i])) > 3 for i in (0, 2, 4))
+        submitted = [generator.submit(*each) for each in asked[:2]]
+        given: dict[addons.Request, list[int]] = {}
+        order = []
+        for turn in range(20):
+            if turn == 1:
+                gone = generator.submit([1, 2, 3], 9)
+                submitted += [generator.submit(*each) for each in asked[2:]]
+            if turn == 3:
+                gone.cancel()
+                assert generator([[9, 2]], 9, 7) == [alone[2]]  # after those who wait
+            pieces = generator.step()
+            order.append([submitted.index(r) if r in submitted else None for r in pieces])
+            for request, tokens in pieces.items():
+                given.setdefault(request, []).extend(tokens)
+        assert order[:2] == [[0, 1], [0, None]] and not order[-1]
+        assert [request.tokens for request in submitted] == alone
+        assert all(request.is_done for request in submitted) and len(gone.tokens) < 9
+        assert given[submitted[0]] == alone[0]
+        pieces_of_two = generator.pieces([[3, 1, 4, 1], [5]], 8, 5)
+        assert next(pieces_of_two)[0] == alone[0][:4]
+        pieces_of_two.close()
+        left = generator.submit([7], 5)
+        assert len(generator.step()[left]) == 4
+        with pytest.raises(ValueError, match="would have 13 places"):
+            generator.submit([1, 2], 11)
+        with pytest.raises(ValueError, match="`seed`"):
+            generator.submit([1, 2], 1, -1)
+    assert left.is_done and len(left.tokens) == 4
+    with generator:
+        assert generator.step() == {}
+        assert generator([[3, 5]], 10, 2) == [alone[4]]
+
+
+def test_one_text_begins_in_a_slot() -> None:
+    config = LanguageConfig(vocabulary=23, width=8, layers=2, heads=2, context=12)
+    texts, one, first, slot = (popxl.TensorSpec(shape, popxl.int32) for shape in ((2, 5), (1, 5), (1,), ()))
+    with popxl.Ir().main_graph:
+        facts, _ = LanguageModel(config).create_graph(one, room=9, slot=slot, slots=3)
+        assert facts.layers[1]["keys"].shape == (3, 2, 9, 4)
+        for tokens, known, said in [(texts, None, "2 texts, and nothing"), (one, first, "1 texts, and something")]:
+            with pytest.raises(
+                ValueError, match=f"with a `slot`, one text begins; `x` has {said} of them has been read"
+            ):
+                LanguageModel(config).create_graph(tokens, known, room=9, slot=slot, slots=3)
 
 
 @pytest.mark.thorough
@@ -138,10 +201,11 @@ def test_what_is_trained_is_what_speaks() -> None:
 @pytest.mark.parametrize("device", ["tpu v5e:1x1", "gpu h100"])
 def test_a_generator_is_compiled_for_a_machine_elsewhere(device: str) -> None:
     """Where the cache is changed in place, too; and nothing is shared with a session that is here."""
-    config = LanguageConfig(vocabulary=37, width=16, layers=4, heads=2, context=512)
+    config = LanguageConfig(vocabulary=37, width=16, layers=4, heads=2, context=16384)
     generator = addons.Generator(LanguageModel(config, popxl.bfloat16), 3, 5, tokens=4, device_desc=device)
-    cache = 2 * 4 * 3 * 512 * 16 * 2
+    cache = 2 * 4 * 3 * 16384 * 16 * 2  # well above the 3 to 4 MB that either compiler may take in any case
     assert generator.writing.memory().temporaries < cache / 2  # a GPU multiplies the keys of a layer in float32
+    assert generator.joining.memory().temporaries < cache / 2
     with pytest.raises(popxl.errors.PopxlError, match="is not here"), generator as generate:
         generate([[1, 2]], 3)
     ir = popxl.Ir()

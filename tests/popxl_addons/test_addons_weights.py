@@ -221,6 +221,60 @@ def test_a_session_gets_what_is_loaded_and_gives_what_is_saved(tmp_path: Path) -
     assert after["count"] == 2
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_table_with_more_rows_than_there_are(tmp_path: Path, shards: int) -> None:
+    """Those of `Embedding` come in multiples of 16, of each block: 18 rows are 32 or 4 x 16."""
+    ir = popxl.Ir(replication=shards)
+    with ir.main_graph:
+        grouping = ir.replica_grouping(stride=1, group_size=1) if shards > 1 else None
+        embedding = addons.layers.Embedding(popxl.float32, 18, 3, replica_grouping=grouping)
+        facts, _ = embedding.create_graph(popxl.TensorSpec((2,), popxl.int32))
+        table = facts.init()
+    there = np.arange(1.0, 55.0, dtype=np.float32).reshape(18, 3)
+    safetensors.numpy.save_file({"wte": there}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"more rows on purpose, say so: `Stored\(..., rows=18\)`"):
+        addons.load_safetensors(table, tmp_path, {"weight": "wte"})
+    with pytest.raises(ValueError, match=r"expected 17 `rows`, which have to fit into"):
+        addons.load_safetensors(table, tmp_path, {"weight": Stored("wte", rows=17)})
+    names = {"weight": Stored("wte", rows=18)}
+    addons.load_safetensors(table, tmp_path, names)
+    rows = table.weight.data.reshape(-1, 3)
+    np.testing.assert_array_equal(rows[:18], there)
+    assert len(rows) == (32 if shards == 1 else 64) and not rows[18:].any()
+    addons.save_safetensors(table, tmp_path / "after.safetensors", names)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "after.safetensors")["wte"], there)
+    with pytest.raises(ValueError, match="has .* rows, to be written as `wte`, and `rows` says 99"):
+        addons.save_safetensors(table, tmp_path / "no.safetensors", {"weight": Stored("wte", rows=99)})
+
+
+def test_what_a_session_has_from_another_is_loaded_there(tmp_path: Path) -> None:
+    """On the device and on the host; what else either has changed stays."""
+
+    def program() -> tuple[popxl.Ir, popxl.tensor.Variable, popxl.tensor.Variable]:
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence():
+            w, count = popxl.variable(np.zeros(3), popxl.float32, "w"), popxl.variable(0.0, popxl.float32, "count")
+            ops.add_(count, 1.0)
+            ops.add_(w, count)
+        return ir, w, count
+
+    (lending, theirs, their_count), (borrowing, mine, my_count) = program(), program()
+    safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with popxl.Session(lending, "cpu") as owner, popxl.Session(borrowing, "cpu") as session:
+        session.use_variables_of(owner, {mine: theirs})
+        assert session.owner_of(mine) == (owner, theirs) and session.owner_of(my_count) == (session, my_count)
+        with pytest.raises(ValueError, match="another program than this session's"):
+            session.owner_of(theirs)
+        with pytest.raises(TypeError, match="expected a variable"):
+            session.owner_of("w")  # type: ignore[arg-type]
+        owner.run(), session.run(), session.run()
+        addons.load_safetensors({"w": mine}, tmp_path, session=session)
+        np.testing.assert_array_equal(theirs.data, [1.0] * 3)
+        assert (owner.get_tensor_data(their_count), session.get_tensor_data(my_count)) == (1, 2)
+        session.run()
+        np.testing.assert_array_equal(owner.get_tensor_data(theirs), [4.0] * 3)
+
+
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     """From a file that is larger than any memory: most of it is a hole."""
     file, large = tmp_path / "model.safetensors", 1 << 38

@@ -1,6 +1,6 @@
 """Every lowering, beside PyTorch: results and gradients, in float32, float16 and bfloat16.
 
-All rows run in float32, most of those that only set options of an operator as thorough tests. In float16, of each
+All rows run in float32, those that only set options of an operator as thorough tests. In float16, of each
 family those do that bring an operator which no row before them has: other settings of an operator mean the same in all
 dtypes. `OPERATORS=all` runs all rows in float16, too.
 """
@@ -29,10 +29,9 @@ ROWS = {family: import_module(f"tests.poptorch.rows.{family}").ROWS for family i
 
 
 def usual(rows: list[Row]) -> list[Row]:
-    """The first row of each operator, as its name begins; and of the other rows, which set its options, each eighth."""
+    """The first row of each operator, as its name begins."""
     first = {row.name.split(",")[0].split()[0]: row for row in reversed(rows)}
-    others = [row for row in rows if row not in first.values()]
-    return [row for row in rows if row in first.values() or row in others[::8]]
+    return [row for row in rows if row in first.values()]
 
 
 def thorough(rows: list[Row]) -> list[Row]:

@@ -21,7 +21,8 @@ def recompute_graph(grad_graph: GraphWithNamedArgs) -> GraphWithNamedArgs:
 
     It is used as `grad_graph` is and returns the same, but of the forward pass it only needs the inputs:
     ``grad_graph_info.inputs_dict(info)`` binds no activation, so that none has to be kept.
-    Only with the session option `calledGraphs` at ``"inlined"`` XLA keeps them all the same: it sees through calls.
+    Only on CPUs, with the session option `calledGraphs` at ``"inlined"``, XLA keeps them all the same: it sees through
+    calls there.
 
     Its inputs are the gradients and the forward inputs that `grad_graph` expects, in its order; the other forward
     inputs, sorted by name; and the further inputs of `grad_graph`, such as accumulators, sorted by name. `args` holds

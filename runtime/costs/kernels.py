@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend import core
@@ -35,7 +35,7 @@ _FUSED = frozenset(
 _SLOW = frozenset("exp exp2 log expm1 log1p logistic sin cos tan tanh erf erfc pow gather concatenate pad".split())
 """Those of them that GPUs do not append to a product."""
 
-_VIEWS = frozenset("reshape squeeze expand_dims optimization_barrier pvary sharding_constraint stop_gradient".split())
+_VIEWS = frozenset("reshape squeeze expand_dims pvary sharding_constraint stop_gradient".split())
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax cummin "
     "reduce_window_sum reduce_window_max reduce_window_min".split()
@@ -66,6 +66,7 @@ class Value:
         maker: what makes it; `None`, of what is given.
         name: what is told of it.
         is_given: whether the program is given it. It is not, if it is a number that is written down.
+        again: the array that this is, which XLA is not told: what is computed of it is computed once more.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +74,11 @@ class Value:
     maker: Step | None = None
     name: str = ""
     is_given: bool = False
+    again: Value | None = None
+
+    @property
+    def itself(self) -> Value:
+        return self.again or self
 
     @property
     def elements(self) -> int:
@@ -166,7 +172,7 @@ class Traced:
         for equation in inner.eqns:
             made = self._equation(equation, tuple(read(v) for v in equation.invars))
             known.update(zip(equation.outvars, made, strict=True))
-        return [read(v) for v in inner.outvars]
+        return [read(v).itself for v in inner.outvars]
 
     def _equation(self, equation: Any, taken: tuple[Value, ...]) -> Sequence[Value]:
         kind, params = equation.primitive.name, equation.params
@@ -175,6 +181,8 @@ class Traced:
             return self.go_through(params["branches"][next(there)], taken[1:])
         if kind in _VIEWS:
             return taken[: len(equation.outvars)]
+        if kind == "optimization_barrier":
+            return [replace(value, again=value.itself) for value in taken]
         if kind not in ("scan", "while", "cond"):
             for name in _INLINED:
                 if name in params:
@@ -198,6 +206,7 @@ class Traced:
             key = (kind, tuple(map(id, taken)), avals, told)
             if key in self._known:
                 return self._known[key]
+        taken = tuple(value.itself for value in taken)
         name = str(equation.source_info.name_stack)
         made = tuple(self.value(v.aval, name) for v in equation.outvars)
         step = Step(kind, taken, made)

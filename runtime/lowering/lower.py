@@ -231,6 +231,8 @@ class Lowering:
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
+        self._ran_on: dict[tuple[Graph, tuple[int, ...]], Sequence[Array | Row]] = {}
+        self._around: list[Sequence[Array | Row]] = []  # the inputs of the graphs that are being run
         self._scopes = Scopes()
 
     @cached_property
@@ -329,9 +331,11 @@ class Lowering:
         return Results(outputs, written)
 
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
-        given = dict(zip(graph.inputs, inputs, strict=True))
+        given = dict(zip(graph.inputs, self._apart(graph, inputs), strict=True))
+        self._around.append(inputs)
         with self._scopes.of_graph(graph):
             environment = yield self.running(self.scheduling.schedule(graph), given, channels)
+        self._around.pop()
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(
@@ -339,6 +343,20 @@ class Lowering:
             {i: environment.place(graph.inputs[i]) for i in written_inputs(graph)},
             environment.computed_from(graph.inputs),
         )
+
+    def _apart(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
+        """Inputs of a graph; where it has run on the same, XLA takes them for others.
+
+        What a program computes twice is computed twice, and not before what it is computed for is there: all inputs of
+        the graph around it, such as gradients. XLA would find that it is the same, do it once and keep the result,
+        which is what a program avoids that recomputes.
+        """
+        if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
+            return inputs
+        if self._ran_on.setdefault((graph, tuple(map(id, inputs))), inputs) is inputs:
+            return inputs
+        around = [value for value in (self._around[-1] if self._around else ()) if not isinstance(value, Row)]
+        return lax.optimization_barrier((*inputs, *around))[: len(inputs)]
 
     def _function_of(self, graph: Graph) -> Callable[..., Any]:
         """The one function of a graph whose calls are kept."""

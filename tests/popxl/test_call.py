@@ -1,5 +1,7 @@
 """`ops.call`: binding, results, call sites, what a callee can do to its caller's tensors, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -580,3 +582,30 @@ def test_calls_may_be_nested_deeper_than_python_recurses(ir, called_graphs, tmp_
         outputs = session.run()
         assert [outputs[sink] for sink in sinks] == [3, 3]
         assert session.program.temporaries() < 1e6
+
+
+def computed_again() -> popxl.Ir:
+    """tanh of a variable, times tanh of the same: a program that recomputes wants nothing to be kept for later."""
+    ir = popxl.Ir()
+    ir.options.calledGraphs = "inlined"
+    with ir.main_graph:
+        x = popxl.variable(np.float32([0.1, 0.2, 0.3]))
+        forward = ir.create_graph(lambda x: ops.tanh(x), x)
+        again = ir.create_graph(lambda d, x: d * ops.call(forward, x)[0], x, x)
+        (y,) = ops.call(forward, x)
+        ops.host_store(popxl.d2h_stream(x.shape, x.dtype), *ops.call(again, y, x))
+    return ir
+
+
+def test_what_runs_twice_is_not_said_to_be_the_same() -> None:
+    with popxl.Session(computed_again()) as session:
+        np.testing.assert_allclose(*session.run().values(), np.tanh(np.float32([0.1, 0.2, 0.3])) ** 2, rtol=1e-6)
+        assert re.search(r"(%\S+):3 = \S+optimization_barrier %arg0, .*\n.*tanh \1#0", session.program.text())
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
+def test_what_runs_twice_is_computed_twice(target: str) -> None:
+    """XLA does not see that it is the same."""
+    (text,) = popxl.Session(computed_again(), target).hlo().values()
+    assert len(re.findall(r"= \S+ tanh\(", text)) == 2

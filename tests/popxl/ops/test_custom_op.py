@@ -70,7 +70,9 @@ def test_attributes_that_cannot_be_hashed() -> None:
 
 
 def test_several_results() -> None:
-    polar = popxl.OpKind("Polar", lambda x, y: (jnp.hypot(x, y), jnp.arctan2(y, x)), result=("radius", "angle"))
+    polar = popxl.OpKind(
+        "PolarCoordinates", lambda x, y: (jnp.hypot(x, y), jnp.arctan2(y, x)), result=("radius", "angle")
+    )
     x, y = np.float32([3, 1]), np.float32([4, 1])
     radius, angle = evaluate(polar, x, y)
     np.testing.assert_allclose(radius, np.hypot(x, y), rtol=1e-6)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -231,8 +232,8 @@ class Lowering:
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
-        self._ran_on: dict[tuple[Graph, tuple[int, ...]], Sequence[Array | Row]] = {}
-        self._around: list[Sequence[Array | Row]] = []  # the inputs of the graphs that are being run
+        self._ran_on: WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array] = WeakValueDictionary()  # the first
+        self._around: list[Sequence[Array | Row]] = [()]  # the inputs of the graphs that are being run
         self._scopes = Scopes()
 
     @cached_property
@@ -332,10 +333,8 @@ class Lowering:
 
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
         given = dict(zip(graph.inputs, self._apart(graph, inputs), strict=True))
-        self._around.append(inputs)
-        with self._scopes.of_graph(graph):
+        with self._scopes.of_graph(graph), self.within(inputs):
             environment = yield self.running(self.scheduling.schedule(graph), given, channels)
-        self._around.pop()
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(
@@ -343,6 +342,15 @@ class Lowering:
             {i: environment.place(graph.inputs[i]) for i in written_inputs(graph)},
             environment.computed_from(graph.inputs),
         )
+
+    @contextmanager
+    def within(self, inputs: Sequence[Array | Row]) -> Iterator[None]:
+        """While a graph with these inputs is run; or the turn of a loop, which sees nothing of what is around it."""
+        self._around.append(inputs)
+        try:
+            yield
+        finally:
+            self._around.pop()
 
     def _apart(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
         """Inputs of a graph; where it has run on the same, XLA takes them for others.
@@ -353,9 +361,11 @@ class Lowering:
         """
         if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
             return inputs
-        if self._ran_on.setdefault((graph, tuple(map(id, inputs))), inputs) is inputs:
+        key = graph, tuple(map(id, inputs))
+        if self._ran_on.get(key) is not inputs[0]:
+            self._ran_on[key] = inputs[0]
             return inputs
-        around = [value for value in (self._around[-1] if self._around else ()) if not isinstance(value, Row)]
+        around = [value for value in self._around[-1] if not isinstance(value, Row)]
         return lax.optimization_barrier((*inputs, *around))[: len(inputs)]
 
     def _function_of(self, graph: Graph) -> Callable[..., Any]:

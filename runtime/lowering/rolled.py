@@ -122,7 +122,8 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: C
     def turn(state: Any, rows: Sequence[Array]) -> Any:
         held, positions = state
         inside = stepping.at(positions)
-        after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
+        with lowering.within(()):
+            after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
         return (turning.left(held, rows, after), inside.positions(streams)), None
 
     start = (turning.start, stepping.start)

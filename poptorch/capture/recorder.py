@@ -547,14 +547,22 @@ def _text_of(name: str, value: object, t: torch.Tensor) -> str | None:
 
 
 def _is_in_own_derivative() -> bool:
-    """Whether the `forward` of a `torch.autograd.Function` is running, in which PyTorch tracks nothing at any rate."""
+    """Whether the `forward` of a `torch.autograd.Function` is running, in which PyTorch tracks nothing at any rate.
+
+    `Function.apply` leaves no frame of its own from PyTorch 2.15 on; what it calls has one in each version.
+    """
+    forwards = {getattr(function.forward, "__code__", None) for function in _below(torch.autograd.Function)}
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
 
 
-_APPLY = torch.autograd.Function.apply.__code__
+def _below(base: type[Any]) -> Iterator[type[Any]]:
+    """The classes that derive from one, at any depth."""
+    for derived in base.__subclasses__():
+        yield derived
+        yield from _below(derived)
 
 
 def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:

@@ -1,7 +1,7 @@
 """Writes what was measured into the page about performance: tables, pictures, and the machine.
 
-Measures are kept beside the page, in a file for each number of cores. So a part can be measured anew (`--only`), and
-the page can be written anew without measuring (`--again`).
+Measures are kept beside the page, in a file for each machine. So a part can be measured anew (`--only`), what another
+machine has measured stays, and the page can be written anew without measuring (`--again`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def keep(page: Path, machine: dict[str, Any], circumstances: dict[str, Any], res
 
     Of one machine only numbers of the same versions are kept, as they are compared.
     """
-    file = folder_of(page) / f"measured-{machine['cores']}.json"
+    file = folder_of(page) / f"measured-{name_of(machine)}.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     rows = kept["rows"] if kept.get("machine") == machine else {}
     rows[result.row.name] = {**circumstances, "measures": dict(result.measures)}
@@ -50,8 +50,9 @@ def write(page: Path, rows: Sequence[Row]) -> None:
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page}: expected a line {BEGIN!r} and a line {END!r}, with what is to be replaced between.")
-    files = sorted(folder_of(page).glob("measured-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
-    parts = [section(json.loads(file.read_text(encoding="utf-8")), rows, page) for file in files]
+    all_kept = [json.loads(file.read_text(encoding="utf-8")) for file in folder_of(page).glob("measured-*.json")]
+    all_kept.sort(key=lambda kept: (kept["machine"]["cores"], kept["machine"]["processor"]))
+    parts = [section(kept, rows, page) for kept in all_kept]
     before, _, rest = text.partition(BEGIN)
     measured = "\n\n".join([before + BEGIN, *parts, END + rest.partition(END)[2]])
     page.write_text(measured, encoding="utf-8")
@@ -62,19 +63,30 @@ def folder_of(page: Path) -> Path:
     return page.with_suffix("")
 
 
+def name_of(machine: dict[str, Any]) -> str:
+    """What files call a machine: `amd-epyc-2`."""
+    words = re.findall("[a-z0-9]+", re.sub(r"\((r|tm)\)", "", machine["processor"].lower()))
+    return "-".join([*words, str(machine["cores"])])
+
+
+def title_of(machine: dict[str, Any]) -> str:
+    """What the page calls it."""
+    return f"{machine['processor']}, {machine['cores']} cores"
+
+
 def section(kept: dict[str, Any], rows: Sequence[Row], page: Path) -> str:
     """What was measured on a machine."""
     machine, found = kept["machine"], kept["rows"]
     results = [Result(row, found[row.name]["measures"]) for row in rows if row.name in found]
     rough = {name for name, about in found.items() if about["quick"] or about["load"] > 0.5}
-    parts = [f"## On {machine['cores']} cores", described(machine, [about["day"] for about in found.values()])]
+    parts = [f"## On {title_of(machine)}", described(machine, [about["day"] for about in found.values()])]
     if rough:
         parts.append("Rows with a \\* are rough: few rounds were made, or the machine was busy with other work.")
     for title, names in TABLES.items():
         chosen = [result for result in results if re.match(names, result.row.name)]
         if chosen:
-            parts.append(f"### {title}, {machine['cores']} cores")
-            parts += [*pictures(names, chosen, machine["cores"], page), table(chosen, rough)]
+            parts.append(f"### {title}: {title_of(machine)}")
+            parts += [*pictures(names, chosen, machine, page), table(chosen, rough)]
     return "\n\n".join(parts)
 
 
@@ -82,12 +94,12 @@ def described(machine: dict[str, Any], days: Sequence[str]) -> str:
     """The machine, the versions and the days."""
     versions = ", ".join(f"{name} {machine[name]}" for name in ("jax", "numpy", "torch") if name in machine)
     when = f"on {min(days)}" if min(days) == max(days) else f"from {min(days)} to {max(days)}"
-    return f"{machine['processor']}, {machine['cores']} cores. Python {machine['python']}, {versions}. Measured {when}."
+    return f"{title_of(machine)}. Python {machine['python']}, {versions}. Measured {when}."
 
 
-def pictures(names: str, results: Sequence[Result], cores: int, page: Path) -> Iterator[str]:
+def pictures(names: str, results: Sequence[Result], machine: dict[str, Any], page: Path) -> Iterator[str]:
     """Those that belong to a table, as links."""
-    name = f"{re.match('[a-z]+', names)[0]}-{cores}.svg"  # type: ignore[index]
+    name = f"{re.match('[a-z]+', names)[0]}-{name_of(machine)}.svg"  # type: ignore[index]
     link = f"{folder_of(page).name}/{name}"
     if names == "blocks":
         curves.draw([result.raw() for result in results], folder_of(page) / name)

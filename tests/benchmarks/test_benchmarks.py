@@ -132,7 +132,7 @@ def test_the_page(tmp_path):
     assert "| the import | 2 s | 4 s (JAX) | -1 s over | -2.5 s over … -500 ms over |" in text
     for picture in re.findall(r"\]\((.+?)\)", text):
         assert "</svg>" in (tmp_path / picture).read_text(encoding="utf-8")
-    assert re.findall(r"\]\((.+?)\)", text) == ["page/blocks-2.svg", "page/train-2.svg"]
+    assert re.findall(r"\]\((.+?)\)", text) == ["page/blocks-a-processor-2.svg", "page/train-a-processor-2.svg"]
 
     page.keep(file, machine, {**circumstances, "load": 2.0}, Result(rows[2], {OURS: [3.0], "JAX": [5.0]}))
     page.write(file, rows)
@@ -140,9 +140,14 @@ def test_the_page(tmp_path):
     assert "| the import \\* | 3 s |" in text and "| a step of a network | 2 s |" in text
     assert text.count(page.BEGIN) == text.count(page.END) == 1
 
+    other = {**machine, "processor": "Another(R) processor"}
+    page.keep(file, other, circumstances, Result(rows[0], measures))  # stands beside the first
     page.keep(file, {**machine, "jax": "0.11"}, circumstances, Result(rows[2], measures))  # others are not compared
     page.write(file, rows)
-    assert "a step of a network" not in file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    assert "a step of a network" not in text
+    assert re.findall("^## (.+)", text, re.M) == ["On A processor, 2 cores", "On Another(R) processor, 2 cores"]
+    assert "(page/blocks-another-processor-2.svg)" in text
 
 
 def test_rows_of_the_page():

@@ -35,7 +35,8 @@ SMOKE = """
 """.split()
 """What differs most between versions: what JAX keeps to itself, files, processes, text; a family of ops; the kits."""
 
-TORCH = ["tests/poptorch/test_executor.py", "tests/poptorch/test_layers.py", "tests/poptorch/test_saving.py"]
+TORCH = ["tests/poptorch"]
+"""All of it: each PyTorch moves something that a capture leans on."""
 
 PROCESSES = "tutorials/9_several_processes/several_processes.py"
 """What several processes run together at the end, by the commands of the environment."""

@@ -57,8 +57,11 @@ UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, Unsuppo
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and dtypes and no numbers; real ones are taken for such where they come."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """A mode in which tensors have shapes and dtypes and no numbers; real ones are taken for such where they come.
+
+    `export` has them have none at all: from PyTorch 2.15 on, what is made of a real scalar otherwise answers `item()`.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True, export=True)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def _to_larger(larger: str, smaller: str) -> dict[str, Callable[..., popxl.Tenso
 
 
 def _first_if(chosen: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A choice of one of two numbers: of a tie, the first; of NaN and a number, the number."""
+    """A choice of one of two numbers: of a tie, the first, as in PyTorch 2.13; of NaN and a number, the number."""
     return lambda lhs, rhs: jnp.where(chosen(lhs, rhs) | jnp.isnan(rhs), lhs, rhs)
 
 
@@ -92,7 +92,7 @@ def clamp(input: popxl.Tensor, min: Operand | None = None, max: Operand | None =
 
 
 def limited(input: Any, min: Any = None, max: Any = None) -> Any:
-    """No less than `min`, and then no more than `max`. What is at a bound keeps its gradient, as in PyTorch."""
+    """No less than `min`, and then no more than `max`. What is at a bound keeps its gradient, as in PyTorch 2.13."""
     if min is not None:
         input = jnp.where((input < min) | jnp.isnan(min), min, input)
     if max is not None:

@@ -205,7 +205,7 @@ def test_nested_tensors_are_refused() -> None:
         poptorch.inferenceModel(lambda x: torch.nested.nested_tensor([x, x[:1]]).sum())(_input(2, 3))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 def test_modules_of_jit_are_refused_when_they_are_wrapped() -> None:
     with pytest.raises(poptorch.Error, match="Linear is a module that `torch.jit` has made"):
         poptorch.inferenceModel(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 3))))
@@ -579,7 +579,7 @@ def test_autocast_means_what_it_means_in_pytorch() -> None:
         model(x, t)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 @pytest.mark.parametrize("runs", [0, 1, 3])
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_functions_of_jit_that_have_run_before(runs: int, how: str) -> None:

@@ -146,6 +146,7 @@ def test_deformed_convolution() -> None:
     np.testing.assert_allclose(found[0], expected, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`create_unbacked_symint` is deprecated")  # torchvision itself uses it
 def test_boxes_that_are_thrown_out() -> None:
     """A detector's last steps: what is likely enough, without what lies on something more likely."""
 

@@ -29,14 +29,16 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import narrowed
 from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
+from runtime.costs.memory import memory_of_program
 from runtime.files.session_files import read, write
+from runtime.inspection import report_of
 from runtime.interrupts import uninterrupted
 from runtime.processes import Notes
 from runtime.program.host_arrays import HostArrays, Outputs
 from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
 from runtime.program.state import Part
-from runtime.report import Report, memory_of_program, report_of
+from runtime.report import Report
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 from runtime.timeline import Timeline

@@ -75,8 +75,9 @@ from poptorch.placement.strategies import (
     Stage,
 )
 from poptorch.run.devices import ipuHardwareIsAvailable, ipuHardwareVersion
-from poptorch.run.executor import PoplarExecutor, inferenceModel, load, sessionOf, trainingModel
+from poptorch.run.executor import PoplarExecutor
 from poptorch.run.hooks import registerPostCompileHook, registerPreCompileHook
+from poptorch.run.wrapping import inferenceModel, load, sessionOf, trainingModel
 from popxl import __version__
 
 __all__ = [

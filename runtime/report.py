@@ -10,20 +10,17 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.base.records import Record
 from popxl.looking.estimate import Estimate
 from popxl.looking.memory import Memory
 from runtime.costs.cost import Cost
 from runtime.timeline import Timeline
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
-
-class VariableReport(_Part):
+class VariableReport(Record):
     """A variable.
 
     Attributes:
@@ -43,7 +40,7 @@ class VariableReport(_Part):
     ipu: int | None = None
 
 
-class BufferReport(_Part):
+class BufferReport(Record):
     """A remote buffer.
 
     Attributes:
@@ -66,7 +63,7 @@ class BufferReport(_Part):
     ipu: int | None = None
 
 
-class StreamReport(_Part):
+class StreamReport(Record):
     """A stream.
 
     Attributes:
@@ -86,7 +83,7 @@ class StreamReport(_Part):
     ipu: int | None = None
 
 
-class CollectiveReport(_Part):
+class CollectiveReport(Record):
     """What the replicas do together.
 
     Attributes:
@@ -102,7 +99,7 @@ class CollectiveReport(_Part):
     bytes: int
 
 
-class GraphReport(_Part):
+class GraphReport(Record):
     """A graph.
 
     Attributes:
@@ -120,7 +117,7 @@ class GraphReport(_Part):
     text: str
 
 
-class LoopReport(_Part):
+class LoopReport(Record):
     """Calls that are turns of a loop, with what comes with them.
 
     Attributes:
@@ -138,7 +135,7 @@ class LoopReport(_Part):
     text: str
 
 
-class WorkReport(_Part):
+class WorkReport(Record):
     """The ops of one type, those of all graphs together.
 
     Attributes:
@@ -152,7 +149,7 @@ class WorkReport(_Part):
     flops: int
 
 
-class SizeReport(_Part):
+class SizeReport(Record):
     """How large the program is, and how large it would be if nothing were outlined: every call written out.
 
     Attributes:
@@ -168,7 +165,7 @@ class SizeReport(_Part):
     text_written_out: int | None
 
 
-class PieceReport(_Part):
+class PieceReport(Record):
     """Something that was compiled. Its sizes are what XLA says of the executable, in bytes on one device.
 
     Attributes:
@@ -196,7 +193,7 @@ class PieceReport(_Part):
     seconds: float
 
 
-class TargetReport(_Part):
+class TargetReport(Record):
     """The machine that a program was compiled for, which is not here.
 
     Attributes:
@@ -242,7 +239,7 @@ class TargetReport(_Part):
         return Page(f"Target {self.description}", [told, table, *self.cost.details(), sources])
 
 
-class Report(OnPage, _Part):
+class Report(OnPage, Record):
     """What a compiled program consists of and needs. Sizes are bytes on one device.
 
     Called with a path, it is written there, as one HTML page.

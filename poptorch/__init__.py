@@ -9,8 +9,8 @@ and run by a `popxl.Session` (`poptorch.run`). `poptorch.run.executor` is where 
 
 from poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from poptorch._impl import createPoptorchError
+from poptorch.base.custom_types import ICustomArgParser, registerCustomArgParser
 from poptorch.base.logging_ import setLogLevel
-from poptorch.base.structures import ICustomArgParser, registerCustomArgParser
 from poptorch.capture.ids import getIpuTensorId
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
@@ -75,8 +75,9 @@ from poptorch.placement.strategies import (
     Stage,
 )
 from poptorch.run.devices import ipuHardwareIsAvailable, ipuHardwareVersion
-from poptorch.run.executor import PoplarExecutor, inferenceModel, load, sessionOf, trainingModel
+from poptorch.run.executor import PoplarExecutor
 from poptorch.run.hooks import registerPostCompileHook, registerPreCompileHook
+from poptorch.run.wrapping import inferenceModel, load, sessionOf, trainingModel
 from popxl import __version__
 
 __all__ = [

@@ -36,7 +36,8 @@ from poptorch.ops import identity_loss
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.devices import ipuHardwareIsAvailable
-from poptorch.run.executor import PoplarExecutor, inferenceModel, trainingModel
+from poptorch.run.executor import PoplarExecutor
+from poptorch.run.wrapping import inferenceModel, trainingModel
 
 __all__ = ["IPUAccelerator", "IPUStrategy"]
 

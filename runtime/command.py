@@ -24,11 +24,12 @@ from popxl.ir import Ir
 from popxl.looking.memory import Memory
 from runtime.costs.cost import cost_of
 from runtime.costs.foreseen import foreseen
+from runtime.costs.memory import memory_of_program
 from runtime.fitting import FAR, Compiled, fit
+from runtime.inspection import report_of
 from runtime.pipes import nobody_reads, quiet_in_a_pipe
 from runtime.program.machine import Machine, NothingRuns, Planned, PlanningMachine, TargetMachine
 from runtime.program.program import Described, Program, Ready
-from runtime.report import memory_of_program, report_of
 from runtime.session import Session
 from runtime.targets.devices import Device
 from runtime.targets.offline import FORMS, Target

@@ -15,8 +15,9 @@ from popxl.base.choices import VARIABLE, Choices, as_text, choosing
 from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
+from runtime.inspection import report_of
 from runtime.program.program import Program
-from runtime.report import TargetReport, report_of
+from runtime.report import TargetReport
 
 __all__ = ["Fit", "Tried", "fit"]
 

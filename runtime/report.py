@@ -1,54 +1,26 @@
 """`Report`: what a user wants to know of a compiled program, as a page, as JSON, and as a picture of its memory.
 
 Nearly all of it is known before the program runs. What runs when is in a `runtime.timeline.Timeline`, which is on the
-page if there is one.
+page if there is one. `runtime.inspection` makes the report of a program.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
-from popxl.core.aliasing import callees_first, reachable
-from popxl.core.printing import definition, summary
-from popxl.core.recording import Op
-from popxl.core.traits import is_call
-from popxl.graph import Graph
-from popxl.ir import Ir
-from popxl.looking.estimate import Estimate, estimate_of
-from popxl.looking.flops import moved, own_flops
-from popxl.looking.memory import (
-    DeviceMemory,
-    LiveTensor,
-    Memory,
-    Moment,
-    constants_of,
-    moments_of,
-    runs_of,
-    size,
-    variables_on_host,
-)
-from popxl.remote_buffer import RemoteBuffer
-from popxl.values.spec import brief
-from runtime.costs.cost import Cost, cost_of
-from runtime.plan.plan import Plan
-from runtime.plan.structure import Structure
-from runtime.program.program import CompiledProgram
+from popxl.base.records import Record
+from popxl.looking.estimate import Estimate
+from popxl.looking.memory import Memory
+from runtime.costs.cost import Cost
 from runtime.timeline import Timeline
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
-
-class VariableReport(_Part):
+class VariableReport(Record):
     """A variable.
 
     Attributes:
@@ -68,7 +40,7 @@ class VariableReport(_Part):
     ipu: int | None = None
 
 
-class BufferReport(_Part):
+class BufferReport(Record):
     """A remote buffer.
 
     Attributes:
@@ -91,7 +63,7 @@ class BufferReport(_Part):
     ipu: int | None = None
 
 
-class StreamReport(_Part):
+class StreamReport(Record):
     """A stream.
 
     Attributes:
@@ -111,7 +83,7 @@ class StreamReport(_Part):
     ipu: int | None = None
 
 
-class CollectiveReport(_Part):
+class CollectiveReport(Record):
     """What the replicas do together.
 
     Attributes:
@@ -127,7 +99,7 @@ class CollectiveReport(_Part):
     bytes: int
 
 
-class GraphReport(_Part):
+class GraphReport(Record):
     """A graph.
 
     Attributes:
@@ -145,7 +117,7 @@ class GraphReport(_Part):
     text: str
 
 
-class LoopReport(_Part):
+class LoopReport(Record):
     """Calls that are turns of a loop, with what comes with them.
 
     Attributes:
@@ -163,7 +135,7 @@ class LoopReport(_Part):
     text: str
 
 
-class WorkReport(_Part):
+class WorkReport(Record):
     """The ops of one type, those of all graphs together.
 
     Attributes:
@@ -177,7 +149,7 @@ class WorkReport(_Part):
     flops: int
 
 
-class SizeReport(_Part):
+class SizeReport(Record):
     """How large the program is, and how large it would be if nothing were outlined: every call written out.
 
     Attributes:
@@ -193,7 +165,7 @@ class SizeReport(_Part):
     text_written_out: int | None
 
 
-class PieceReport(_Part):
+class PieceReport(Record):
     """Something that was compiled. Its sizes are what XLA says of the executable, in bytes on one device.
 
     Attributes:
@@ -221,7 +193,7 @@ class PieceReport(_Part):
     seconds: float
 
 
-class TargetReport(_Part):
+class TargetReport(Record):
     """The machine that a program was compiled for, which is not here.
 
     Attributes:
@@ -267,7 +239,7 @@ class TargetReport(_Part):
         return Page(f"Target {self.description}", [told, table, *self.cost.details(), sources])
 
 
-class Report(OnPage, _Part):
+class Report(OnPage, Record):
     """What a compiled program consists of and needs. Sizes are bytes on one device.
 
     Called with a path, it is written there, as one HTML page.
@@ -506,342 +478,3 @@ def _place(variable: VariableReport) -> str:
 
 def _stream(stream: StreamReport) -> list[str]:
     return [stream.name, stream.direction, stream.spec, str(stream.transfers), bytes_text(stream.bytes)]
-
-
-# Of a program --------------------------------------------------------------------------------------------------------
-
-
-def report_of(ir: Ir, program: CompiledProgram) -> Report:
-    """The report of a compiled program. See `Session.report`."""
-    main, runs = ir.main_graph, runs_of(ir.main_graph)
-    ops = _stood_for(main)
-    memory = memory_of_program(ir, program)
-    return Report(
-        program=repr(ir),
-        device=program.device.name,
-        devices=tuple(map(str, program.devices)),
-        replicas=program.replicas.count,
-        calls=program.calls,
-        reason=program.reason,
-        loops=_loops(program),
-        written_out=_written_out(program),
-        variables=_variables(ir, program),
-        buffers=_buffers(program, runs),
-        streams=_streams(program),
-        graphs=tuple(_graph(graph, runs[graph]) for graph in reachable(main)),
-        collectives=_collectives(runs),
-        size=_size(main, program),
-        work=_work(runs),
-        pieces=_pieces(main, program, ops),
-        precision=_precision(ir.options.precision, program.layout.destination.platform),
-        seconds=program.compiled.seconds,
-        memory=memory,
-        runs=program.runs,
-        run_seconds=program.run_seconds,
-        timeline=program.timeline,
-        estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
-        target=_target(program, memory),
-    )
-
-
-def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
-    rolling = program.layout.rolling
-    return tuple(
-        LoopReport(
-            graph=loop.ops[0].graph.name,
-            turns=len(loop.turns),
-            ops=len(loop.ops),
-            calls=tuple(callee.name for op in loop.ops for callee in op.called_graphs),
-            text=summary(loop.ops),
-        )
-        for loop in (() if rolling is None else rolling.loops)
-    )
-
-
-def _written_out(program: CompiledProgram) -> dict[str, str]:
-    rolling = program.layout.rolling
-    return {} if rolling is None else {graph.name: why for graph, why in rolling.left_alone.items()}
-
-
-def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:
-    """The machine that the program was compiled for, if that is not here."""
-    target = program.device.target
-    if target is None:
-        return None
-    return TargetReport(
-        description=str(target),
-        chip=target.chip.name,
-        chips=target.count,
-        used=len(program.devices),
-        capacity=target.chip.memory_bytes,
-        with_buffers=memory.device + memory.buffers_on_host,
-        without_buffers=memory.device - memory.buffers,
-        fits=memory.device <= target.chip.memory_bytes,
-        sources=target.chip.sources,
-        cost=cost_of(program),
-    )
-
-
-_MULTIPLYING = {
-    "tpu": {"highest": "six passes of bfloat16", "high": "three passes of bfloat16", "default": "one pass of bfloat16"},
-    "gpu": {"highest": "float32", "high": "TensorFloat-32", "default": "TensorFloat-32"},
-}
-"""What machines multiply float32 numbers with, at each precision."""
-
-
-def _precision(level: str, platform: str) -> str | None:
-    """How float32 numbers are multiplied, in a sentence or two."""
-    if platform not in _MULTIPLYING:
-        return None
-    ways = _MULTIPLYING[platform]
-    told = f"Products of float32 are computed at the precision {level!r}: in {ways[level]}."
-    if level == "default":
-        return told
-    return f"{told} `ir.options.precision = 'default'` would take {ways['default']}."
-
-
-def _stood_for(main: Graph) -> dict[Graph, int]:
-    """For each graph, how many ops it stands for."""
-    ops: dict[Graph, int] = {}
-    for graph in callees_first(main):
-        ops[graph] = sum(_stands_for(op, ops) for op in graph.ops)
-    return ops
-
-
-def _stands_for(op: Op, ops: dict[Graph, int]) -> int:
-    return 1 + sum(ops[callee] for callee in op.called_graphs)
-
-
-def _graph(graph: Graph, runs: int) -> GraphReport:
-    flops = sum(own_flops(op).total for op in graph.ops)
-    return GraphReport(name=graph.name, ops=len(graph.ops), runs=runs, flops=flops, text=definition(graph))
-
-
-def _parts(runs: Counter[Graph]) -> Iterator[tuple[Op, int]]:
-    """The ops that a program carries out, each with how often a run does."""
-    return ((part, count) for graph, count in runs.items() for op in graph.ops for part in op.parts)
-
-
-def _work(runs: Counter[Graph]) -> tuple[WorkReport, ...]:
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for op, count in _parts(runs):
-        found[op.op_type].update(runs=count, flops=count * own_flops(op).total)
-    work = (WorkReport(op=op, **counts) for op, counts in found.items())
-    return tuple(sorted(work, key=lambda each: -each.flops))
-
-
-def _collectives(runs: Counter[Graph]) -> tuple[CollectiveReport, ...]:
-    found: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    for op, count in _parts(runs):
-        if op.kind.between_replicas:
-            found[op.op_type, op.attributes["group_size"]].update(runs=count, bytes=count * moved(op))
-    return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in found.items())
-
-
-def _size(main: Graph, program: CompiledProgram) -> SizeReport:
-    written_out: dict[Graph, int] = {}
-    for graph in callees_first(main):
-        inner = (written_out[callee] for op in graph.ops for callee in op.called_graphs)
-        written_out[graph] = sum(not is_call(op) for op in graph.ops) + sum(inner)
-    plan = program.executable if isinstance(program.executable, Plan) else None
-    texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
-    pieces = [piece.structure for piece in plan.pieces] if plan is not None else [None]
-    whole = {structure: _text_written_out(text) for structure, text in texts.items()}
-    return SizeReport(
-        ops=sum(len(graph.ops) for graph in written_out),
-        ops_written_out=written_out[main],
-        text=sum(map(len, texts.values())),
-        text_written_out=None if None in whole.values() else sum(whole[piece] or 0 for piece in pieces),
-    )
-
-
-_FUNCTION = re.compile(r"^  func\.func \w+ @([\w.$-]+|\"[^\"]*\")\(.*?^  }$", re.MULTILINE | re.DOTALL)
-_CALL = re.compile(r"\bcall @([\w.$-]+|\"[^\"]*\")\(")
-
-
-def _text_written_out(text: str) -> int | None:
-    """The length of a lowered text with each call replaced by what it calls; `None` for text of another kind."""
-    bodies = {match[1]: match[0] for match in _FUNCTION.finditer(text)}
-    if "main" not in bodies:
-        return None
-    lengths: dict[str, int] = {}
-    waiting = ["main"]
-    while waiting:  # functions call each other as deep as graphs do
-        callees = _CALL.findall(bodies[waiting[-1]])
-        new = [name for name in dict.fromkeys(callees) if name not in lengths]
-        if new:
-            waiting += new
-        else:
-            name = waiting.pop()
-            lengths[name] = len(bodies[name]) + sum(lengths[callee] for callee in callees)
-    return len(text) - sum(map(len, bodies.values())) + lengths["main"]
-
-
-def _variables(ir: Ir, program: CompiledProgram) -> tuple[VariableReport, ...]:
-    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
-    found = []
-    for v in ir.main_graph.variables:
-        bytes, changes = held.get(v, (0, False))
-        place = v.location_info
-        where = "device" if v in held else "unused"
-        if place.buffer is not None and v not in held:
-            where = f"buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
-            slots, _ = buffers.get(place.buffer, (0, False))
-            bytes, changes = slots // place.buffer.entries, place.buffer in program.layout.stored_to
-        ipu = program.layout.ipu_of(v) if v in held else None
-        found.append(VariableReport(name=v.name, spec=brief(v), bytes=bytes, place=where, changes=changes, ipu=ipu))
-    return tuple(found)
-
-
-def _buffers(program: CompiledProgram, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
-    traffic: defaultdict[RemoteBuffer, Counter[str]] = defaultdict(Counter)
-    for op, count in _parts(runs):
-        if op.kind.exchange == "buffer":
-            way = "stored" if not op.outputs else "loaded"
-            traffic[op.attributes["buffer"]][way] += count * moved(op)
-    return tuple(
-        BufferReport(
-            number=buffer.remote_buffer_id,
-            entries=buffer.entries,
-            spec=f"{buffer.tensor_dtype.short}[{', '.join(map(str, buffer.tensor_shape))}]",
-            bytes=bytes,
-            memory="host" if is_on_host else "device",
-            loaded=traffic[buffer]["loaded"],
-            stored=traffic[buffer]["stored"],
-            ipu=program.layout.ipu_of(buffer),
-        )
-        for buffer, (bytes, is_on_host) in program.layout.bytes_of_buffers().items()
-    )
-
-
-def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
-    return tuple(
-        StreamReport(
-            name=s.tensor.name,
-            direction="in" if s in program.inputs else "out",
-            spec=brief(s.tensor),
-            transfers=program.layout.counts.get(s, 0),
-            bytes=bytes,
-            ipu=program.layout.ipu_of(s),
-        )
-        for s, bytes in program.layout.bytes_of_streams().items()
-    )
-
-
-def _pieces(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
-    if not isinstance(program.executable, Plan):
-        (executable,) = program.executables()
-        text = len(program.text())
-        sizes = _sizes(executable)
-        return (
-            PieceReport(
-                name="the program", runs=1, ops=ops[main], text=text, seconds=program.compiled.seconds, **sizes
-            ),
-        )
-    pieces = program.executable.pieces
-    runs = program.executable.runs
-    compiling: dict[Structure, float] = defaultdict(float)
-    for piece in pieces:
-        compiling[piece.structure] += piece.seconds
-    first = {piece.structure: piece for piece in reversed(pieces)}
-    return tuple(
-        PieceReport(
-            name=first[structure].name,
-            runs=count,
-            ops=sum(_stands_for(op, ops) for op in first[structure].ops),
-            text=len(structure.text()),
-            seconds=compiling[structure],
-            **_sizes(structure.executable),
-        )
-        for structure, count in runs.items()
-    )
-
-
-def _sizes(executable: Any) -> dict[str, Any]:
-    """What XLA says of an executable."""
-    found = executable.memory_analysis()
-    host = (found.host_argument_size_in_bytes, found.host_output_size_in_bytes, found.host_temp_size_in_bytes)
-    return {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes - found.alias_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "code": found.generated_code_size_in_bytes or None,
-        "host": sum(host) - found.host_alias_size_in_bytes,
-    }
-
-
-# Its memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
-    """What a compiled program needs. See `Session.memory`."""
-    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.ipus}
-    per_replica = [*parts.values()]
-    devices = tuple(
-        per_replica[i % len(per_replica)].model_copy(update={"name": str(device)})
-        for i, device in enumerate(program.devices)
-    )
-    fullest = max(parts, key=lambda ipu: parts[ipu].device)
-    moments, tensors = _steps(ir, program, fullest)
-    buffers = sum(bytes for bytes, is_on_host in program.layout.bytes_of_buffers().values() if is_on_host)
-    analyses = [executable.memory_analysis() for executable in program.executables()]
-    return Memory(
-        **parts[fullest].model_dump(exclude={"name", "device"}),
-        name=f"{ir!r}, on each device" if len(program.devices) > 1 else repr(ir),
-        source="pieces" if isinstance(program.executable, Plan) else "program",
-        devices=devices,
-        buffers_on_host=buffers,
-        variables_on_host=variables_on_host(ir.main_graph),
-        temporaries_on_host=max(found.host_temp_size_in_bytes for found in analyses),
-        moments=moments,
-        tensors=tensors,
-    )
-
-
-def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
-    """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
-
-    def here(thing: Any) -> bool:
-        return program.layout.ipu_of(thing) in (None, ipu)
-
-    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
-    streams = program.layout.bytes_of_streams()
-    moments, _ = _steps(ir, program, ipu)
-    temporaries = max((m.held + m.inside for m in moments), default=0)
-    executables = program.executables()
-    if isinstance(program.executable, Plan):
-        pieces = {piece.structure: piece for piece in program.executable.pieces if piece.place == ipu}
-        executables = tuple(structure.executable for structure in pieces)
-    else:
-        temporaries = program.temporaries()
-    return DeviceMemory(
-        name=f"IPU {ipu}",
-        variables=sum(bytes for v, (bytes, _) in held.items() if here(v)),
-        buffers=sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
-        arguments=sum(streams[s] for s in program.inputs if here(s)),
-        outputs=sum(streams[s] for s in program.outputs if here(s)),
-        constants=sum(map(size, constants_of(ir.main_graph))),
-        temporaries=temporaries,
-        code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
-    )
-
-
-def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
-    """The steps on the device of an IPU, and the values that are held there between them."""
-    if not isinstance(program.executable, Plan):
-        copies = program.replicas.per_device
-        return moments_of(ir.main_graph, lambda t: copies * size(t))
-    curve, lives = program.executable.curve()
-    there = [i for i, (piece, *_) in enumerate(curve) if piece.place == ipu]
-    moments = (Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve if piece.place == ipu)
-    tensors = (
-        LiveTensor(
-            name=f"{t.path}: {brief(t)}",
-            bytes=bytes,
-            first=bisect_right(there, first) - 1,
-            last=bisect_right(there, last) - 1,
-        )
-        for t, place, bytes, first, last in lives
-        if place == ipu
-    )
-    return tuple(moments), tuple(tensors)

@@ -1,11 +1,10 @@
 """`Session`: an Ir that is compiled and run. A finished Ir goes in; arrays go in and out at each run.
 
-Programs know it as `popxl.Session`.
+Programs know it as `popxl.Session`. How its variables get to the device and back is in `runtime.variable_copies`.
 """
 
 from __future__ import annotations
 
-import numbers
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,26 +25,26 @@ from popxl.looking.edits import Snapshot
 from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.utils import narrowed
 from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
+from runtime.costs.memory import memory_of_program
 from runtime.files.session_files import read, write
-from runtime.interrupts import uninterrupted
+from runtime.inspection import report_of
 from runtime.processes import Notes
 from runtime.program.host_arrays import HostArrays, Outputs
 from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
 from runtime.program.state import Part
-from runtime.report import Report, memory_of_program, report_of
+from runtime.report import Report
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 from runtime.timeline import Timeline
 from runtime.traces import traced
+from runtime.variable_copies import VariableCopies, new_data
 
 __all__ = ["Session"]
 
 _log = Logger("session")
-_device_log = Logger("devicex")
 
 
 class Session:
@@ -105,18 +104,15 @@ class Session:
             warn_of_unused_transfers(ir)
             warn_of_doubts(ir.main_graph)
         self._ir = ir
-        self._variables = ir.main_graph.variables
         self._device = self.machine.device(device_desc, ir)
-        comes_back = self._is_here and not self._has_read_only_data()
-        self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
+        self._copies = VariableCopies(ir, self.program)
+        comes_back = self._is_here and not self._copies.are_read_only
+        self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         self._made_of = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.known = ir.edits.count
         self._was_attached_stack: list[bool] = []
-        self._has_run = False
-        self._has_uploaded = False
-        self._known_host_data = ir.host_copies.version
         self._host_arrays = HostArrays(self.program.layout)
         self._lock = threading.RLock()  # a run gives up what the next one needs
         self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of the variables that are other sessions'
@@ -296,7 +292,7 @@ class Session:
                 "all of its own."
             )
         with self._lock, self._ir.host_copies.lock:
-            if self.is_attached and self._has_run and not self._has_read_only_data():
+            if self.is_attached and self._copies.has_run and not self._copies.are_read_only:
                 self.weights_to_host()
             write(path, self._ir, self.program)
 
@@ -393,7 +389,7 @@ class Session:
     def _check_loaded(self, what: str) -> None:
         self._check_attached(what)
         if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
-            self._upload()
+            self._copies.upload()
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -429,24 +425,17 @@ class Session:
             if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
-            if not self._has_run:
+            if not self._copies.has_run:
                 check_environment()
-                self._note_run()
+                self._copies.note_run()
             if self._owners:
                 with self._alone():
                     for owner in self._changed_owners:
-                        owner._note_run()
+                        owner._copies.note_run()
                     fetches = self.program.run(feeds)
             else:
                 fetches = self.program.run(feeds)
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
-
-    def _note_run(self) -> None:
-        """Say that the host copies are behind, before it is so: an interrupted run may have changed the variables."""
-        if not self._has_run:
-            for v in self._variables:
-                v._in_sync = False
-            self._has_run = True
 
     def run_with_outputs(
         self,
@@ -587,27 +576,6 @@ class Session:
 
     # Variables ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _host_is_stale(self) -> bool:
-        """Whether the host copies are not what this session last put there: it has run, or somebody else wrote them."""
-        return self._has_run or self._known_host_data != self._ir.host_copies.version
-
-    def _has_read_only_data(self) -> bool:
-        return any(v.is_read_only for v in self._variables)
-
-    def _upload(self) -> None:
-        _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
-        with self._ir.host_copies.lock:
-            version = self._ir.host_copies.version
-            self.program.upload()
-        if not self._has_uploaded:
-            self._has_uploaded = True
-            remote = [v for v in self._variables if v.location_info.isRemote()]
-            for v in dict.fromkeys([*self.program.variables, *remote]):
-                if v.retrieval_mode == "one_per_group":
-                    _device_log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
-        self._known_host_data = version
-
     def weights_from_host(self) -> None:
         """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
 
@@ -615,7 +583,7 @@ class Session:
         """
         with self._lock:
             self._check_attached("weights_from_host")
-            self._upload()
+            self._copies.upload()
 
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
@@ -623,20 +591,13 @@ class Session:
         If several processes run the program, all have to do this: then each has the values of all replicas. It is part
         of leaving a `with session:` block, and of `get_tensor_data` after a run.
         """
-        if self._has_read_only_data():
+        if self._copies.are_read_only:
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )
         with self._lock, self._ir.host_copies.lock:
             self._check_loaded("weights_to_host")
-            version = self._ir.host_copies.note()  # whoever is interrupted from here on trusts them no more
-            self.program.download()
-            _device_log.debug("Writing weights to host complete.")
-            self._has_run, self._known_host_data = False, version
-            for v in self._variables:
-                v._in_sync = True
-                if (mapped := v._memmap_arr) is not None:
-                    mapped.flush()
+            self._copies.download()
 
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
@@ -664,7 +625,7 @@ class Session:
         with self._lock, self._ir.host_copies.lock:
             if any(isinstance(t, Variable) for t in wanted) and self._device_is_ahead():
                 self.weights_to_host()
-            return {t: self._numbers(t) for t in wanted}
+            return {t: self._copies.read(t) for t in wanted}
 
     def _check_readable(self, t: Variable | Constant) -> None:
         if not isinstance(t, Variable | Constant):
@@ -679,12 +640,12 @@ class Session:
     def _device_is_ahead(self) -> bool:
         """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
         is_here = self.is_attached and self._is_here
-        if self._has_run and not is_here:
+        if self._copies.has_run and not is_here:
             _log.warn(
                 "Session.get_tensors_data: these are the values from before the last runs. What the device had was not "
                 "copied to the host before the session was left."
             )
-        return self._host_is_stale and is_here
+        return self._copies.host_is_stale and is_here
 
     # Each process its part
 
@@ -717,16 +678,6 @@ class Session:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
         return owner.get_tensor_data(theirs)
 
-    def _numbers(self, t: Variable | Constant) -> np.ndarray:
-        """The host copy; for a variable that is read from all replicas, a row for each of them."""
-        if isinstance(t, Constant) or t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1:
-            return t.data if isinstance(t, Constant) or t.replica_grouping.is_const else t.data.copy()
-        if t in self.program.values_of_all:
-            return self.program.values_of_all[t].copy()
-        grouping = t.replica_grouping
-        rows = t.data if grouping.num_groups > 1 else t.data[None]
-        return rows[np.asarray(grouping.assignment)]
-
     def write_variable_data(self, tensor: Variable, data: Any) -> None:
         """Give a variable new numbers, on the host and, if the session is attached, on the device.
 
@@ -745,18 +696,14 @@ class Session:
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
-        checked = {t: self._new_data(t, data) for t, data in tensors.items()}
+        checked: dict[Variable, np.ndarray] = {}
+        for t, data in tensors.items():
+            self._check_writable(t)
+            checked[t] = new_data(t, data)
         if self.is_attached:
             self._check_attached("write_variable_data")
-
-        def write() -> None:
-            for t, data in checked.items():
-                np.copyto(t.data, data)
-            self._known_host_data = self._ir.host_copies.note()
-            self.program.is_loaded = False  # so that what interrupts the upload only puts it off
-
         with self._lock, self._ir.host_copies.lock:
-            uninterrupted(write)
+            self._copies.write(checked)
             if self.is_attached:
                 self.weights_from_host()
 
@@ -768,7 +715,7 @@ class Session:
                 "program's tensor (`NamedTensors.to_mapping` pairs tensors by their names)."
             )
 
-    def _new_data(self, t: Tensor, data: Any) -> np.ndarray:
+    def _check_writable(self, t: Tensor) -> None:
         if not isinstance(t, Variable):
             raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
         if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
@@ -781,23 +728,3 @@ class Session:
             raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
         if t.is_read_only:
             raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
-        wanted = t.dtype.as_numpy()
-        if isinstance(data, numbers.Number):
-            if wanted.names:
-                raise TypeError(f"Session.write_variable_data: {t!r} is a float8; expected an array of dtype {wanted}.")
-            data = narrowed(np.asarray(data), wanted, f"Session.write_variable_data: the data for {t!r}")
-        if not hasattr(data, "dtype"):
-            raise AttributeError(
-                f"Session.write_variable_data: the data for {t!r} is {data!r} ({type(data).__name__}); expected an "
-                f"array: `np.asarray(data, np.{wanted})`."
-            )
-        if data.dtype != wanted:
-            raise TypeError(
-                f"Session.write_variable_data: the data for {t!r} has the dtype {data.dtype}; expected {wanted}."
-            )
-        if data.shape != t.shape_on_host:
-            raise ValueError(
-                f"Session.write_variable_data: the data for {t!r} has the shape {data.shape}; expected "
-                f"{t.shape_on_host}."
-            )
-        return np.asarray(data)

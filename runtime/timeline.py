@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
 from popxl.base.pictures import bars
+from popxl.base.records import Record
 from runtime.files.executables import copied
 
 Array = Any
@@ -27,7 +28,7 @@ COPY = "copied here"
 """The name of what brings an array from another device."""
 
 
-class Span(BaseModel):
+class Span(Record):
     """An executable at work.
 
     Attributes:
@@ -35,8 +36,6 @@ class Span(BaseModel):
         name: what it does.
         start, end: in seconds since the recording began.
     """
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     device: str
     name: str

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.multiprocessing  # teaches `ForkingPickler` to share tensors
 
-from poptorch.base import structures
+from poptorch.base import custom_types
 from poptorch.base.structures import Structure, structure_of
 from poptorch.enums import SharingStrategy
 from poptorch.errors import createPoptorchError
@@ -277,7 +277,7 @@ class _Unsupported(Exception):
 
 def supported_structure(batch: Any) -> Structure:
     """The structure of a batch, if it is of a supported type."""
-    if structures.parser_of(batch) is None:
+    if custom_types.parser_of(batch) is None:
         if isinstance(batch, dict):
             tensors = list(batch.values()) if all(isinstance(key, str) for key in batch) else [None]
         else:
@@ -379,7 +379,7 @@ class Parcel:
         self._data = b""
 
     def __getstate__(self) -> dict[str, Any]:
-        parsers = {kind: parser for kind, parser in structures.parsers().items() if _can_be_pickled((kind, parser))}
+        parsers = {kind: parser for kind, parser in custom_types.parsers().items() if _can_be_pickled((kind, parser))}
         content = (parsers, self._content)
         state = {**self.__dict__, "_content": None}
         if self._strategy is SharingStrategy.SharedMemory:
@@ -400,7 +400,7 @@ class Parcel:
         else:
             parsers, content = pickle.loads(self._data)
         for kind, parser in parsers.items():
-            structures.registerCustomArgParser(kind, parser)
+            custom_types.registerCustomArgParser(kind, parser)
         return content
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from poptorch.base.custom_types import parser_of
+from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Parts, hidden_problem, holds_tensor, parser_of, structure_of
+from poptorch.base.structures import Parts, structure_of
 from poptorch.errors import Error, createPoptorchError
 
 __all__ = ["Binder", "Signature"]

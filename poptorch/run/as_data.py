@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from poptorch import enums, optim
-from poptorch.base.structures import parser_of
+from poptorch.base.custom_types import parser_of
 from poptorch.errors import createPoptorchError
 from poptorch.options import Anchor, Options, TensorLocationSettings
 from poptorch.placement.strategies import _IExecutionStrategy

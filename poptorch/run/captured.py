@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poptorch.base.structures import Answer, Changes
+from poptorch.base.answers import Answer, Changes
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture

@@ -1,21 +1,21 @@
 """`PoplarExecutor`: a wrapped model, as a user has it.
 
 It decides when a model is compiled, who holds the truth about weights and the state of the optimiser, and when either
-is transferred. What is compiled is in `poptorch.run.compiled`; how host modules notice that they are read, in
-`poptorch.run.weights`; the optimiser and its state, in `poptorch.run.trainer`; files, in `poptorch.run.saving`.
+is transferred. Programs make one with the functions of `poptorch.run.wrapping`. What it is made of, each by itself: the
+model on the host, `poptorch.run.host_model`, and how that notices that it is read, `poptorch.run.weights`; how it is
+compiled, `poptorch.run.compilation`, and what comes of that, `poptorch.run.compiled`; the optimiser and its state,
+`poptorch.run.trainer`; files, `poptorch.run.saving`.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -24,41 +24,34 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch import optim, profiling
+from poptorch import profiling
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
-from poptorch.capture.attributes import Attributes
-from poptorch.capture.cuts import Cuts
 from poptorch.capture.torch_private import uncompiled, without_modes
 from poptorch.capture.tracer import autocast_dtype
-from poptorch.enums import ConnectionType, OutputMode
+from poptorch.enums import ConnectionType
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.placement.blocks import module_repr
-from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
-from poptorch.program.batching import Batching
-from poptorch.program.program import Returned
-from poptorch.run import hooks, saving, weights
-from poptorch.run.arguments import Signature
-from poptorch.run.captured import captured_model
+from poptorch.run import hooks, saving
+from poptorch.run.compilation import compiled_model, compiling, progress_bar
 from poptorch.run.compiled import Compiled
-from poptorch.run.in_parts import InParts, Way
+from poptorch.run.host_model import HostModel
+from poptorch.run.in_parts import InParts
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
+from poptorch.run.own_options import needs_running_mean, own_options, with_running_mean
 from poptorch.run.times import Latency, Times
 from poptorch.run.trained_in_parts import TrainedInParts
-from poptorch.run.trainer import Trainer, needs_running_mean, with_running_mean
+from poptorch.run.trainer import Trainer, default_optimizer
+from poptorch.run.weights import Instrumented, Trainings
 from popxl.looking.estimate import estimate_of
-from popxl.session import CompilationProgress, compilation_progress
 
-__all__ = ["PoplarExecutor", "inferenceModel", "load", "sessionOf", "trainingModel"]
+__all__ = ["Model", "PoplarExecutor"]
 
 Model = torch.nn.Module | Callable[..., Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _channel = profiling.Channel("poptorch")
-
-_compiling = threading.RLock()
-"""Models are compiled one after the other: while one is captured, its module holds tensors without numbers."""
 
 
 def _traced(name: str) -> Callable[[Method], Method]:
@@ -127,25 +120,22 @@ class PoplarExecutor:
             raise AssertionError("`optimizer` is for training; an inference model has none.")
         self._user_model: Model = user_model or model
         self._training = training
-        self._options = _own_options(options or Options(), training)
-        self._module = model if isinstance(model, torch.nn.Module) else None
-        self._call = model
-        self._attributes = Attributes(self._module)
-        self._grouped: dict[str, GroupedParameter] = {}
+        self._options = own_options(options or Options(), training)
+        self._host = HostModel(model)
         self._compiled: Compiled | InParts | None = None
         self._kinds: ByArguments | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
         self._compilation_time: timedelta | None = None
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
-        self._trainings = weights.Trainings(self._module)
-        self._instrumented: weights.Instrumented | None = None
+        self._trainings = Trainings(self._host.module)
+        self._instrumented: Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
-            self._trainer = Trainer(optimizer or _default_optimizer(self._module))
+            self._trainer = Trainer(optimizer or default_optimizer(self._host.module))
             if needs_running_mean(self._trainer.optimizer, self._options):
                 self._options = with_running_mean(self._options)
-            self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
+            self._instrument()
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +151,7 @@ class PoplarExecutor:
             AssertionError: if the model was compiled for no device of this machine.
         """
         if self._compiled is None:
-            with _compiling:
+            with compiling():
                 if self._compiled is None:  # another thread may have compiled it
                     self.compile(*args, **kwargs)
         compiled = self._required
@@ -221,8 +211,8 @@ class PoplarExecutor:
             >>> poptorch.inferenceModel(Counting()).generate(torch.zeros(2), count=3)
             tensor([3., 3.])
         """
-        loop = getattr(self._user_model, "generate", None)
-        if self._module is None or self._module is not self._user_model or not callable(loop):
+        module, loop = self._host.module, getattr(self._user_model, "generate", None)
+        if module is None or module is not self._user_model or not callable(loop):
             raise createPoptorchError(
                 f"generate: {type(self._user_model).__name__} has no `generate`. Wrap a module that has one, such as "
                 "those of transformers whose names end with `ForCausalLM`."
@@ -234,13 +224,13 @@ class PoplarExecutor:
             )
         if self._kinds is None:
             self._kinds = ByArguments(self._another, self._options.kept_programs)
-        with calls_of(self._module, self._kinds):
-            return loop(*args, **with_lasting_cache(self._module, kwargs))
+        with calls_of(module, self._kinds):
+            return loop(*args, **with_lasting_cache(module, kwargs))
 
     def _another(self) -> PoplarExecutor:
         """The same, for other arguments."""
-        made = PoplarExecutor(self._call, self._options, self._training, popxl.__version__)
-        made._attributes = self._attributes
+        made = PoplarExecutor(self._host.call, self._options, self._training, popxl.__version__)
+        made._host.attributes = self._host.attributes
         return made
 
     def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -256,7 +246,7 @@ class PoplarExecutor:
         Raises:
             poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
         """
-        with _compiling, torch.inference_mode(False):  # within it no gradients flow, whatever one says
+        with compiling():
             self._compile(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -267,70 +257,13 @@ class PoplarExecutor:
         hooks.pre_compile()
         self._autocast = (autocast_dtype(),)
         self._instrument()
-        self._check_named_buffers()
-        with self._attributes.restored(), _progress_bar(self._options.show_compilation_progress_bar):
-            compiled = self._made(args, kwargs)
+        self._host.check_buffers(self._options.updatable_named_buffers)
+        with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
+            compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, self._on_host.read)
         self._use(compiled)
         self._compilation_time = timedelta(seconds=perf_counter() - start)
         self._write_report()
         hooks.post_compile()
-
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled | InParts:
-        """The model, compiled."""
-        options = self._options
-        ir = popxl.Ir(replication=options.replication)
-        groups = {name: each.groups for name, each in self._grouped.items() if each.groups.count > 1}
-        if self._grouped and ir.replication_factor != options.replication_factor:
-            raise NotImplementedError(
-                f"replicaGrouping: {', '.join(map(repr, self._grouped))} has groups of replicas, of which other "
-                "processes have some. Run the program in one process, with `options.replicationFactor`."
-            )
-        groupings = {name: ir.replica_grouping(each.stride, each.size) for name, each in groups.items()}
-        update, count = None, 0
-        if self._trainer is not None:
-            update = self._trainer.prepare(weights.tensors_of(self._module), options, groupings)
-            count = len(self._trainer.numbers)
-        host_side = self._trainer.names() if self._trainer is not None else []
-        anchors = {
-            short: Returned(
-                anchor.long_name,
-                options.output_mode if anchor.output_mode is None else anchor.output_mode,
-                options.output_return_period if anchor.output_mode is None else anchor.output_return_period,
-            )
-            for short, anchor in options.anchored_tensors.items()
-            if anchor.long_name not in host_side
-        }
-        forward = self._module.forward if self._module is not None else self._call
-        signature = Signature(forward, args, kwargs)
-        batching = Batching.of(options, update is not None)
-        seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
-
-        call, module, grouped, training = self._call, self._module, list(self._grouped), update is not None
-
-        def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
-            cuts = Cuts(tensors, answers, training) if options.kept_programs > 1 else None
-            captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts)
-            return Way(captured, answer, () if cuts is None else cuts.found)
-
-        way = capture(signature.check(args, kwargs), ())
-        if way.cuts:
-            host, attributes = self._host(), self._attributes
-            of_parts = capture, lambda: _capturing(attributes), way, signature, batching, options, host, seed
-            return InParts(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
-        return Compiled.of(
-            ir,
-            way.captured,
-            way.answer,
-            signature,
-            batching,
-            options,
-            update=update,
-            count=count,
-            groupings=groupings,
-            host=self._host_weights(),
-            anchors=anchors,
-            seed=seed,
-        )
 
     def _use(self, compiled: Compiled | InParts) -> None:
         """Run this from now on."""
@@ -338,8 +271,9 @@ class PoplarExecutor:
         offline = self._options.connection_type is ConnectionType.Never
         if self._instrumented is not None and self._trainer is not None:
             assert isinstance(compiled, Compiled | TrainedInParts)
-            home = (compiled, self._instrumented, self._module, self._grouped, self._trainer)
-            self._forgotten = weakref.finalize(self, _bring_home, *home)
+            self._forgotten = weakref.finalize(
+                self, _bring_home, compiled, self._instrumented, self._host, self._trainer
+            )
             self._forgotten.atexit = False
             self._trainer.connect(compiled, offline)
         if not offline:
@@ -347,7 +281,7 @@ class PoplarExecutor:
 
     def _instrument(self) -> None:
         if self._training and self._instrumented is None:
-            self._instrumented = weights.Instrumented(self._module, self._fetch_weights, self._grouped)
+            self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped)
 
     @property
     def _executable(self) -> Compiled | InParts | None:
@@ -453,7 +387,7 @@ class PoplarExecutor:
 
     def _attach(self, compiled: Compiled | InParts) -> None:
         self._trainings.have_news()  # brings home what is stale
-        compiled.attach(self._host_weights())
+        compiled.attach(self._on_host.read())
 
     def _check_online(self, what: str) -> None:
         if self._options.connection_type is ConnectionType.Never:
@@ -464,14 +398,10 @@ class PoplarExecutor:
 
     # Weights --------------------------------------------------------------------------------------------------------
 
-    def _host_weights(self) -> dict[str, np.ndarray]:
-        return self._host()()
-
-    def _host(self) -> Callable[[], dict[str, np.ndarray]]:
+    @property
+    def _on_host(self) -> Instrumented | HostModel:
         """What reads the host's values. It does not keep this wrapper alive."""
-        if self._instrumented is not None:
-            return self._instrumented.read
-        return partial(weights.read, self._module, self._grouped)
+        return self._instrumented or self._host
 
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
         return self._required.weights()
@@ -483,7 +413,7 @@ class PoplarExecutor:
         if self._instrumented is not None:
             self._instrumented.to_host()
         else:
-            weights.write(self._module, compiled.weights(), self._grouped)
+            self._host.write(compiled.weights())
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """The same, if training has changed them on the device since. Returns whether it had."""
@@ -495,7 +425,7 @@ class PoplarExecutor:
         if self._kinds is not None:
             self._kinds.copy_weights()
         if self._compiled is not None or self._kinds is None:
-            self._required.write_weights(self._host_weights())
+            self._required.write_weights(self._on_host.read())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
 
@@ -512,19 +442,7 @@ class PoplarExecutor:
                 "copyNamedBuffersToDevice: no buffers are named. Name them before the model is wrapped: "
                 "`options.updatableNamedBuffers([...])`."
             )
-        compiled = self._required
-        if self._instrumented is not None:
-            compiled.write_weights(self._instrumented.read(names))
-        else:
-            compiled.write_weights(weights.read(self._module, names=names))
-
-    def _check_named_buffers(self) -> None:
-        buffers = {} if self._module is None else dict(torch.nn.Module.named_buffers(self._module))
-        if unknown := [name for name in self._options.updatable_named_buffers if name not in buffers]:
-            raise createPoptorchError(
-                f"updatableNamedBuffers: the model has no buffers named {', '.join(unknown)}; it has "
-                f"{', '.join(buffers) or 'none'}."
-            )
+        self._required.write_weights(self._on_host.read(names))
 
     @_traced("loadStateDict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -630,8 +548,8 @@ class PoplarExecutor:
             filename,
             compiled,
             self._options,
-            self._module,
-            self._grouped,
+            self._host.module,
+            self._host.grouped,
             self._trainer,
             export_model,
             save_rng_state,
@@ -657,14 +575,13 @@ class PoplarExecutor:
 
     def _take(self, saved: saving.Saved, anew: bool) -> None:
         """Use what has been saved; `anew`: with the state of the optimiser that this wrapper has."""
-        saved.check(self._module, self._training)
+        saved.check(self._host.module, self._training)
         self._instrument()
-        self._check_named_buffers()
-        self._grouped.update(saved.grouped)
-        forward = self._module.forward if self._module is not None else self._call
-        compiled = saved.compiled(forward, self._options)
+        self._host.check_buffers(self._options.updatable_named_buffers)
+        self._host.grouped.update(saved.grouped)
+        compiled = saved.compiled(self._host.forward, self._options)
         if self._trainer is not None:
-            saved.prepare(self._trainer, self._module, self._options)
+            saved.prepare(self._trainer, self._host.module, self._options)
             if anew:
                 assert self._trainer.update is not None
                 first = {kept.name: kept.value for kept in self._trainer.update.state}
@@ -775,8 +692,8 @@ class PoplarExecutor:
         """A copy wraps a copy of the model, with the weights as they are now; it is not compiled."""
         self.copyWeightsToHostIfNeeded()
         optimizer = None if self._trainer is None else self._trainer.optimizer
-        made_of = (self._call, self._options, self._training, popxl.__version__, optimizer)
-        return PoplarExecutor, made_of, {"grouped": self._grouped}
+        made_of = (self._host.call, self._options, self._training, popxl.__version__, optimizer)
+        return PoplarExecutor, made_of, {"grouped": self._host.grouped}
 
     def __copy__(self) -> PoplarExecutor:
         make, (model, *others), state = self.__reduce__()
@@ -792,7 +709,7 @@ class PoplarExecutor:
         return made
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._grouped.update(state["grouped"])
+        self._host.grouped.update(state["grouped"])
 
     def __getattr__(self, attr: str) -> Any:
         if "_user_model" not in self.__dict__:  # it is being made
@@ -801,164 +718,23 @@ class PoplarExecutor:
         if isinstance(value, torch.nn.Parameter):
 
             def group(grouped: GroupedParameter | None) -> None:
-                self._grouped.pop(attr, None)
+                self._host.grouped.pop(attr, None)
                 if grouped is not None:
-                    self._grouped[attr] = grouped
+                    self._host.grouped[attr] = grouped
 
             return ParameterProxy(value, attr, self._options.replication_factor, group)
         return value
 
 
-def _default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
-    parameters = list(module.parameters()) if module is not None else []
-    return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
-
-
-@contextmanager
-def _capturing(attributes: Attributes) -> Iterator[None]:
-    """A context in which a model may be captured: it is then as it was when it was wrapped."""
-    with _compiling, torch.inference_mode(False), attributes.restored():
-        yield
-
-
 def _bring_home(
     compiled: Compiled | TrainedInParts,
-    instrumented: weights.Instrumented,
-    module: torch.nn.Module | None,
-    grouped: Mapping[str, GroupedParameter],
+    instrumented: Instrumented,
+    model: HostModel,
     trainer: Trainer,
 ) -> None:
     """What was trained by a wrapper that nobody has any more comes home now, if it has not been read."""
     with without_modes():  # a capture may be going on
         if instrumented.is_stale:
             instrumented.is_stale = False
-            weights.write(module, compiled.weights(), grouped)
+            model.write(compiled.weights())
         trainer.disconnect()
-
-
-def _own_options(options: Options, training: bool) -> Options:
-    """A copy of a user's options, with what is left to the kind of executor filled in. The user's are frozen."""
-    options.freeze()
-    own = options.clone()
-    if own.defaultOutputMode():
-        own.outputMode(OutputMode.Final if training else OutputMode.All)
-    if not training and own.Training.gradient_accumulation != 1:
-        strategy = own.execution_strategy
-        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
-        raise createPoptorchError(
-            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
-            "when running a poptorch.inferenceModel()."
-            + " Use poptorch.Options().deviceIterations() to process a sufficient number of batches each run for "
-            "pipelined execution instead." * is_pipelined + f" It is {own.Training.gradient_accumulation}."
-        )
-    own.freeze()
-    return own
-
-
-@contextmanager
-def _progress_bar(shown: bool) -> Iterator[None]:
-    """Show how far a compilation is, if it takes a while and somebody is at a terminal; with tqdm, if there is one."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        shown = False
-    if not shown:
-        yield
-        return
-    with tqdm(desc="Graph compilation", total=100, bar_format="{l_bar}{bar}|", disable=None, delay=1) as bar:
-
-        def show(progress: CompilationProgress) -> None:
-            bar.n = 100 * progress.done // max(progress.total, 1)
-            bar.refresh()
-
-        with compilation_progress(show):
-            yield
-
-
-def trainingModel(
-    model: Model | PoplarExecutor,
-    options: Options | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> PoplarExecutor:
-    """Wrap a model, to train it on a device.
-
-    Args:
-        model: a module, a function, or another wrapper, whose model is meant. Its parameters are trained; attributes
-            such as `training` are taken as they are now.
-        options: the options; they are frozen.
-        optimizer: an optimiser of `poptorch.optim` or `torch.optim`, by default `poptorch.optim.SGD` with a learning
-            rate of 0.01.
-
-    Raises:
-        RuntimeError: if another wrapper trains the model.
-        AssertionError: if no model can be trained with the class of the optimiser.
-        ValueError: if that has `amsgrad`.
-    """
-    return PoplarExecutor(model, options, True, popxl.__version__, optimizer)
-
-
-def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
-    """Wrap a model, to run it on a device.
-
-    Args:
-        model: a module, a function, or another wrapper, whose model is meant. If it is being trained, too, the weights
-            follow.
-        options: the options; they are frozen.
-    """
-    return PoplarExecutor(model, options, False, popxl.__version__)
-
-
-def sessionOf(model: PoplarExecutor) -> popxl.Session:
-    """The popxl session that runs a model: its `ir` is the program, its `report` says what that needs.
-
-    Args:
-        model: one that is compiled.
-
-    Raises:
-        poptorch.Error: if it is not.
-
-    Example:
-        >>> model = poptorch.inferenceModel(module)
-        >>> model.compile(torch.zeros(4, 3))
-        >>> session = poptorch.sessionOf(model)
-        >>> print(session.ir)
-        main graph:
-        ...
-        >>> print(session.report)
-        Report...
-    """
-    return model._required.session
-
-
-def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
-    """A wrapper from a file that `save` or `compileAndExport` has written, ready to run, without code of the model.
-
-    Its model is a plain `torch.nn.Module` with all parameters and buffers under their names; the `forward` of that is
-    on the device only. To have both, wrap a model of your own and use `loadExecutable`.
-
-    Args:
-        filename: the file.
-        edit_opts_fn: may change the options before they are used, as far as they are about running.
-
-    Raises:
-        poptorch.Error: if the file holds nothing that can be read.
-        AssertionError: if another version has written it, or there is no model in it.
-
-    Example:
-        >>> model = poptorch.inferenceModel(module)
-        >>> model.compileAndExport("model.poptorch", torch.zeros(4, 3))
-        >>> y = poptorch.load("model.poptorch")(torch.ones(4, 3))
-    """
-    saved = saving.read(filename)
-    assert saved.has_model, (
-        f"{os.fspath(filename)} holds an executable without its model. Wrap the model, and use `loadExecutable`; or "
-        "save with `export_model=True`."
-    )
-    options = saved.options()
-    if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    module = saved.module()
-    executor = PoplarExecutor(module, options, saved.training, popxl.__version__, saved.optimizer(module))
-    with _channel.tracepoint("loadExecutable"):
-        executor._take(saved, anew=False)
-    return executor

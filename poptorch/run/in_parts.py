@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 import popxl
+from poptorch.base.answers import Answer
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Answer, Structure
+from poptorch.base.structures import Structure
 from poptorch.capture.cuts import Cut
 from poptorch.capture.model import Captured
 from poptorch.capture.trace import Node, Trace, Value

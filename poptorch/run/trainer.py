@@ -14,7 +14,6 @@ import popxl
 from poptorch import optim
 from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.logging_ import logger
-from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.rules import rule_of
@@ -24,7 +23,7 @@ from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
 from poptorch.run.trained_in_parts import TrainedInParts
 
-__all__ = ["Trainer", "needs_running_mean", "with_running_mean"]
+__all__ = ["Trainer", "default_optimizer"]
 
 State = Mapping[str, torch.Tensor]
 
@@ -323,6 +322,12 @@ class Trainer:
         return torch.tensor(numbers["lossScaling_FLOAT"] * state[LOSS_SCALE_FACTOR].item())
 
 
+def default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
+    """The optimiser of a model that is trained without one."""
+    parameters = list(module.parameters()) if module is not None else []
+    return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
+
+
 def _device_state(optimizer: torch.optim.Optimizer) -> optim.DeviceState:
     """The state of an optimiser on a device. One of torch has no place for it."""
     return optimizer.device if isinstance(optimizer, optim.Optimizer) else optim.DeviceState()
@@ -349,18 +354,3 @@ def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str
 
 def _own_numbers(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [vars(optimizer).get(name) for name in getattr(optimizer, "_own", ())]
-
-
-def needs_running_mean(optimizer: torch.optim.Optimizer, options: Options) -> bool:
-    """Whether gradients are summed up in float16, where a sum may overflow and a running mean does not."""
-    strategy = options.Training.mean_accumulation_and_replication_reduction_strategy
-    in_half = getattr(optimizer, "accum_type", None) == torch.float16
-    return in_half and strategy is MeanReductionStrategy.Post and not getattr(optimizer, "use_combined_accum", False)
-
-
-def with_running_mean(options: Options) -> Options:
-    """The same options with `MeanReductionStrategy.Running`."""
-    own = options.clone()
-    own.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
-    own.freeze()
-    return own

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
-from pydantic import BaseModel, ConfigDict
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.base.records import Record
 from popxl.core.aliasing import callees_first
 from popxl.core.tracing import needed as traced
 from popxl.core.tracing import trace
@@ -32,7 +32,7 @@ Array = Any
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather"]
 
 
-class Collective(BaseModel):
+class Collective(Record):
     """One exchange of an op.
 
     Attributes:
@@ -51,8 +51,6 @@ class Collective(BaseModel):
         graph: the graph that it is in; "" for the main graph.
     """
 
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
     kind: CollectiveKind
     op: str
     tensor: str
@@ -67,7 +65,7 @@ class Collective(BaseModel):
     graph: str
 
 
-class Communication(OnPage, BaseModel):
+class Communication(OnPage, Record):
     """What replicas send each other in a run.
 
     Attributes:
@@ -83,8 +81,6 @@ class Communication(OnPage, BaseModel):
         >>> [(each.kind, each.tensor, each.bytes, each.groups, each.turns) for each in ir.communication().collectives]
         [('all-reduce', 'x', 80, 'of 3 along tensor', 1)]
     """
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     name: str
     replicas: int

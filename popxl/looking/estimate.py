@@ -21,9 +21,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.base.records import Record
 from popxl.core.aliasing import reachable
 from popxl.looking.flops import Flops, moved, own_flops
 from popxl.looking.memory import constants_of, held_variables, moments_of, runs_of, size
@@ -80,11 +81,7 @@ BOW = Hardware("Bow", clock=1.85e9, exchange=8e12 * 1.85 / 1.33)
 """The IPU of the Bow-2000: the same at a higher clock, 350 TFLOP/s in float16."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
-
-class OpEstimate(_Part):
+class OpEstimate(Record):
     """The ops of one type in one graph, all runs of the graph together.
 
     Attributes:
@@ -104,7 +101,7 @@ class OpEstimate(_Part):
     bound: str
 
 
-class IpuEstimate(_Part):
+class IpuEstimate(Record):
     """One IPU, in one run of the program.
 
     Attributes:
@@ -127,7 +124,7 @@ class IpuEstimate(_Part):
     share: float
 
 
-class Estimate(OnPage, _Part):
+class Estimate(OnPage, Record):
     """What a program would cost on IPUs. It is an estimate from published figures; nothing was measured.
 
     Attributes:

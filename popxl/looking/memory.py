@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text
 from popxl.base.pictures import steps
+from popxl.base.records import Record
 from popxl.core.aliasing import callees_first, reachable, storages
 from popxl.core.printing import summary
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMemory", "LiveTensor", "Memory", "Moment", "held_variables", "memory_of", "moments_of"]
 
 
-class Moment(BaseModel):
+class Moment(Record):
     """One step of a program, and the bytes that are in use while it runs.
 
     Attributes:
@@ -38,14 +39,12 @@ class Moment(BaseModel):
         inside: of what the step makes, and what it needs on the way.
     """
 
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
     name: str
     held: int
     inside: int
 
 
-class LiveTensor(BaseModel):
+class LiveTensor(Record):
     """A value that is held between steps.
 
     Attributes:
@@ -54,15 +53,13 @@ class LiveTensor(BaseModel):
         first, last: numbers of the step that makes it, and of the last one that it is held for; see `Memory.moments`.
     """
 
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
     name: str
     bytes: int
     first: int
     last: int
 
 
-class DeviceMemory(BaseModel):
+class DeviceMemory(Record):
     """What is in the memory of one device, in bytes.
 
     Attributes:
@@ -76,8 +73,6 @@ class DeviceMemory(BaseModel):
         code: the machine code; `None` if it is not known: before compiling, and on CPUs, of which XLA does not say it.
         device: what is needed in all, at most.
     """
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     name: str
     variables: int

@@ -1,1 +1,1 @@
-"""What compiled programs cost: read off the text that XLA gives of them."""
+"""What compiled programs cost and need: read off what XLA gives of them."""

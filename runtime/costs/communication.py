@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.base.records import Record
 from popxl.ir import Ir
 from popxl.looking.communication import Communication, communication_of
 from runtime.costs.cost import account_of_program
@@ -22,7 +21,7 @@ from runtime.program.program import CompiledProgram
 Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
 
 
-class Exchange(BaseModel):
+class Exchange(Record):
     """All exchanges of one kind, in groups of one size.
 
     Attributes:
@@ -37,8 +36,6 @@ class Exchange(BaseModel):
             `"added first"`, without some whose results are added to those of others; `"differs"`, if something else.
     """
 
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
     kind: str
     group_size: int
     said: int
@@ -50,7 +47,7 @@ class Exchange(BaseModel):
     verdict: Verdict
 
 
-class Sent(OnPage, BaseModel):
+class Sent(OnPage, Record):
     """What chips send each other in a run: as the program says, and as it was compiled.
 
     Attributes:
@@ -64,8 +61,6 @@ class Sent(OnPage, BaseModel):
         >>> assert not sent.differences
         >>> print(sent)
     """
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     said: Communication
     is_sent: bool

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.base.records import Record
 from popxl.looking.flops import moved
 from popxl.looking.memory import runs_of
 from runtime.costs.hlo import read
@@ -23,11 +22,7 @@ from runtime.targets.chip import Chip, Tpu
 Bound = Literal["compute", "memory", "network", "host"]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, defer_build=True)
-
-
-class CollectiveCost(_Part):
+class CollectiveCost(Record):
     """All collectives of one kind.
 
     Attributes:
@@ -39,7 +34,7 @@ class CollectiveCost(_Part):
     bytes: int
 
 
-class CollectiveUse(_Part):
+class CollectiveUse(Record):
     """Collectives of one line of the program.
 
     Attributes:
@@ -58,7 +53,7 @@ class CollectiveUse(_Part):
     bytes: int
 
 
-class GraphCost(_Part):
+class GraphCost(Record):
     """What one graph does in a run of the program, all its calls together.
 
     Attributes:
@@ -81,7 +76,7 @@ class GraphCost(_Part):
     bound: Bound | None
 
 
-class PrecisionCost(_Part):
+class PrecisionCost(Record):
     """What a run would cost if float32 products were computed at a precision, and no more exactly. It is an estimate,
     by the chip's published figures: of the passes that products take, and of nothing else.
 
@@ -96,7 +91,7 @@ class PrecisionCost(_Part):
     seconds: float
 
 
-class Cost(OnPage, _Part):
+class Cost(OnPage, Record):
     """What a compiled program costs: sizes as XLA says them, and one run of it, on one chip.
 
     A run is read off the compiled program: loops count as often as they turn, of conditionals all branches. Nothing was

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.base.records import Record
 from runtime.costs.kernels import Kernel, Room, Traced, Value, kernels_of
 from runtime.program.compiled import traced_for
 from runtime.program.layout import Layout
 from runtime.targets.destination import HOST
 
 
-class Foreseen(OnPage, BaseModel):
+class Foreseen(OnPage, Record):
     """The memory that a program will need on a chip, in bytes; nothing was compiled.
 
     Attributes:
@@ -35,8 +36,6 @@ class Foreseen(OnPage, BaseModel):
         device: both.
         largest: what is there when most is needed, the largest first: what it is, and its bytes.
     """
-
-    model_config = ConfigDict(frozen=True, defer_build=True)
 
     arguments: int
     needed: int

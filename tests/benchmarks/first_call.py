@@ -44,7 +44,7 @@ OURS, COMPILED = "poptorch", "torch.compile"
 WAYS = ("inference", "training")
 BEGIN, END = "<!-- first calls: written by tests/benchmarks/first_call.py -->", "<!-- first calls: end -->"
 PHASES = {
-    "capture": ("poptorch.run.executor.captured_model",),
+    "capture": ("poptorch.run.compilation.captured_model",),
     "building": ("poptorch.run.compiled.Program",),
     "tracing": ("runtime.program.compiled.lower", "runtime.plan.pieces.lower"),
 }

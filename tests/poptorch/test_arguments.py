@@ -11,8 +11,9 @@ import popxl
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
+from poptorch.base.custom_types import ICustomArgParser, parser_of, registerCustomArgParser
 from poptorch.base.replica_groups import ReplicaGroups
-from poptorch.base.structures import ICustomArgParser, parser_of, registerCustomArgParser, structure_of
+from poptorch.base.structures import structure_of
 from poptorch.enums import CommGroupType, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options

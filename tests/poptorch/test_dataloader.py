@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset  # noqa: E402
 
-from poptorch.base.structures import ICustomArgParser, registerCustomArgParser  # noqa: E402
+from poptorch.base.custom_types import ICustomArgParser, registerCustomArgParser  # noqa: E402
 from poptorch.data.accessor import AsynchronousDataAccessor  # noqa: E402
 from poptorch.data.loader import DataLoader  # noqa: E402
 from poptorch.enums import CommGroupType, DataLoaderMode, SharingStrategy  # noqa: E402

@@ -815,8 +815,9 @@ def test_writing_what_is_read_from_all_replicas():
     ir = popxl.Ir(replication=2)
     with ir.main_graph:
         v = popxl.variable(1.0, retrieval_mode="all_replicas")
+        ops.negate(v)
     with pytest.raises(NotImplementedError, match="all replicas"):
-        popxl.Session._new_data(None, v, 2.0)
+        popxl.Session(ir, "ipu_model").write_variable_data(v, 2.0)
 
 
 # After errors ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.report import bytes_text
+from popxl.base.pages import bytes_text
 from tests.targets.communication import PROGRAMS, sent
 from tests.targets.memory import compared
 

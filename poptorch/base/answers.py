@@ -1,0 +1,121 @@
+"""What a model gives back when it is captured: its result, and what it has set on the objects that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
+from poptorch.base.structures import Leaf, Parts, Structure, given_objects, structure_of
+
+__all__ = ["Answer", "Changes"]
+
+
+class Changes:
+    """What becomes of the attributes of objects while a function runs.
+
+    Args:
+        objects: the objects, as they are before it.
+
+    Example:
+        >>> class Box:
+        ...     pass
+        >>> box = Box()
+        >>> changes = Changes([box])
+        >>> box.content = 3
+        >>> changes.found()
+        {0: {'content': 3}}
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = list(objects)
+        self._before = [{key: _kept(value) for key, value in vars(each).items()} for each in self._objects]
+
+    def found(self) -> dict[int, dict[str, Any]]:
+        """By number of an object, the attributes that have been set, or whose lists hold something else now.
+
+        What has been written to a tensor does not count: it is the same one. What was deleted is `Changes.GONE`.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):
+            now = vars(each)
+            changed = {k: v for k, v in now.items() if k not in before or not _is_same(before[k], v)}
+            changed |= {key: Changes.GONE for key in before if key not in now}
+            if changed:
+                found[i] = changed
+        return found
+
+    GONE = "an attribute that was deleted"
+
+    @staticmethod
+    def make(found: Mapping[int, Mapping[str, Any]], objects: Sequence[Any]) -> None:
+        """Have the same become of other objects."""
+        for i, changed in found.items():
+            for key, value in changed.items():
+                if value is Changes.GONE:
+                    vars(objects[i]).pop(key, None)
+                else:
+                    vars(objects[i])[key] = value
+
+
+def _kept(value: Any) -> Any:
+    """A list or dictionary as it is now; others are the same later, or others."""
+    if type(value) in (list, tuple):
+        return type(value)(_kept(each) for each in value)
+    return {key: _kept(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if type(before) is not type(now):
+        return False
+    if type(now) in (list, tuple):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    if type(now) is dict:
+        return list(before) == list(now) and all(map(_is_same, before.values(), now.values()))
+    return before is now or (type(now) in (bool, int, float, str) and before == now)
+
+
+class Answer(Structure):
+    """The structure of what a captured model has returned, and of what has become of the objects that it was given.
+
+    A value of it is a pair of these; what is built is the result alone, and the objects given have changed by then.
+
+    Args:
+        result: what the model returned.
+        changed: what `Changes` has found.
+        objects: the objects that it was given.
+
+    Raises:
+        Error: if there are tensors in it that cannot be found: they would come back without numbers.
+    """
+
+    name = "result"
+
+    def __init__(self, result: Any, changed: Mapping[int, Mapping[str, Any]], objects: Sequence[Any]) -> None:
+        known = given_objects(objects)
+        self._result = structure_of(result, self.name, known)
+        self._changed = structure_of(dict(changed), "argument", known)
+        for name, constant in self.constants():
+            if holds_tensor(constant, FakeTensor):
+                raise hidden_problem(f"The {name} of the model", constant)
+
+    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
+        result, changed = value
+        self._result.collect(result, into)
+        self._changed.collect(changed, into)
+
+    def build(self, parts: Parts) -> Any:
+        result = self._result.build(parts)
+        Changes.make(self._changed.build(parts), parts.given)
+        return result
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield from self._result.leaves()
+        yield from self._changed.leaves()
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        yield from self._result.constants()
+        yield from self._changed.constants()

@@ -1,0 +1,39 @@
+"""Tensors in objects that are not taken apart: they are looked for, so that the user is told of them."""
+
+from __future__ import annotations
+
+import gc
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from poptorch.errors import createPoptorchError
+
+__all__ = ["hidden_problem", "holds_tensor"]
+
+
+def hidden_problem(what: str, constant: Any) -> Exception:
+    kind = type(constant).__name__
+    return createPoptorchError(
+        f"{what} is a {kind} that holds tensors, which are not found there. Put tensors into tuples, lists, "
+        f"dictionaries or dataclasses; or say where they are, with `poptorch.registerCustomArgParser({kind}, ...)`."
+    )
+
+
+def holds_tensor(value: Any, kind: type[torch.Tensor]) -> bool:
+    """Whether a tensor of some kind can be reached from an object, however that keeps it: a set, an attribute."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, kind):
+            return True
+        if isinstance(each, FunctionType):  # what it has taken along, not all that its module knows
+            left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
+        else:
+            left += gc.get_referents(each)
+    return False

@@ -1,0 +1,147 @@
+"""From a model to what runs: it is captured for arguments like these, and compiled, as one program or in parts."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import popxl
+from poptorch.capture.attributes import Attributes
+from poptorch.capture.cuts import Cuts
+from poptorch.options import Options
+from poptorch.program.batching import Batching
+from poptorch.program.program import Returned
+from poptorch.run.arguments import Signature
+from poptorch.run.captured import captured_model
+from poptorch.run.compiled import Compiled
+from poptorch.run.host_model import HostModel
+from poptorch.run.in_parts import InParts, Way
+from poptorch.run.trained_in_parts import TrainedInParts
+from poptorch.run.trainer import Trainer
+from popxl.session import CompilationProgress, compilation_progress
+
+__all__ = ["compiled_model", "compiling", "progress_bar"]
+
+_turn = threading.RLock()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """A context in which models are compiled, one after the other: a captured module holds tensors without numbers."""
+    with _turn, torch.inference_mode(False):  # within it no gradients flow, whatever one says
+        yield
+
+
+@contextmanager
+def _capturing(attributes: Attributes) -> Iterator[None]:
+    """A context in which a model may be captured once more: it is then as it was when it was wrapped."""
+    with compiling(), attributes.restored():
+        yield
+
+
+def compiled_model(
+    model: HostModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    trainer: Trainer | None,
+    read: Callable[[], Mapping[str, np.ndarray]],
+) -> Compiled | InParts:
+    """A model, compiled for arguments like these; it has its `attributes` meanwhile.
+
+    Args:
+        model: the model.
+        args, kwargs: arguments of a call.
+        options: the options.
+        trainer: the optimiser, which is told of the program; `None` if nothing is trained.
+        read: gives the host's values of parameters and buffers. It is kept if the model is cut.
+
+    Raises:
+        poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
+    """
+    ir = popxl.Ir(replication=options.replication)
+    groupings = _groupings(ir, model, options)
+    update, count = None, 0
+    if trainer is not None:
+        update = trainer.prepare(model.tensors(), options, groupings)
+        count = len(trainer.numbers)
+    anchors = _anchors(options, trainer.names() if trainer is not None else ())
+    signature = Signature(model.forward, args, kwargs)
+    batching = Batching.of(options, update is not None)
+    seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
+    call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
+
+    def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
+        cuts = Cuts(tensors, answers, training) if options.kept_programs > 1 else None
+        captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts)
+        return Way(captured, answer, () if cuts is None else cuts.found)
+
+    way = capture(signature.check(args, kwargs), ())
+    if way.cuts:
+        of_parts = capture, partial(_capturing, model.attributes), way, signature, batching, options, read, seed
+        return InParts(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
+    return Compiled.of(
+        ir,
+        way.captured,
+        way.answer,
+        signature,
+        batching,
+        options,
+        update=update,
+        count=count,
+        groupings=groupings,
+        host=read(),
+        anchors=anchors,
+        seed=seed,
+    )
+
+
+def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, popxl.ReplicaGrouping]:
+    """Those of the parameters that differ between replicas."""
+    if model.grouped and ir.replication_factor != options.replication_factor:
+        raise NotImplementedError(
+            f"replicaGrouping: {', '.join(map(repr, model.grouped))} has groups of replicas, of which other "
+            "processes have some. Run the program in one process, with `options.replicationFactor`."
+        )
+    groups = {name: each.groups for name, each in model.grouped.items() if each.groups.count > 1}
+    return {name: ir.replica_grouping(each.stride, each.size) for name, each in groups.items()}
+
+
+def _anchors(options: Options, on_host: Collection[str]) -> dict[str, Returned]:
+    """What a program returns besides its results: the tensors that are anchored, but for those that the host has."""
+    return {
+        short: Returned(
+            anchor.long_name,
+            options.output_mode if anchor.output_mode is None else anchor.output_mode,
+            options.output_return_period if anchor.output_mode is None else anchor.output_return_period,
+        )
+        for short, anchor in options.anchored_tensors.items()
+        if anchor.long_name not in on_host
+    }
+
+
+@contextmanager
+def progress_bar(shown: bool) -> Iterator[None]:
+    """Show how far a compilation is, if it takes a while and somebody is at a terminal; with tqdm, if there is one."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        shown = False
+    if not shown:
+        yield
+        return
+    with tqdm(desc="Graph compilation", total=100, bar_format="{l_bar}{bar}|", disable=None, delay=1) as bar:
+
+        def show(progress: CompilationProgress) -> None:
+            bar.n = 100 * progress.done // max(progress.total, 1)
+            bar.refresh()
+
+        with compilation_progress(show):
+            yield

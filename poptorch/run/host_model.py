@@ -1,0 +1,65 @@
+"""`HostModel`: a model as the host has it: what is called, and whose parameters and buffers are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from poptorch.base.replica_groups import GroupedParameter
+from poptorch.capture.attributes import Attributes
+from poptorch.errors import createPoptorchError
+from poptorch.run import weights
+
+__all__ = ["HostModel"]
+
+
+class HostModel:
+    """A model on the host.
+
+    Args:
+        call: the model: a module, or a function, which has no weights.
+
+    Raises:
+        poptorch.Error: if it is, or has, a module of `torch.jit`.
+
+    Attributes:
+        call: what is called.
+        module: the same, if it is a module.
+        attributes: those that the module has now.
+        grouped: its parameters with a value for each group of replicas, by name.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.module = call if isinstance(call, torch.nn.Module) else None
+        self.attributes = Attributes(self.module)
+        self.grouped: dict[str, GroupedParameter] = {}
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The function whose parameters the arguments are for."""
+        return self.call if self.module is None else self.module.forward
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name; see `weights.tensors_of`."""
+        return weights.tensors_of(self.module)
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """The values of parameters and buffers, of all or of these; see `weights.read`."""
+        return weights.read(self.module, self.grouped, names)
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Overwrite parameters and buffers with what comes from a device; see `weights.write`."""
+        weights.write(self.module, arrays, self.grouped)
+
+    def check_buffers(self, names: Iterable[str]) -> None:
+        """Raise an `Error` unless these buffers, which the options name, are there."""
+        buffers = {} if self.module is None else dict(torch.nn.Module.named_buffers(self.module))
+        if unknown := [name for name in names if name not in buffers]:
+            raise createPoptorchError(
+                f"updatableNamedBuffers: the model has no buffers named {', '.join(unknown)}; it has "
+                f"{', '.join(buffers) or 'none'}."
+            )

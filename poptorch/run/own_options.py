@@ -1,0 +1,50 @@
+"""The options that a wrapper has of its own: the user's, with what is left to the model and its optimiser filled in."""
+
+from __future__ import annotations
+
+import torch
+
+from poptorch.enums import MeanReductionStrategy, OutputMode
+from poptorch.errors import createPoptorchError
+from poptorch.options import Options
+from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
+
+__all__ = ["needs_running_mean", "own_options", "with_running_mean"]
+
+
+def own_options(options: Options, training: bool) -> Options:
+    """A copy of a user's options, with what is left to the kind of wrapper filled in. The user's are frozen.
+
+    Raises:
+        poptorch.Error: for accumulated gradients without training.
+    """
+    options.freeze()
+    own = options.clone()
+    if own.defaultOutputMode():
+        own.outputMode(OutputMode.Final if training else OutputMode.All)
+    if not training and own.Training.gradient_accumulation != 1:
+        strategy = own.execution_strategy
+        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+        raise createPoptorchError(
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+            "when running a poptorch.inferenceModel()."
+            + " Use poptorch.Options().deviceIterations() to process a sufficient number of batches each run for "
+            "pipelined execution instead." * is_pipelined + f" It is {own.Training.gradient_accumulation}."
+        )
+    own.freeze()
+    return own
+
+
+def needs_running_mean(optimizer: torch.optim.Optimizer, options: Options) -> bool:
+    """Whether gradients are summed up in float16, where a sum may overflow and a running mean does not."""
+    strategy = options.Training.mean_accumulation_and_replication_reduction_strategy
+    in_half = getattr(optimizer, "accum_type", None) == torch.float16
+    return in_half and strategy is MeanReductionStrategy.Post and not getattr(optimizer, "use_combined_accum", False)
+
+
+def with_running_mean(options: Options) -> Options:
+    """The same options with `MeanReductionStrategy.Running`."""
+    own = options.clone()
+    own.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
+    own.freeze()
+    return own

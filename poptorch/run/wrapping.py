@@ -1,0 +1,107 @@
+"""The functions that a program wraps its models with, and that reach what is inside of a wrapper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+import popxl
+from poptorch import profiling
+from poptorch.options import Options
+from poptorch.run import saving
+from poptorch.run.executor import Model, PoplarExecutor
+
+__all__ = ["inferenceModel", "load", "sessionOf", "trainingModel"]
+
+_channel = profiling.Channel("poptorch")
+
+
+def trainingModel(
+    model: Model | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Wrap a model, to train it on a device.
+
+    Args:
+        model: a module, a function, or another wrapper, whose model is meant. Its parameters are trained; attributes
+            such as `training` are taken as they are now.
+        options: the options; they are frozen.
+        optimizer: an optimiser of `poptorch.optim` or `torch.optim`, by default `poptorch.optim.SGD` with a learning
+            rate of 0.01.
+
+    Raises:
+        RuntimeError: if another wrapper trains the model.
+        AssertionError: if no model can be trained with the class of the optimiser.
+        ValueError: if that has `amsgrad`.
+    """
+    return PoplarExecutor(model, options, True, popxl.__version__, optimizer)
+
+
+def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
+    """Wrap a model, to run it on a device.
+
+    Args:
+        model: a module, a function, or another wrapper, whose model is meant. If it is being trained, too, the weights
+            follow.
+        options: the options; they are frozen.
+    """
+    return PoplarExecutor(model, options, False, popxl.__version__)
+
+
+def sessionOf(model: PoplarExecutor) -> popxl.Session:
+    """The popxl session that runs a model: its `ir` is the program, its `report` says what that needs.
+
+    Args:
+        model: one that is compiled.
+
+    Raises:
+        poptorch.Error: if it is not.
+
+    Example:
+        >>> model = poptorch.inferenceModel(module)
+        >>> model.compile(torch.zeros(4, 3))
+        >>> session = poptorch.sessionOf(model)
+        >>> print(session.ir)
+        main graph:
+        ...
+        >>> print(session.report)
+        Report...
+    """
+    return model._required.session
+
+
+def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
+    """A wrapper from a file that `save` or `compileAndExport` has written, ready to run, without code of the model.
+
+    Its model is a plain `torch.nn.Module` with all parameters and buffers under their names; the `forward` of that is
+    on the device only. To have both, wrap a model of your own and use `loadExecutable`.
+
+    Args:
+        filename: the file.
+        edit_opts_fn: may change the options before they are used, as far as they are about running.
+
+    Raises:
+        poptorch.Error: if the file holds nothing that can be read.
+        AssertionError: if another version has written it, or there is no model in it.
+
+    Example:
+        >>> model = poptorch.inferenceModel(module)
+        >>> model.compileAndExport("model.poptorch", torch.zeros(4, 3))
+        >>> y = poptorch.load("model.poptorch")(torch.ones(4, 3))
+    """
+    saved = saving.read(filename)
+    assert saved.has_model, (
+        f"{os.fspath(filename)} holds an executable without its model. Wrap the model, and use `loadExecutable`; or "
+        "save with `export_model=True`."
+    )
+    options = saved.options()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    module = saved.module()
+    executor = PoplarExecutor(module, options, saved.training, popxl.__version__, saved.optimizer(module))
+    with _channel.tracepoint("loadExecutable"):
+        executor._take(saved, anew=False)
+    return executor

@@ -1,0 +1,13 @@
+"""`Record`: what was found out, as data that does not change."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+__all__ = ["Record"]
+
+
+class Record(BaseModel):
+    """What was found out, by name. Attributes cannot be set; `model_dump_json()` writes them."""
+
+    model_config = ConfigDict(frozen=True, defer_build=True)  # built when the first one is made, not at import

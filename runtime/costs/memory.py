@@ -1,0 +1,95 @@
+"""The memory that a compiled program needs: what it holds, and what XLA says of its executables. `Session.memory`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from popxl.ir import Ir
+from popxl.looking.memory import (
+    DeviceMemory,
+    LiveTensor,
+    Memory,
+    Moment,
+    constants_of,
+    moments_of,
+    size,
+    variables_on_host,
+)
+from popxl.values.spec import brief
+from runtime.plan.plan import Plan
+from runtime.program.program import CompiledProgram
+
+
+def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
+    """What a compiled program needs. See `Session.memory`."""
+    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.ipus}
+    per_replica = [*parts.values()]
+    devices = tuple(
+        per_replica[i % len(per_replica)].model_copy(update={"name": str(device)})
+        for i, device in enumerate(program.devices)
+    )
+    fullest = max(parts, key=lambda ipu: parts[ipu].device)
+    moments, tensors = _steps(ir, program, fullest)
+    buffers = sum(bytes for bytes, is_on_host in program.layout.bytes_of_buffers().values() if is_on_host)
+    analyses = [executable.memory_analysis() for executable in program.executables()]
+    return Memory(
+        **parts[fullest].model_dump(exclude={"name", "device"}),
+        name=f"{ir!r}, on each device" if len(program.devices) > 1 else repr(ir),
+        source="pieces" if isinstance(program.executable, Plan) else "program",
+        devices=devices,
+        buffers_on_host=buffers,
+        variables_on_host=variables_on_host(ir.main_graph),
+        temporaries_on_host=max(found.host_temp_size_in_bytes for found in analyses),
+        moments=moments,
+        tensors=tensors,
+    )
+
+
+def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
+    """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
+
+    def here(thing: Any) -> bool:
+        return program.layout.ipu_of(thing) in (None, ipu)
+
+    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
+    streams = program.layout.bytes_of_streams()
+    moments, _ = _steps(ir, program, ipu)
+    temporaries = max((m.held + m.inside for m in moments), default=0)
+    executables = program.executables()
+    if isinstance(program.executable, Plan):
+        pieces = {piece.structure: piece for piece in program.executable.pieces if piece.place == ipu}
+        executables = tuple(structure.executable for structure in pieces)
+    else:
+        temporaries = program.temporaries()
+    return DeviceMemory(
+        name=f"IPU {ipu}",
+        variables=sum(bytes for v, (bytes, _) in held.items() if here(v)),
+        buffers=sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
+        arguments=sum(streams[s] for s in program.inputs if here(s)),
+        outputs=sum(streams[s] for s in program.outputs if here(s)),
+        constants=sum(map(size, constants_of(ir.main_graph))),
+        temporaries=temporaries,
+        code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
+    )
+
+
+def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
+    """The steps on the device of an IPU, and the values that are held there between them."""
+    if not isinstance(program.executable, Plan):
+        copies = program.replicas.per_device
+        return moments_of(ir.main_graph, lambda t: copies * size(t))
+    curve, lives = program.executable.curve()
+    there = [i for i, (piece, *_) in enumerate(curve) if piece.place == ipu]
+    moments = (Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve if piece.place == ipu)
+    tensors = (
+        LiveTensor(
+            name=f"{t.path}: {brief(t)}",
+            bytes=bytes,
+            first=bisect_right(there, first) - 1,
+            last=bisect_right(there, last) - 1,
+        )
+        for t, place, bytes, first, last in lives
+        if place == ipu
+    )
+    return tuple(moments), tuple(tensors)

@@ -14,6 +14,7 @@ __all__ = ["hidden_problem", "holds_tensor"]
 
 
 def hidden_problem(what: str, constant: Any) -> Exception:
+    """The error for an object that holds tensors where they are not found; `what` begins the message."""
     kind = type(constant).__name__
     return createPoptorchError(
         f"{what} is a {kind} that holds tensors, which are not found there. Put tensors into tuples, lists, "

@@ -140,7 +140,7 @@ def _as_ours(weights: Mapping[str, np.ndarray], path: tuple[Any, ...], variable:
     parts = [_NAMES.get(str(part), str(part)) for part in path]
     name = ".".join(["mlp." + part if part in ("up", "down") else part for part in parts])
     value = weights[name]
-    if name == "places.weight" or name == "tokens.weight":
+    if name == "positions.weight" or name == "tokens.weight":
         value = value[: variable.shape[0]]  # ours come in multiples of 16 rows
     return value.reshape(variable.shape)
 

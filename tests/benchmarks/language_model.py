@@ -105,10 +105,8 @@ def in_flax(config: Any, weights: Mapping[str, np.ndarray]) -> Party:
 
     def made() -> Any:
         model, optimizer = gpt.training(gpt.Config(**vars(config)))
-        state = nnx.state(model)
-        nnx.update(
-            model, state.from_flat_path([(p, v.replace(_as_ours(weights, p, v))) for p, v in state.flat_state()])
-        )
+        state = nnx.to_flat_state(nnx.state(model))
+        nnx.update(model, nnx.from_flat_state([(p, v.replace(_as_ours(weights, p, v))) for p, v in state]))
         return model, optimizer
 
     tokens = gpt.batch(config, 0)

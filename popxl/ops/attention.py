@@ -352,8 +352,9 @@ def attention(
 
     On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through JAX's Pallas kernel, unless
     there is a mask, dropout, or more than 256 channels. All else is computed in blocks of plain JAX, on GPUs as well:
-    cuDNN's kernel, which `jax.nn.dot_product_attention` calls, asks for a GPU in this process, and programs may be
-    compiled for GPUs that are elsewhere.
+    programs may be compiled for GPUs that are elsewhere, and without cuDNN XLA does not know what cuDNN's kernel needs
+    (docs/targets.md). On a GPU that is here, an op of your own has that kernel:
+    ``popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="cudnn"))``.
 
     Args:
         queries: of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.

@@ -37,6 +37,7 @@ parser.add_argument("--weights", type=Path, help="a folder with config.json, .sa
 parser.add_argument("--prompt", action="append", help="what a text begins with; may be given several times")
 parser.add_argument("--tokens", type=int, default=32, help="how many are to follow")
 parser.add_argument("--bfloat16", action="store_true", help="keep weights and cache in bfloat16")
+parser.add_argument("--device", default="cpu", help="where all of it runs, such as gpu or tpu (default: %(default)s)")
 parser.add_argument("--flax", action="store_true", help="run the program in Flax, too")
 # A notebook has no arguments of its own.
 args = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
@@ -151,9 +152,8 @@ longest = max(map(len, tokens))
 room = min(config.context, longest + args.tokens)
 end = json.loads((folder / "config.json").read_text()).get("eos_token_id")  # one, several, or none
 
-generator = addons.Generator(
-    model, batch=len(prompts), prompt=longest, room=room, tokens=8, temperature=0.8, top_k=50, top_p=0.95, end=end
-)
+generator_of = partial(addons.Generator, model, prompt=longest, tokens=8, device_desc=args.device)
+generator = generator_of(batch=len(prompts), room=room, temperature=0.8, top_k=50, top_p=0.95, end=end)
 addons.load_safetensors(generator.variables, folder, names, narrow=args.bfloat16)
 
 with generator as generate:
@@ -221,10 +221,8 @@ def known(texts: list[str]) -> str:
 
 
 with (
-    popxl.Session(ir, "cpu") as session,
-    addons.Generator(
-        model, batch=3, prompt=longest, tokens=8, temperature=0, end=ord("\n"), weights=(session, learned)
-    ) as generate,
+    popxl.Session(ir, args.device) as session,
+    generator_of(batch=3, temperature=0, end=ord("\n"), weights=(session, learned)) as generate,
 ):
     print("before:", known(recited(generate)))
     for _ in range(STEPS):
@@ -262,7 +260,7 @@ if args.flax:
     import in_flax
 
     title("6. Beside Flax")
-    plain = addons.Generator(model, batch=3, prompt=longest, tokens=8, temperature=0)
+    plain = generator_of(batch=3, temperature=0)
     addons.load_safetensors(plain.variables, after, names)
     with plain as generate:
         ours = generate(tokens, 24)

@@ -386,7 +386,9 @@ class Generator:
             )
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) < 1 or max(lengths) > self.prompt:
-            raise ValueError(f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each.")
+            raise ValueError(
+                f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each, its `prompt`."
+            )
         if unknown := sorted({token for prompt in prompts for token in prompt if not 0 <= token < self.vocabulary}):
             raise ValueError(f"Generator: the prompts have tokens that the model does not know: {unknown}.")
         if count < 0:

@@ -6,6 +6,8 @@ The op that derives seeds from a seed inside a program is `popxl.ops.split_rando
 import numpy as np
 from numpy.typing import NDArray
 
+from popxl.values.shapes import integer
+
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
 
@@ -27,6 +29,7 @@ def create_seeds(
         ready for a `(2,)` stream. The last axis holds the high and the low word.
 
     Raises:
+        TypeError: if `seed` or `offset` is no integer.
         ValueError: if `seed + offset` is negative or one of the counts is less than 1.
 
     Example:
@@ -35,6 +38,7 @@ def create_seeds(
         >>> create_seeds(7, replicas=3).shape
         (3, 2)
     """
+    seed, offset = integer(seed, "create_seeds: `seed`"), integer(offset, "create_seeds: `offset`")
     if seed + offset < 0:
         raise ValueError(
             f"create_seeds: `seed` + `offset` is {seed} + {offset} = {seed + offset}. "

@@ -8,7 +8,8 @@ others go on: a third program reads its prompt into the rows of the cache that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.values.shapes import integer, integer_or_integers, integers
 from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -74,13 +76,17 @@ class Request:
         """Let nothing more come. Its place is free for the next."""
         self.is_done = True
 
-    def _take(self, column: list[int], end: int | None) -> list[int]:
-        """What is its own of the tokens that a run has drawn."""
+    def _take(self, column: list[int], ends: frozenset[int]) -> list[int]:
+        """What is its own of the tokens that a run has drawn: nothing, if it has been cancelled meanwhile."""
+        if self.is_done:
+            return []
         more = column[: self.count - len(self.tokens)]
-        if end in more:
-            more = more[: more.index(end) + 1]
+        found = next((i for i, token in enumerate(more) if token in ends), None)
+        if found is not None:
+            more = more[: found + 1]
         self.tokens += more
-        self.is_done = len(self.tokens) == self.count or end in more
+        if found is not None or len(self.tokens) == self.count:
+            self.is_done = True  # and never back to False: it may be cancelled just now
         return more
 
 
@@ -102,7 +108,8 @@ class Generator:
     from there, and draws `tokens` of them in each run. Weights and cache are on the device once.
 
     Requests may also come and go while others are written: `submit` them, and `step` until nothing is left. What is
-    drawn for a request depends on its prompt and its seed, and not on what is written beside it.
+    drawn for a request depends on its prompt and its seed, and not on what is written beside it. Other threads may
+    `submit` and cancel meanwhile; steps of several threads wait for each other.
 
     Args:
         model: the model.
@@ -111,7 +118,7 @@ class Generator:
         room: how long a text may get, with its prompt; by default the model's `context`.
         tokens: how many are drawn in a run.
         temperature, top_k, top_p: how they are drawn, as of `popxl_addons.ops.sample_token`.
-        end: the token that ends a text, if one does.
+        end: the token that ends a text, if one does; or several, each of which does.
         weights: a session, and the variables of the model in its program, by their names in the model: they are used
             where they are, and each run finds them as the session has left them. By default the generator has its own,
             which are zeros until weights are loaded.
@@ -124,8 +131,9 @@ class Generator:
             first needed, or looked at.
 
     Raises:
-        ValueError: if `prompt` exceeds `room`, or `room` the model's context; for variables that are missing, and as
-            `Session.use_variables_of` and `sample_token` do.
+        TypeError: for sizes or an `end` that are no integers, and `weights` of another form.
+        ValueError: if `prompt` exceeds `room`, or `room` the model's context; for an `end` that the model does not
+            know; for variables that are missing, and as `Session.use_variables_of` and `sample_token` do.
 
     Example:
         >>> from popxl_addons.layers import LanguageConfig, LanguageModel
@@ -157,18 +165,36 @@ class Generator:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float = 1.0,
-        end: int | None = None,
+        end: int | Sequence[int] | None = None,
         weights: tuple[popxl.Session, NamedTensors] | None = None,
         device_desc: Any = "cpu",
     ) -> None:
-        self.batch, self.prompt, self.tokens, self.end = batch, prompt, tokens, end
-        self.vocabulary = model.config.vocabulary
-        self.room = model.config.context if room is None else room
+        batch, prompt, tokens = (
+            integer(value, f"Generator: `{name}`")
+            for name, value in (("batch", batch), ("prompt", prompt), ("tokens", tokens))
+        )
+        self.batch, self.prompt, self.tokens = batch, prompt, tokens
+        self.vocabulary, context = model.config.vocabulary, model.config.context
+        self.room = context if room is None else integer(room, "Generator: `room`")
+        if self.room > context:
+            raise ValueError(f"Generator: `room` is {self.room}; expected at most {context}, the model's `context`.")
         if not 0 < prompt <= self.room or min(batch, tokens) < 1:
             raise ValueError(
                 f"Generator: `batch`, `prompt` and `tokens` are {batch}, {prompt}, {tokens}; expected 1 or more, and "
                 f"prompts that fit into the room of {self.room} places."
             )
+        ends = () if end is None else integer_or_integers(end, "Generator: `end`")
+        self.ends = frozenset([ends] if isinstance(ends, int) else ends)
+        if unknown := sorted(token for token in self.ends if not 0 <= token < self.vocabulary):
+            raise ValueError(
+                f"Generator: `end` has {unknown}; expected tokens of the model, from 0 to {self.vocabulary - 1}."
+            )
+        if not (weights is None or _is_session_and_variables(weights)):
+            raise TypeError(
+                f"Generator: `weights` must be a session and the variables of the model in its program, "
+                f"`(session, variables)`; got {type(weights).__name__}."
+            )
+        self._stepping = threading.RLock()
         self._entered: list[ExitStack] = []
         self._waiting: list[Request] = []
         self._slots: list[Request | None] = [None] * batch
@@ -252,19 +278,17 @@ class Generator:
             seed: the same one draws the same tokens. The first text is the one that `submit` draws with this seed.
 
         Raises:
-            TypeError: for tokens that are no integers.
+            TypeError: for tokens, a count or a seed that are no integers.
             ValueError: for too many prompts, one that is too long or empty or has tokens that the model does not know,
-                or texts that would outgrow their room.
+                or texts that would outgrow their room; and outside of the generator's ``with`` block.
         """
-        texts: list[list[int]] = [[] for _ in prompts]
-        for more in self.pieces(prompts, count, seed):
-            for text, tokens in zip(texts, more, strict=True):
-                text += tokens
-        return texts
+        requests = self._requests(prompts, count, seed)
+        for _ in self._pieces(requests):
+            pass
+        return [request.tokens for request in requests]
 
     def pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> Iterator[list[list[int]]]:
         """The same as it comes: for each run, what it adds to each text. A text that has ended gets nothing more."""
-        self._check(prompts, count)
         return self._pieces(self._requests(prompts, count, seed))
 
     def submit(self, prompt: Sequence[int], count: int, seed: int = 0) -> Request:
@@ -276,13 +300,12 @@ class Generator:
             seed: the same one draws the same tokens for a prompt, whatever else is written.
 
         Returns:
-            The request, which gathers its `tokens`. One that is no longer wanted can be cancelled; leaving the `with`
+            The request, which gathers its `tokens`. One that is no longer wanted can be cancelled; leaving the ``with``
             block of the generator cancels all.
 
         Raises:
             TypeError, ValueError: as calling the generator does.
         """
-        self._check([prompt], count)
         (request,) = self._requests([prompt], count, seed)
         self._waiting.append(request)
         return request
@@ -293,22 +316,26 @@ class Generator:
         Returns:
             What this run has added to each text; nothing, if there is none left.
         """
-        self._admit()
-        going = {slot: each for slot, each in enumerate(self._slots) if each is not None and not each.is_done}
-        if not going:
-            return {}
-        read, last = (np.zeros(self.batch, np.int32) for _ in range(2))
-        seeds = np.zeros((self.batch, 2), np.uint32)
-        for slot, request in going.items():
-            text = request.prompt + request.tokens
-            read[slot], last[slot], seeds[slot] = len(text) - 1, text[-1], request.seed
-        outputs = self.writing.run({self._read: read, self._last: last, self._seeds: seeds})
-        columns = np.asarray(outputs[self._written]).T.tolist()
-        return {request: request._take(columns[slot], self.end) for slot, request in going.items()}
+        if not self._entered:
+            raise ValueError("Generator: it holds no device now. Use it inside `with generator:`.")
+        with self._stepping:
+            self._admit()
+            going = {slot: each for slot, each in enumerate(self._slots) if each is not None and not each.is_done}
+            if not going:
+                return {}
+            read, last = (np.zeros(self.batch, np.int32) for _ in range(2))
+            seeds = np.zeros((self.batch, 2), np.uint32)
+            for slot, request in going.items():
+                text = request.prompt + request.tokens
+                read[slot], last[slot], seeds[slot] = len(text) - 1, text[-1], request.seed
+            outputs = self.writing.run({self._read: read, self._last: last, self._seeds: seeds})
+            columns = np.asarray(outputs[self._written]).T.tolist()
+            return {each: each._take(columns[slot], self.ends) for slot, each in going.items()}
 
     def _admit(self) -> None:
         """Read the prompts of those who wait into what is free: all at once, if everything is."""
-        self._waiting = [request for request in self._waiting if not request.is_done]
+        for request in [each for each in self._waiting if each.is_done]:
+            self._waiting.remove(request)  # in place: others may be submitted meanwhile
         free = [slot for slot, request in enumerate(self._slots) if request is None or request.is_done]
         entering = dict(zip(free, self._waiting, strict=False))
         if not entering:
@@ -343,18 +370,25 @@ class Generator:
             for request in requests:
                 request.cancel()  # whoever reads no further wants no more
 
-    def _requests(self, prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[Request]:
+    def _requests(self, prompts: Iterable[Iterable[int]], count: int, seed: int) -> list[Request]:
+        """Those for some prompts, which are looked at first."""
+        prompts = _texts(prompts)
+        count = integer(count, "Generator: `count`")
+        self._check(prompts, count)
         seeds = popxl.create_seeds(seed, replicas=len(prompts)).reshape(-1, 2)
-        return [Request([*map(int, prompt)], count, own) for prompt, own in zip(prompts, seeds, strict=True)]
+        return [Request(prompt, count, own) for prompt, own in zip(prompts, seeds, strict=True)]
 
     def _check(self, prompts: Sequence[Sequence[int]], count: int) -> None:
         if not 0 < len(prompts) <= self.batch:
-            raise ValueError(f"Generator: there are {len(prompts)} prompts; expected 1 to {self.batch}, the `batch`.")
+            raise ValueError(
+                f"Generator: there are {len(prompts)} prompts; expected 1 to {self.batch}, the `batch`. `submit` takes "
+                "more, one by one."
+            )
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) < 1 or max(lengths) > self.prompt:
-            raise ValueError(f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each.")
-        if odd := [token for prompt in prompts for token in prompt if not isinstance(token, int | np.integer)]:
-            raise TypeError(f"Generator: the prompts have {odd[:3]}; expected numbers of tokens, which are integers.")
+            raise ValueError(
+                f"Generator: the prompts have {lengths} tokens; expected 1 to {self.prompt} of each, its `prompt`."
+            )
         if unknown := sorted({token for prompt in prompts for token in prompt if not 0 <= token < self.vocabulary}):
             raise ValueError(f"Generator: the prompts have tokens that the model does not know: {unknown}.")
         if count < 0:
@@ -364,6 +398,21 @@ class Generator:
                 f"Generator: with {count} more tokens, a text would have {max(lengths) + count} places, and there is "
                 f"`room` for {self.room}."
             )
+
+
+def _texts(prompts: Iterable[Iterable[int]]) -> list[list[int]]:
+    try:
+        each = list(prompts)
+    except TypeError:
+        raise TypeError(
+            f"Generator: `prompts` must be sequences of tokens; got {prompts!r} ({type(prompts).__name__})."
+        ) from None
+    return [[*integers(prompt, "Generator: a prompt")] for prompt in each]
+
+
+def _is_session_and_variables(given: Any) -> bool:
+    kinds = (popxl.Session, NamedTensors)
+    return isinstance(given, tuple) and len(given) == 2 and all(map(isinstance, given, kinds))
 
 
 def _made(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, NamedTensors]:

@@ -124,11 +124,12 @@ GPT2 = Names(
         },
         "norm.weight": "transformer.ln_f.weight",
         "norm.bias": "transformer.ln_f.bias",
+        "head.weight": Stored("lm_head.weight", transposed=True),
     },
     prefix="transformer.",
     ignored=frozenset({"transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"}),
 )
-"""GPT-2's names. Its weights are not transposed, as they are of its own `Conv1D`."""
+"""GPT-2's names. Its weights are not transposed, as they are of its own `Conv1D`, but for a head of its own."""
 
 LLAMA = Names(
     {

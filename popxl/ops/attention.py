@@ -1,9 +1,9 @@
 """Attention: of the values, each query gets those whose keys it agrees with.
 
-The matrix of scores, of each query and each key, is never held: it is computed block by block. The gradient computes it
-anew, from what is kept of each query: its result and one number. So memory grows with the length of the text, and not
-with its square. A text of one block is looked at as a whole, in the form that compilers know best: the softmax of the
-scores, in the gradient, too, so that both have it in common where they are in one program.
+The matrix of scores, of each query and each key, is never held as a whole: it is computed block by block. The gradient
+computes it anew, from what is kept of each query: its result and one number. So memory grows with the length of the
+text, and not with its square. A text of one block has all its scores at once, in the form that compilers know best:
+the softmax of the scores, in the gradient, too, so that both have it in common where they are in one program.
 """
 
 from __future__ import annotations
@@ -345,15 +345,16 @@ def attention(
     dropout: float = 0.0,
     seed_tensor: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(queries @ keys.T * scale) @ values`, for each head, without ever holding the matrix of scores.
+    """`softmax(queries @ keys.T * scale) @ values`, for each head, with no more scores at once than a block's.
 
-    Memory grows with the length of the text, not with its square; the gradient computes the scores anew. Sums are made
-    in float32. A query that sees no key gets zeros.
+    Blocks are of 512 queries and 512 keys at most. So memory grows with the length of the text, not with its square;
+    the gradient computes the scores anew. Sums are made in float32. A query that sees no key gets zeros.
 
     On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through JAX's Pallas kernel, unless
     there is a mask, dropout, or more than 256 channels. All else is computed in blocks of plain JAX, on GPUs as well:
-    cuDNN's kernel, which `jax.nn.dot_product_attention` calls, asks for a GPU in this process, and programs may be
-    compiled for GPUs that are elsewhere.
+    programs may be compiled for GPUs that are elsewhere, and without cuDNN XLA does not know what cuDNN's kernel needs
+    (docs/targets.md). On a GPU that is here, an op of your own has that kernel:
+    ``popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="cudnn"))``.
 
     Args:
         queries: of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.

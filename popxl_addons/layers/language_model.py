@@ -172,10 +172,12 @@ def _as_llama(config: LanguageConfig) -> dict[str, Any]:
     }
 
 
-def _known(said: Mapping[str, Any], **expected: tuple[Any, ...]) -> None:
+def _known(said: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...]) -> None:
     """`ValueError` for settings that the kit has no layers for."""
     if unknown := [f"{k}={said[k]!r}" for k, values in expected.items() if k in said and said[k] not in values]:
-        raise ValueError(f"LanguageConfig: there are no layers for {', '.join(unknown)}, of a {said['model_type']}.")
+        raise ValueError(
+            f"LanguageConfig: there are no layers for {', '.join(unknown)}, of a {said['model_type']}.{hint}"
+        )
 
 
 def _gpt2(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,11 +206,13 @@ def _gpt2(said: Mapping[str, Any]) -> dict[str, Any]:
 def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
     _known(said, hidden_act=("silu",), use_sliding_window=(False,))
     context = said["max_position_embeddings"]
-    if kind == "mistral":
-        _known(
-            said,
-            sliding_window=(None, *([said["sliding_window"]] if (said.get("sliding_window") or 0) >= context else ())),
+    window = said.get("sliding_window")
+    if kind == "mistral" and (window or context) < context:
+        hint = (
+            f" Texts of up to {window} tokens do not need it: pass what `config.json` says, as a dict with "
+            f"`sliding_window` None and `max_position_embeddings` {window}."
         )
+        _known(said, hint, sliding_window=(None,))
     turning = said.get("rope_parameters") or said.get("rope_scaling") or {}
     way = turning.get("rope_type", turning.get("type", "default"))
     stretch = None

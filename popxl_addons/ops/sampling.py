@@ -13,6 +13,7 @@ from popxl import OpKind
 from popxl.errors import PopxlError
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import drawn
+from popxl.values.shapes import integer, number
 
 
 def _drawn(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:
@@ -71,6 +72,7 @@ def sample_token(
         int32 of shape (...). No gradient flows.
 
     Raises:
+        TypeError: if one of these is no number, or `top_k` no integer.
         ValueError: for a negative `temperature`, a `top_k` below 1, or a `top_p` that is not above 0 and at most 1.
         PopxlError: for shapes or dtypes that do not fit.
 
@@ -81,13 +83,14 @@ def sample_token(
         >>> token.shape, token.dtype
         ((2,), popxl.dtypes.int32)
     """
+    temperature, top_p = number(temperature, "sample_token: `temperature`"), number(top_p, "sample_token: `top_p`")
+    kept = None if top_k is None else integer(top_k, "sample_token: `top_k`")
     if not temperature >= 0:
         raise ValueError(f"sample_token: `temperature` is {temperature}; expected 0 or more.")
-    if top_k is not None and top_k < 1:
+    if kept is not None and kept < 1:
         raise ValueError(f"sample_token: `top_k` is {top_k}; expected 1 or more, or None for all.")
     if not 0 < top_p <= 1:
         raise ValueError(f"sample_token: `top_p` is {top_p}; expected more than 0, and at most 1.")
-    kept = None if top_k is None else int(top_k)
     return _sample(logits, draws, temperature=float(temperature), top_k=kept, top_p=float(top_p))
 
 

@@ -105,10 +105,8 @@ def in_flax(config: Any, weights: Mapping[str, np.ndarray]) -> Party:
 
     def made() -> Any:
         model, optimizer = gpt.training(gpt.Config(**vars(config)))
-        state = nnx.state(model)
-        nnx.update(
-            model, state.from_flat_path([(p, v.replace(_as_ours(weights, p, v))) for p, v in state.flat_state()])
-        )
+        state = nnx.to_flat_state(nnx.state(model))
+        nnx.update(model, nnx.from_flat_state([(p, v.replace(_as_ours(weights, p, v))) for p, v in state]))
         return model, optimizer
 
     tokens = gpt.batch(config, 0)
@@ -140,7 +138,7 @@ def _as_ours(weights: Mapping[str, np.ndarray], path: tuple[Any, ...], variable:
     parts = [_NAMES.get(str(part), str(part)) for part in path]
     name = ".".join(["mlp." + part if part in ("up", "down") else part for part in parts])
     value = weights[name]
-    if name == "places.weight" or name == "tokens.weight":
+    if name == "positions.weight" or name == "tokens.weight":
         value = value[: variable.shape[0]]  # ours come in multiples of 16 rows
     return value.reshape(variable.shape)
 

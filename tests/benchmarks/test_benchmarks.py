@@ -49,6 +49,11 @@ def test_variants():
 def test_the_language_model_is_about_as_short_as_in_flax():
     lines = {name: language_model.lines_of(path) for name, path in language_model.FILES.items()}
     assert 70 < lines[OURS] <= 1.25 * lines["Flax"] < 110
+    told = (language_model.TUTORIAL / "README.md").read_text("utf-8")
+    assert f"`gpt.py` has {lines[OURS]} lines of code, `gpt_in_flax.py` has {lines['Flax']}." in told
+    (table,) = re.findall(r"\| lines \|\n\|[-|]+\n(.*?)\n\n", told, re.DOTALL)
+    parts = [row.split("|") for row in table.splitlines()]
+    assert [sum(int(row[column]) for row in parts) for column in (3, 5)] == [*lines.values()]
 
 
 @pytest.mark.thorough

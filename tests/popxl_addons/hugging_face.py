@@ -14,6 +14,7 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 37, "n_positions": 24, "n_embd": 12, "n_layer": 2, "n_head": 3,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None, "tie_word_embeddings": True,
 }  # fmt: skip
+GPT2_UNTIED = {**GPT2, "tie_word_embeddings": False}
 LLAMA = {
     "model_type": "llama", "vocab_size": 37, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4, "max_position_embeddings": 64,
@@ -48,6 +49,8 @@ def weights_of(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
             for name in ("ln_1", "ln_2"):
                 shapes |= {f"transformer.h.{i}.{name}.{kind}": (width,) for kind in ("weight", "bias")}
         shapes |= {f"transformer.ln_f.{kind}": (width,) for kind in ("weight", "bias")}
+        if not config["tie_word_embeddings"]:
+            shapes["lm_head.weight"] = (vocabulary, width)
     else:
         width, hidden, channels = config["hidden_size"], config["intermediate_size"], config["head_dim"]
         heads, key_heads = config["num_attention_heads"] * channels, config["num_key_value_heads"] * channels
@@ -125,7 +128,7 @@ def _gpt2(config: Mapping[str, Any], w: Mapping[str, Array], tokens: Array) -> A
         x = x + linear(attended(q, k, v, config["n_embd"] // config["n_head"]), f"h.{i}.attn.c_proj")
         h = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
         x = x + linear(0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))), f"h.{i}.mlp.c_proj")
-    return norm(x, "ln_f") @ w["transformer.wte.weight"].T
+    return norm(x, "ln_f") @ w["transformer.wte.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
 
 
 def _llama(config: Mapping[str, Any], w: Mapping[str, Array], tokens: Array) -> Array:

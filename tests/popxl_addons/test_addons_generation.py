@@ -1,6 +1,7 @@
 """Text from language models: greedy as in NumPy, drawn as NumPy says, and with the weights of another session."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ def greedy(config: Mapping[str, Any], weights: Mapping[str, Array], prompt: list
     return text[len(prompt) :]
 
 
-def until(tokens: list[int], end: int) -> list[int]:
-    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+def until(tokens: list[int], *ends: int) -> list[int]:
+    return tokens[: min([tokens.index(end) + 1 for end in ends if end in tokens], default=len(tokens))]
 
 
 def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: Path) -> None:
@@ -52,26 +53,29 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
     before = [greedy(LLAMA, weights, prompt, 10) for prompt in PROMPTS]
     halved = {name: value / 2 for name, value in weights.items()}
     after = [greedy(LLAMA, halved, prompt, 10) for prompt in PROMPTS]
-    end = before[1][5]
+    end, other_end = before[1][5], before[2][7]
+    assert len({len(until(text, end, other_end)) for text in before}) > 1
     assert before != after and all(len(set(text)) > 2 for text in before)
     with popxl.Session(ir, "cpu") as other:
         given = (other, variables)
         random = np.random.get_state()[2]
-        generator = addons.Generator(model, 3, 5, tokens=4, temperature=0.7, top_k=1, end=end, weights=given)
+        generator = addons.Generator(
+            model, 3, 5, tokens=4, temperature=0.7, top_k=1, end=[end, other_end], weights=given
+        )
         assert np.random.get_state()[2] == random  # no numbers are drawn that nobody needs
         with generator as generate:
-            assert generate(PROMPTS, 10) == [until(text, end) for text in before]
-            assert generate(PROMPTS[1:], 3) == [until(text[:3], end) for text in before[1:]]
-            assert generate([[9, end]], 2) == [greedy(LLAMA, weights, [9, end], 2)]  # a prompt has no end
+            assert generate(PROMPTS, 10) == [until(text, end, other_end) for text in before]
+            assert generate(PROMPTS[1:], 3) == [until(text[:3], end, other_end) for text in before[1:]]
+            assert generate([[9, end]], 1) == [greedy(LLAMA, weights, [9, end], 1)]  # a prompt has no end
             asked = [*PROMPTS, PROMPTS[1]]  # one more than there are places
             requests = [generate.submit(prompt, count) for prompt, count in zip(asked, [3, 10, 10, 10], strict=True)]
             while generate.step():
                 pass
-            wishes = [until(text, end) for text in (before[0][:3], *before[1:], before[1])]
+            wishes = [until(text, end, other_end) for text in (before[0][:3], *before[1:], before[1])]
             assert [request.tokens for request in requests] == wishes
             with generator:
                 other.run()
-            assert generate(PROMPTS, 10) == [until(text, end) for text in after]
+            assert generate(PROMPTS, 10) == [until(text, end, other_end) for text in after]
             for prompts, count, message in [
                 ([[1]] * 4, 1, "there are 4 prompts; expected 1 to 3"),
                 ([[1] * 6, []], 1, r"the prompts have \[6, 0\] tokens; expected 1 to 5"),
@@ -81,20 +85,43 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
             ]:
                 with pytest.raises(ValueError, match=message):
                     generate.pieces(prompts, count)
-            for prompt in ([1.5], "ab"):
-                with pytest.raises(TypeError, match="expected numbers of tokens, which are integers"):
-                    generate.pieces([prompt], 1)  # type: ignore[list-item]
+            for prompts, count, seed, message in [
+                ([[1.5]], 1, 0, r"a prompt must hold integers; got 1.5 \(float\)"),
+                (["ab"], 1, 0, "a prompt must hold integers; got 'a'"),
+                ([1, 2], 1, 0, "a prompt must be a sequence of integers; got 1"),
+                (3, 1, 0, "`prompts` must be sequences of tokens; got 3"),
+                ([[1]], 1.5, 0, "`count` must be an integer; got 1.5"),
+                ([[1]], 1, "a", "`seed` must be an integer; got 'a'"),
+            ]:
+                with pytest.raises(TypeError, match=message):
+                    generate.pieces(prompts, count, seed)
+            assert generate.step() == {}  # none of these has come to wait
         cache = 2 * 2 * 3 * 3 * 512 * 4 * 4
         assert generator.writing.memory().temporaries < cache / 2  # which is changed in place
         with pytest.raises(ValueError, match=r"`weights` lacks variables of the model: \['norm.weight'\]"):
             variables.pop("norm")
             addons.Generator(model, 3, 5, weights=given)
-    with pytest.raises(ValueError, match=r"prompts that fit into the room of 4 places"):
-        addons.Generator(model, 3, 5, room=4)
+    with pytest.raises(ValueError, match=r"it holds no device now. Use it inside `with generator:`"):
+        generator([[1]], 1)
+    for wrong, message in [
+        ({"room": 4}, "prompts that fit into the room of 4 places"),
+        ({"room": 513}, "`room` is 513; expected at most 512, the model's `context`"),
+        ({"end": [3, 37]}, r"`end` has \[37\]; expected tokens of the model, from 0 to 36"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            addons.Generator(model, 3, 5, **wrong)
+    for wrong, message in [
+        ({"tokens": 2.5}, "`tokens` must be an integer; got 2.5"),
+        ({"end": "a"}, "`end` must hold integers; got 'a'"),
+        ({"weights": model}, "`weights` must be a session and the variables of the model"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            addons.Generator(model, 3, 5, **wrong)
 
 
-def test_requests_come_and_go_and_get_what_they_get_alone() -> None:
-    """Drawn, each with its seed: in places that others have left or never used, beside others, in any order."""
+def test_requests_come_and_go_and_get_what_they_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn, each with its seed: in places that others have left or never used, beside others, in any order; submitted
+    and cancelled by other threads."""
     model = LanguageModel(LanguageConfig(vocabulary=23, width=8, layers=2, heads=2, context=12))
     asked = [([3, 1, 4, 1], 8, 5), ([5], 3, 6), ([9, 2], 9, 7), ([6, 5], 1, 5), ([3, 5], 10, 2), ([8, 9], 0, 1)]
     np.random.seed(1)
@@ -124,6 +151,19 @@ def test_requests_come_and_go_and_get_what_they_get_alone() -> None:
         pieces_of_two = generator.pieces([[3, 1, 4, 1], [5]], 8, 5)
         assert next(pieces_of_two)[0] == alone[0][:4]
         pieces_of_two.close()
+        with ThreadPoolExecutor(3) as threads:  # while this one steps
+            submitting = [threads.submit(generator.submit, *each) for each in asked * 3]
+            while generator.step() or not all(future.done() for future in submitting):
+                pass
+        assert [future.result().tokens for future in submitting] == alone * 3
+        run = generator.writing.run
+        with monkeypatch.context() as patch:
+            leaving, waiting = generator.submit([7], 9), [generator.submit(*asked[0]) for _ in range(2)]
+            patch.setattr(generator.writing, "run", lambda feeds: (leaving.cancel(), run(feeds))[1])
+            assert [len(tokens) for tokens in generator.step().values()] == [0, 4] and leaving.is_done
+        while generator.step():
+            pass
+        assert not leaving.tokens and [request.tokens for request in waiting] == [alone[0]] * 2
         left = generator.submit([7], 5)
         assert len(generator.step()[left]) == 4
         with pytest.raises(ValueError, match="would have 13 places"):
@@ -274,6 +314,8 @@ def test_what_cannot_be_drawn() -> None:
         ]:
             with pytest.raises(ValueError, match=message):
                 sample_token(logits, draws, **how)
+        with pytest.raises(TypeError, match="`top_k` must be an integer; got 2.5"):
+            sample_token(logits, draws, top_k=2.5)  # type: ignore[arg-type]
         with pytest.raises(popxl.errors.PopxlError, match=r"of shape \(2,\)"):
             sample_token(logits, popxl.constant(np.ones(3, np.float32)))
         with pytest.raises(popxl.errors.PopxlError, match="expected `logits` to be floats"):

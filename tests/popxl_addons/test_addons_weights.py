@@ -50,8 +50,9 @@ def of_numpy(config: Mapping[str, Any], weights: Mapping[str, Array]) -> Array:
         pytest.param(hf.LLAMA, 1, marks=pytest.mark.thorough),
         pytest.param(hf.QWEN2, 2, marks=pytest.mark.thorough),
         (hf.QWEN3, 1),
+        pytest.param(hf.GPT2_UNTIED, 1, marks=pytest.mark.thorough),
     ],
-    ids=["gpt2", "llama3", "llama", "qwen2", "qwen3"],
+    ids=["gpt2", "llama3", "llama", "qwen2", "qwen3", "gpt2, untied"],
 )
 def test_logits_are_those_of_numpy(tmp_path: Path, config: Mapping[str, Any], files: int) -> None:
     """And what is written again is what was read."""
@@ -69,7 +70,7 @@ def test_logits_are_those_of_numpy(tmp_path: Path, config: Mapping[str, Any], fi
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("config", [hf.GPT2, hf.LLAMA, hf.LLAMA3, hf.QWEN2, hf.QWEN3])
+@pytest.mark.parametrize("config", [hf.GPT2, hf.GPT2_UNTIED, hf.LLAMA, hf.LLAMA3, hf.QWEN2, hf.QWEN3])
 def test_logits_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     """With its own random weights in its own files; and with ours, in the files that we write."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
@@ -354,7 +355,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for change, message in [
         ({"model_type": "bert"}, "of the type 'bert'; expected gpt2"),
         ({"hidden_act": "relu", "use_sliding_window": True}, "hidden_act='relu', use_sliding_window=True"),
-        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8, .* `max_position_embeddings` 8"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotary positions of the type 'yarn'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -185,6 +185,18 @@ images of 197 patches are another. The precision does not matter.
 A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
 which takes operands of any shape. Its cost is that of these calls. GPUs that are here are left alone.
 
+**cuDNN's attention.** `jax.nn.dot_product_attention(..., implementation="cudnn")` asks for cuDNN when it is traced:
+"RuntimeError: cuDNN not found." Past that question JAX lowers the call for a GPU that is not here, and XLA compiles
+it, but as a name alone: it is cuDNN that says how much workspace the kernel needs, and that makes it. Without cuDNN,
+XLA counts no bytes of workspace, and keeps no kernel. So memory would be told too small, and nobody could compare
+numbers. On GPUs `ops.attention` is computed in blocks of plain JAX instead. In bfloat16, with two heads of 64
+channels, causal and with the gradient, 32 768 tokens take 74 MB of temporaries on an H100, and 8 192 take 24 MB; the
+scores alone would take 4.3 GB. (cuDNN's two calls take 17 MB, without their workspace.) On a GPU that is here, an op
+of your own calls cuDNN; its operands are of shape (batch, length, heads, channels):
+
+    Fused = popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="cudnn"))
+    y = Fused(q, k, v, is_causal=True)
+
 **Python called from a GPU that is not here.** JAX wants a GPU to lower `jax.pure_callback` for one (jax-ml/jax#23971).
 `poptorch.CPU` is such a call, and cannot be compiled for a GPU that is not here. `print_tensor` can.
 

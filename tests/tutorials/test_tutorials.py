@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.popxl_addons import hugging_face
+
 ROOT = Path(__file__).parent.parent.parent
 TUTORIALS = ROOT / "tutorials"
 
@@ -144,6 +146,21 @@ def test_tutorial(tutorial: str) -> None:
     assert shown
     said = by_process(printed)
     assert [block for block in shown for who, lines in by_process(block).items() if lines not in said[who]] == []
+
+
+@pytest.mark.thorough
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    """GPT-2's, whose queries are a part of a weight, and whose logits have no table of their own; with several ends."""
+    config = {**hugging_face.GPT2, "vocab_size": 256, "eos_token_id": [3, 5]}
+    hugging_face.write(tmp_path, config, hugging_face.weights_of(config))
+    how = ["--weights", str(tmp_path), "--prompt", "ab", "--prompt", "c", "--tokens", "9", "--bfloat16"]
+    done = run("12_llama/llama.py", *how)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "layers.1.attention.query.weight  transformer.h.1.attn.c_attn.weight, part 1 of 3",
+        "the same seed, the same texts: True",
+    ):
+        assert line in done.stdout.splitlines()
 
 
 def by_process(output: str) -> dict[str, str]:

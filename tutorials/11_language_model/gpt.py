@@ -40,14 +40,14 @@ class GPT(addons.Module):
         super().__init__()
         self.config = config
         self.tokens = Embedding(popxl.float32, VOCABULARY, config.width)
-        self.places = Embedding(popxl.float32, config.length, config.width)
+        self.positions = Embedding(popxl.float32, config.length, config.width)
         blocks = [TransformerBlock(Attention(config.heads), MLP()) for _ in range(config.layers)]
         self.blocks = addons.Module.from_list(blocks)
         self.norm = LayerNorm()
         self.head = Linear(VOCABULARY)
 
     def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
-        x = self.tokens(tokens) + self.places(ops.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(ops.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).astype(popxl.float32)

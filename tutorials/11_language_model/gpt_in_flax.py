@@ -46,13 +46,13 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(VOCABULARY, config.width, rngs=rngs)
-        self.places = nnx.Embed(config.length, config.width, rngs=rngs)
+        self.positions = nnx.Embed(config.length, config.width, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         mask = nnx.make_causal_mask(tokens)
         for block in self.blocks:
             x = block(x, mask)

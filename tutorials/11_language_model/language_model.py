@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A language model
 #
-# A small GPT learns from Python's own documentation, goes on from a checkpoint, and writes. Then the same program runs
-# in pieces on four replicas, in bfloat16, and as a pipeline, and is compiled for sixteen chips that are not here.
+# A small GPT learns from Python's own documentation, resumes from a checkpoint, and writes. Then the same program runs
+# sharded over four replicas, in bfloat16, and as a pipeline, and is compiled for sixteen chips that are not here.
 # README.md beside this file tells the story.
 #
 #     python tutorials/11_language_model/language_model.py
@@ -85,10 +85,10 @@ title("4. Writing")
 print(written)
 
 # %% [markdown]
-# ## 5. The same program, otherwise
+# ## 5. The same program in other ways
 
 # %%
-title("5. The same program, otherwise")
+title("5. The same program in other ways")
 bfloat16 = addons.MixedPrecision(popxl.bfloat16, keep=("norm",))
 expected = losses[half : half + 3]
 
@@ -100,8 +100,8 @@ def compare(name: str, found: list[float], near: float) -> None:
 with gpt.training(CONFIG, replicas=4, sharded=True) as session:
     session.load_checkpoint(checkpoint, report_missing="error")
     weight = session.state.model.blocks[0].mlp.up.weight
-    print(f"{weight.shape} is in four pieces: {weight.piece.shape == (weight.nelms // 4,)}")
-    compare("on four replicas, in pieces", gpt.train(session, CONFIG, half + 3), 1e-4)
+    print(f"the weight {weight.shape} is a quarter on each replica: {weight.piece.shape == (weight.nelms // 4,)}")
+    compare("on four replicas, sharded", gpt.train(session, CONFIG, half + 3), 1e-4)
 
 with gpt.training(CONFIG, precision=bfloat16) as session:
     session.load_checkpoint(checkpoint, report_missing="error")

@@ -12,7 +12,7 @@ class Bottom(GPT):
     """From the characters to the middle. What a `build` does not use has no variables."""
 
     def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
-        x = self.tokens(tokens[:, :-1]) + self.places(ops.arange(tokens.shape[1] - 1))
+        x = self.tokens(tokens[:, :-1]) + self.positions(ops.arange(tokens.shape[1] - 1))
         for block in list(self.blocks)[: self.config.layers // 2]:
             x = block(x)
         return x

@@ -37,6 +37,7 @@ parser.add_argument("--weights", type=Path, help="a folder with config.json, .sa
 parser.add_argument("--prompt", action="append", help="what a text begins with; may be given several times")
 parser.add_argument("--tokens", type=int, default=32, help="how many are to follow")
 parser.add_argument("--bfloat16", action="store_true", help="keep weights and cache in bfloat16")
+parser.add_argument("--device", default="cpu", help="where all of it runs, such as gpu or tpu (default: %(default)s)")
 parser.add_argument("--flax", action="store_true", help="run the program in Flax, too")
 # A notebook has no arguments of its own.
 args = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
@@ -104,9 +105,13 @@ dtype = popxl.bfloat16 if args.bfloat16 else popxl.float32
 model = LanguageModel(config, dtype)
 
 names = config.names
-for name in ("embedding.weight", "layers.3.attention.query.weight", "layers.3.mlp.down.weight", "head.weight"):
+last = f"layers.{config.layers - 1}"
+shown = ["embedding.weight", f"{last}.attention.query.weight", f"{last}.mlp.down.weight"]
+for name in shown if config.tied else [*shown, "head.weight"]:
     stored = names.of(name)
-    print(f"{name:32} {stored.name}{', transposed' if stored.transposed else ''}")
+    part, parts = stored.part
+    form = [f"part {part + 1} of {parts}"] * (parts > 1) + ["transposed"] * stored.transposed
+    print(", ".join([f"{name:32} {stored.name}", *form]))
 
 # %% [markdown]
 # ## 3. Text out
@@ -145,15 +150,15 @@ prompts = args.prompt or ["Beautiful", "Explicit is", "Flat is better"]
 tokens = [speech.encode(prompt) for prompt in prompts]
 longest = max(map(len, tokens))
 room = min(config.context, longest + args.tokens)
+end = json.loads((folder / "config.json").read_text()).get("eos_token_id")  # one, several, or none
 
-generator = addons.Generator(
-    model, batch=len(prompts), prompt=longest, room=room, tokens=8, temperature=0.8, top_k=50, top_p=0.95
-)
+generator_of = partial(addons.Generator, model, prompt=longest, tokens=8, device_desc=args.device)
+generator = generator_of(batch=len(prompts), room=room, temperature=0.8, top_k=50, top_p=0.95, end=end)
 addons.load_safetensors(generator.variables, folder, names, narrow=args.bfloat16)
 
 with generator as generate:
-    texts = generate(tokens, args.tokens, seed=1)
-    again = generate(tokens, args.tokens, seed=1)
+    texts = generate(tokens, room - longest, seed=1)
+    again = generate(tokens, room - longest, seed=1)
 for prompt, text in zip(prompts, texts, strict=True):
     print(prompt, "->", repr(speech.decode(text)))
 print("the same seed, the same texts:", texts == again)
@@ -162,7 +167,8 @@ memory = generator.writing.memory()
 weights_bytes = sum(v.nelms * v.dtype.itemsize for v in generator.variables.values_flat())
 cache_bytes = memory.variables - weights_bytes
 print(f"weights {weights_bytes:,} bytes, cache {cache_bytes:,} bytes")
-print("a run needs less than a fifth of the cache besides:", memory.temporaries < cache_bytes / 5)
+if dtype is popxl.float32:  # a CPU multiplies bfloat16 in float32, so it needs a layer's weights in that, too
+    print("a run needs less than a fifth of the cache besides:", memory.temporaries < cache_bytes / 5)
 
 # %% [markdown]
 # A folder of one's own ends here. The model that was made up goes on, and learns.
@@ -215,10 +221,8 @@ def known(texts: list[str]) -> str:
 
 
 with (
-    popxl.Session(ir, "cpu") as session,
-    addons.Generator(
-        model, batch=3, prompt=longest, tokens=8, temperature=0, end=ord("\n"), weights=(session, learned)
-    ) as generate,
+    popxl.Session(ir, args.device) as session,
+    generator_of(batch=3, temperature=0, end=ord("\n"), weights=(session, learned)) as generate,
 ):
     print("before:", known(recited(generate)))
     for _ in range(STEPS):
@@ -256,7 +260,7 @@ if args.flax:
     import in_flax
 
     title("6. Beside Flax")
-    plain = addons.Generator(model, batch=3, prompt=longest, tokens=8, temperature=0)
+    plain = generator_of(batch=3, temperature=0)
     addons.load_safetensors(plain.variables, after, names)
     with plain as generate:
         ours = generate(tokens, 24)

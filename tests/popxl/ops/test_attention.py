@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -120,6 +122,33 @@ def test_memory_grows_with_the_length_not_with_its_square() -> None:
 
     short, long = temporaries(4096), temporaries(32_768)
     assert long < 8.5 * short and long < 64 * 2**20
+
+
+@pytest.mark.thorough
+def test_the_attention_of_jax_as_an_op_is_the_same() -> None:
+    """With its gradient: what the docstring names for cuDNN, in the form that every machine has."""
+    fused = popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="xla"))
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(normal(2, 5, 3, 8))
+
+        def ours(x: popxl.Tensor) -> popxl.Tensor:
+            t = ops.transpose(x, (0, 2, 1, 3))
+            return ops.transpose(ops.attention(t, t, t, causal=True), (0, 2, 1, 3))
+
+        outs = []
+        for attention in (ours, lambda x: fused(x, x, x, is_causal=True)):
+            graph = ir.create_graph(attention, x)
+            site, info = ops.call_with_info(graph, x), autodiff(graph)
+            (dx,) = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+            for t in (site.outputs[0], dx):
+                outs.append(popxl.d2h_stream(t.shape, t.dtype))
+                ops.host_store(outs[-1], t)
+    with popxl.Session(ir, "cpu") as session:
+        found = session.run()
+    y, dx, other_y, other_dx = (found[out] for out in outs)
+    np.testing.assert_allclose(y, other_y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, other_dx, rtol=1e-4, atol=1e-5)
 
 
 # The kernel of TPUs --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Programs know it as `popxl.Session`.
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 import threading
@@ -35,7 +36,7 @@ from runtime.processes import Notes
 from runtime.program.host_arrays import HostArrays, Outputs
 from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
-from runtime.program.state import Part
+from runtime.program.state import Given, Part
 from runtime.report import Report, memory_of_program, report_of
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
@@ -595,11 +596,11 @@ class Session:
     def _has_read_only_data(self) -> bool:
         return any(v.is_read_only for v in self._variables)
 
-    def _upload(self) -> None:
+    def _upload(self, given: Given | None = None) -> None:
         _device_log.debug(f"Writing weights from host, {len(self.program.variables)} variables.")
         with self._ir.host_copies.lock:
             version = self._ir.host_copies.version
-            self.program.upload()
+            self.program.upload(given)
         if not self._has_uploaded:
             self._has_uploaded = True
             remote = [v for v in self._variables if v.location_info.isRemote()]
@@ -713,6 +714,30 @@ class Session:
                 parts[v] = owner._own_parts([theirs])[theirs]
         return parts
 
+    def _write_parts(self, tensors: Given) -> None:
+        """As `write_variables_data`, of values that are asked for in parts: each process asks for what its devices
+        hold. All that run the program have to do this.
+
+        What the program changes is on the devices only, as after a run. Of the rest, there are host copies.
+        """
+        for v in tensors:
+            self._check_writable(v)
+        self._check_attached("write_variable_data")
+        with self._lock, self._ir.host_copies.lock:
+            only_there = {v for v in self.program.read_back if v._memmap_arr is None}
+            if self._device_is_ahead() and not self.program.read_back <= tensors.keys():
+                self.weights_to_host()
+            whole = {v: read(0, math.prod(v.shape_on_host)) for v, read in tensors.items() if v not in only_there}
+            self._upload(tensors)
+
+            def note() -> None:
+                for v, data in whole.items():
+                    np.copyto(v.data, data.reshape(v.shape_on_host))
+                self._known_host_data = self._ir.host_copies.note()
+                self._note_run()
+
+            uninterrupted(note)
+
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
         return owner.get_tensor_data(theirs)
@@ -768,19 +793,8 @@ class Session:
                 "program's tensor (`NamedTensors.to_mapping` pairs tensors by their names)."
             )
 
-    def _new_data(self, t: Tensor, data: Any) -> np.ndarray:
-        if not isinstance(t, Variable):
-            raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
-        if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
-            raise NotImplementedError(
-                f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
-            )
-        self._check_own("write_variable_data", t)
-        if t in self._owners:
-            owner, theirs = self._owners[t]
-            raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
-        if t.is_read_only:
-            raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")
+    def _new_data(self, t: Variable, data: Any) -> np.ndarray:
+        self._check_writable(t)
         wanted = t.dtype.as_numpy()
         if isinstance(data, numbers.Number):
             if wanted.names:
@@ -801,3 +815,17 @@ class Session:
                 f"{t.shape_on_host}."
             )
         return np.asarray(data)
+
+    def _check_writable(self, t: Tensor) -> None:
+        if not isinstance(t, Variable):
+            raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
+        if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
+            raise NotImplementedError(
+                f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
+            )
+        self._check_own("write_variable_data", t)
+        if t in self._owners:
+            owner, theirs = self._owners[t]
+            raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
+        if t.is_read_only:
+            raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")

@@ -45,6 +45,7 @@ class Described:
         dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
         destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
         self.layout = Layout(ir, destination, calls)
+        device.check_parts([terms.replicas.devices for terms in self.layout.terms.values()])
         self.inputs, self.outputs = self.layout.inputs, self.layout.outputs
         self.variables = self.layout.variables
         self.calls, self.reason = self.layout.calls, self.layout.reason

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
-from runtime.costs.kernels import Kernel, Room, Traced, Value, kernels_of
+from runtime.costs.kernels import Kernel, Room, Step, Traced, Value, kernels_of
 from runtime.program.compiled import traced_for
 from runtime.program.layout import Layout
 from runtime.targets.destination import HOST
@@ -147,14 +147,55 @@ class _Program:
         results = traced.go_through(jaxpr, given)
         old = dict(zip(results[:replaced], given[others : others + replaced], strict=True))
         kernels = kernels_of(traced, results)
+        if self._platform == "cuda":
+            kernels = _copied(kernels, old)
         stacked = set(results[replaced:]) if is_turn else set()
-        orders = (kernels, _frees_most_first(kernels, {*results}))
+        orders = [kernels, _frees_most_first(kernels, {*results})]
+        if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
+            orders = [_sends_first(order) for order in orders]
         found = (_Room(order, {*results}, old, stacked).most() for order in orders)
         return min(found, key=lambda most: most.bytes)
 
     def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> int:
         """The same, in bytes, of a turn of a loop."""
         return self.most(jaxpr, others, replaced, is_turn=True).bytes
+
+
+def _copied(kernels: Sequence[Kernel], old: Mapping[Value, Value]) -> list[Kernel]:
+    """The same kernels, where what is replaced is copied for those that read it, unless what replaces it is computed of
+    all that they make: XLA for GPUs settles that before it orders them."""
+    makers = {value: kernel for kernel in kernels for value in kernel.made}
+    readers: defaultdict[Value, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        for value in kernel.reads:
+            readers[value].append(kernel)
+    copies: dict[Value, Value] = {}
+    for new, value in old.items():
+        last = makers.get(new)
+        if last is None or last.step.taken == (value,):
+            continue
+        before = _ancestors(last, makers)
+        if any(kernel not in before for kernel in readers[value]):
+            copies[value] = Value(value.shape, value.bytes, name=f"copy of {value.name}")
+    found, made = list[Kernel](), set[Value]()
+    for kernel in kernels:
+        for value in (value for value in kernel.reads if value in copies and value not in made):
+            found.append(Kernel(Step("copy", (value,), (copies[value],)), (value,), (copies[value],), ()))
+            made.add(value)
+        reads, overwrites = (tuple(copies.get(v, v) for v in values) for values in (kernel.reads, kernel.overwrites))
+        found.append(replace(kernel, reads=reads, overwrites=overwrites))
+    return found
+
+
+def _ancestors(kernel: Kernel, makers: Mapping[Value, Kernel], among: Set[Kernel] | None = None) -> set[Kernel]:
+    """A kernel and all that it needs, or of those all that are among some."""
+    found, waiting = {kernel}, [kernel]
+    while waiting:
+        before = {makers[value] for value in waiting.pop().reads if value in makers}
+        new = (before if among is None else before & among) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> list[Kernel]:
@@ -186,6 +227,28 @@ def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> 
     return order
 
 
+def _sends_first(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """An order, where collectives begin as soon as they can: what one needs comes right before it, and what is there to
+    do besides comes after, so that it is under way meanwhile."""
+    makers = {value: kernel for kernel in kernels for value in kernel.made}
+    sent = {value for kernel in kernels if kernel.step.is_exchange for value in kernel.reads}
+    place: dict[Kernel, tuple[int, int]] = {}
+    for i, kernel in enumerate(kernels):  # a collective follows what it reads, and so does what is moved for it
+        follows = kernel.step.is_exchange or (kernel.step.is_fused and sent.issuperset(kernel.made))
+        before = [place[makers[value]] for value in kernel.reads if value in makers]
+        place[kernel] = (max(before, default=(i, 0))[0], i + 1) if follows else (i, 0)
+    order, stretch = list[Kernel](), list[Kernel]()
+    for kernel in sorted(kernels, key=place.__getitem__):
+        if not kernel.step.is_exchange:
+            stretch.append(kernel)
+            continue
+        needed = _ancestors(kernel, makers, {*stretch})
+        order += [*(each for each in stretch if each in needed), kernel]
+        order += [each for each in stretch if each not in needed]
+        stretch = []
+    return order + stretch
+
+
 class _Room:
     """The values that are there while kernels run in an order.
 
@@ -203,8 +266,11 @@ class _Room:
         self._last = {value: i for i, kernel in enumerate(order) for value in kernel.reads}
         made = {value: i for i, kernel in enumerate(order) for value in kernel.made}
         own = (value for value in results if value in made and value not in old and value not in stacked)
-        self._free = sorted(([value.bytes, made[value], -1] for value in own), key=lambda place: place[0])
-        self._always = sum(bytes for bytes, *_ in self._free)
+        unread = ((value.bytes, made[new], self._last.get(value, -1)) for new, value in old.items() if new in made)
+        places = [[value.bytes, made[value], -1] for value in own]
+        self._always = sum(bytes for bytes, *_ in places)
+        places += [[*place] for place in unread if place[2] < place[1]]
+        self._free = sorted(places, key=lambda place: place[0])
         self._bytes: dict[Value, int] = {}  # of what is there
         self._place = {value: value.bytes for value in old.values()}  # how large the place is in which a value lies
 
@@ -241,7 +307,7 @@ class _Room:
         if value in self._stacked or value in self._results:
             return 0
         end = self._last.get(value, i)
-        for place in self._free:  # of a result that is not made yet
+        for place in self._free:  # of a result that is not made yet, or of what it replaces and nobody reads any more
             bytes, made, until = place
             if value.bytes <= bytes <= 4 * value.bytes and until < i and self._is_over(end, made):
                 place[2] = end

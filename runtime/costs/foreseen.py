@@ -1,9 +1,10 @@
 """`Foreseen`: the memory that a program will need on a chip, before anything is compiled.
 
 What JAX traces of the program becomes kernels, by rules: `runtime.costs.kernels`. These are gone through in two orders,
-that of the program and one that always takes next what frees most; compilers take the one that needs less. A value
-needs room from the kernel that makes it to the last one that reads it. Variables that are overwritten stay where they
-are, if all that read them come before.
+that of the program and one that always takes next what frees most; compilers take the one that needs less. GPUs that
+send to each other begin with that as soon as they can. A value needs room from the kernel that makes it to the last one
+that reads it. Variables that are overwritten stay where they are, if all that read them come before; on GPUs, if the
+data say so: else these read a copy.
 
 How far this is from what compilers say: `docs/scaling.md`.
 """
@@ -153,7 +154,7 @@ class _Program:
         orders = [kernels, _frees_most_first(kernels, {*results})]
         if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
             orders = [_sends_first(order) for order in orders]
-        found = (_Room(order, {*results}, old, stacked).most() for order in orders)
+        found = (_Room(order, {*results}, old, stacked, is_turn).most() for order in orders)
         return min(found, key=lambda most: most.bytes)
 
     def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> int:
@@ -245,6 +246,7 @@ def _sends_first(kernels: Sequence[Kernel]) -> list[Kernel]:
         needed = _ancestors(kernel, makers, {*stretch})
         order += [*(each for each in stretch if each in needed), kernel]
         order += [each for each in stretch if each not in needed]
+        order.append(Kernel(Step("done", kernel.reads, ()), kernel.reads, (), ()))
         stretch = []
     return order + stretch
 
@@ -257,10 +259,16 @@ class _Room:
         results: what the program gives.
         old: what its results replace.
         stacked: results that have room already.
+        is_turn: whether it is a turn of a loop.
     """
 
     def __init__(
-        self, order: Sequence[Kernel], results: set[Value], old: Mapping[Value, Value], stacked: set[Value]
+        self,
+        order: Sequence[Kernel],
+        results: set[Value],
+        old: Mapping[Value, Value],
+        stacked: set[Value],
+        is_turn: bool = False,
     ) -> None:
         self._order, self._results, self._old, self._stacked = order, results, old, stacked
         self._last = {value: i for i, kernel in enumerate(order) for value in kernel.reads}
@@ -269,7 +277,7 @@ class _Room:
         unread = ((value.bytes, made[new], self._last.get(value, -1)) for new, value in old.items() if new in made)
         places = [[value.bytes, made[value], -1] for value in own]
         self._always = sum(bytes for bytes, *_ in places)
-        places += [[*place] for place in unread if place[2] < place[1]]
+        places += [[*place] for place in unread if place[2] < place[1] and not is_turn]  # a loop keeps what it carries
         self._free = sorted(places, key=lambda place: place[0])
         self._bytes: dict[Value, int] = {}  # of what is there
         self._place = {value: value.bytes for value in old.values()}  # how large the place is in which a value lies
@@ -309,11 +317,11 @@ class _Room:
         end = self._last.get(value, i)
         for place in self._free:  # of a result that is not made yet, or of what it replaces and nobody reads any more
             bytes, made, until = place
-            if value.bytes <= bytes <= 4 * value.bytes and until < i and self._is_over(end, made):
+            if value.bytes <= bytes <= 4 * value.bytes and until < i and self._is_over(value, end, made):
                 place[2] = end
                 return 0
         return value.bytes
 
-    def _is_over(self, end: int, made: int) -> bool:
+    def _is_over(self, value: Value, end: int, made: int) -> bool:
         """Whether a value is needed no more when a result is made in its place."""
-        return end < made or (end == made and self._order[made].step.is_fused)
+        return end < made or (end == made and value in self._order[made].overwrites)

@@ -382,7 +382,7 @@ class TaskSession(popxl.Session):
                         _log.info("The data loader goes on at %s.", self._dataloader.get_state())
                 if not together:
                     read = {v: checkpoint.whole(array) for v, array in values.items()}
-            if together:
+            if together and values:
                 self._write_parts({v: array.elements for v, array in values.items()})
         if not together:
             self._write(read)

@@ -202,7 +202,9 @@ def _ancestors(kernel: Kernel, makers: Mapping[Value, Kernel], among: Set[Kernel
 def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> list[Kernel]:
     """An order in which the next kernel is, of those that can be, the one that frees most for what it makes."""
     makers = {value: kernel for kernel in kernels for value in kernel.made}
-    before = {kernel: {makers[v] for v in kernel.reads if v in makers} - {kernel} for kernel in kernels}
+    waits = {kernel: {v for barrier in kernel.made[0].waits for v in barrier} for kernel in kernels if kernel.made}
+    needed = {kernel: waits.get(kernel, set()).union(kernel.reads) for kernel in kernels}
+    before = {kernel: {makers[v] for v in values if v in makers} - {kernel} for kernel, values in needed.items()}
     after: defaultdict[Kernel, list[Kernel]] = defaultdict(list)
     for kernel, others in before.items():
         for other in others:

@@ -69,6 +69,7 @@ class Value:
         name: what is told of it.
         is_given: whether the program is given it. It is not, if it is a number that is written down.
         again: the array that this is, which XLA is not told: what is computed of it is computed once more.
+        waits: the barriers that it is behind: all that each of these is given is there before.
     """
 
     shape: tuple[int, ...]
@@ -77,6 +78,7 @@ class Value:
     name: str = ""
     is_given: bool = False
     again: Value | None = None
+    waits: frozenset[tuple[Value, ...]] = frozenset()
 
     @property
     def itself(self) -> Value:
@@ -189,7 +191,8 @@ class Traced:
         if kind in _VIEWS:
             return taken[: len(equation.outvars)]
         if kind == "optimization_barrier":
-            return [replace(value, again=value.itself) for value in taken]
+            barrier = tuple(value.itself for value in taken)
+            return [replace(value, again=value.itself, waits=value.waits | {barrier}) for value in taken]
         if kind not in ("scan", "while", "cond"):
             for name in _INLINED:
                 if name in params:
@@ -215,12 +218,13 @@ class Traced:
             key = (kind, tuple(map(id, taken)), avals, told)
             if key in self._known:
                 return self._known[key]
+        waits = frozenset[tuple[Value, ...]]().union(*(value.waits for value in taken))
         taken = tuple(value.itself for value in taken)
         name = str(equation.source_info.name_stack)
         made = tuple(self.value(v.aval, name) for v in equation.outvars)
         step = Step(kind, taken, made)
         for value in made:
-            value.maker = step
+            value.maker, value.waits = step, waits
         if kind == "scan":
             consts, carried = params["num_consts"], params["num_carry"]
             step.inside = self._most(params["jaxpr"], consts, carried)

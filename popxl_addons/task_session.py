@@ -9,9 +9,9 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast
@@ -24,7 +24,7 @@ from popxl.base.files import replaced_file
 from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, checkpoint
-from popxl_addons.array_munging import shard, unshard
+from popxl_addons.array_munging import unshard
 from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
@@ -172,13 +172,13 @@ class TaskSession(popxl.Session):
         """
         # Copies: sessions of one Ir share the host copies of its variables.
         theirs = src._values(_readable(src.state), copied=True)
-        arrays = {name: a.copy() if checkpoint.map_file(a) else a for name, a in theirs.items()}
+        arrays = {name: checkpoint.InMemory(a.copy() if checkpoint.map_file(a) else a) for name, a in theirs.items()}
         what = f"TaskSession.load_from_session, from {src!r}"
         values, missing = self._matched(what, "Source", arrays, report_missing)
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
             warnings.warn(text, MissingStateWarning, stacklevel=2)
-        self._write(values)
+        self._write({v: checkpoint.whole(array) for v, array in values.items()})
 
     # Checkpoints
 
@@ -341,6 +341,10 @@ class TaskSession(popxl.Session):
         a value for each of several groups of replicas, it needs a `group_axis` for that: it is then read from the
         whole value, and from a checkpoint with one for each of other groups.
 
+        If several processes run the program, all of them call this within the ``with`` block, or none does. Each reads
+        what its devices hold, to the devices: `get_tensor_data` brings the values to the hosts, as after a run.
+        Outside of the block each reads everything.
+
         Args:
             checkpoint_dir: as for `save_checkpoint`.
             report_missing: what to do about names of the state, and keys of `session_state`, that are in the checkpoint
@@ -352,59 +356,85 @@ class TaskSession(popxl.Session):
             ValueError: if no name of the state is in the checkpoint, or shapes or dtypes differ; with ``"error"``, for
                 all that is missing.
             UnreadableFileError: if files are damaged. It is a `ValueError`.
+            PopxlRuntimeError: if another process that reads its part has raised one of these.
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
         place = os.fspath(checkpoint_dir)
         self._writer.wait()
-        with checkpoint.located(place) as directory:
-            info = checkpoint.read_info(directory)
-            position = directory / checkpoint.LOADER
-            differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
-            arrays = checkpoint.read_arrays(directory)
-            maps = {path.name for path in (directory / checkpoint.MODEL).glob("*")}
-            what = f"TaskSession.load_checkpoint, from `{place}`"
-            values, missing = self._matched(what, "Checkpoint", arrays, report_missing, differences, maps)
-            if missing and report_missing == "warn":
-                _log.warning("%s: %s.", what, missing)
-            if self._dataloader is not None:
-                self._dataloader.resume(filename=str(position))
-                if hasattr(self._dataloader, "get_state"):
-                    _log.info("The data loader goes on at %s.", self._dataloader.get_state())
-        self._write(values)
+        instance = launched() or Instance()
+        together = self._is_divided and self.is_attached
+        share = (instance.instance_index, instance.num_instances) if together else (0, 1)
+        what = f"TaskSession.load_checkpoint, from `{place}`"
+        with ExitStack() as stack:
+            with self._told(what, together):
+                directory = stack.enter_context(checkpoint.located(place, *share))
+                info = checkpoint.read_info(directory)
+                differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
+                maps = {path.name for path in (directory / checkpoint.MODEL).glob("*")}
+                arrays = checkpoint.arrays_of(directory)
+                values, missing = self._matched(what, "Checkpoint", arrays, report_missing, differences, maps)
+                if missing and report_missing == "warn":
+                    _log.warning("%s: %s.", what, missing)
+                if self._dataloader is not None:
+                    self._dataloader.resume(filename=str(directory / checkpoint.LOADER))
+                    if hasattr(self._dataloader, "get_state"):
+                        _log.info("The data loader goes on at %s.", self._dataloader.get_state())
+                if not together:
+                    read = {v: checkpoint.whole(array) for v, array in values.items()}
+            if together and values:
+                self._write_parts({v: array.elements for v, array in values.items()})
+        if not together:
+            self._write(read)
         self.session_state = info
+
+    @contextmanager
+    def _told(self, what: str, together: bool) -> Iterator[None]:
+        """A block that each process goes through by itself, if the program has several. They meet at its end: what goes
+        wrong in one is raised in all."""
+        problem: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:  # whatever it is, the others wait to be told
+            problem = raised
+        told = self._meet(what, problem and f"{type(problem).__name__}: {problem}") if together else []
+        if problem is not None:
+            raise problem
+        if problems := [f"Process {i}: {each}" for i, each in enumerate(told) if each]:
+            raise PopxlRuntimeError(f"{what}: nothing has been loaded. {' '.join(problems)}")
 
     def _matched(
         self,
         what: str,
         source: str,
-        stored: Mapping[str, np.ndarray],
+        stored: Mapping[str, checkpoint.Elements],
         report_missing: ReportMissingMethods,
         differences: Iterable[str] = (),
         maps: AbstractSet[str] = frozenset(),
-    ) -> tuple[dict[Variable, np.ndarray], str]:
+    ) -> tuple[dict[Variable, checkpoint.Elements], str]:
         """The arrays by the variables that they are for, and what is missing. All that does not fit is told at once.
 
         Memory-mapped variables whose files are among `maps` are not expected in `stored`.
         """
         if report_missing not in ("none", "warn", "error"):
             raise ValueError(f"{what}: `report_missing` is {report_missing!r}; expected 'none', 'warn' or 'error'.")
-        present = self.get_named_tensors_data().to_dict()  # brings the host copies of all variables up to date, too
         named = _readable(self.state)
+        for t in named.values():
+            self._check_readable(t)
         stored = {name: _in_groups(named[name], a) if name in named else a for name, a in stored.items()}
-        expected = {name for name in present if name in stored or not _is_mapped_to(present[name], maps)}
+        expected = {name for name, t in named.items() if name in stored or not _is_mapped_to(t, maps)}
         missing = [*_differences(source, stored.keys(), expected), *differences]
         unfit = [
-            f"`{name}` is {_brief(array)} there and {_brief(present[name])} in the state"
+            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(named[name]))} in the state"
             for name, array in stored.items()
-            if name in present and _brief(array) != _brief(present[name])
+            if name in named and (array.dtype, array.shape) != _on_host(named[name])
         ]
         if expected and expected.isdisjoint(stored):
             unfit = ["No name is on both sides: values are copied by their names in `state`, so these have to agree"]
         if any(
-            _may_be_divided(t, stored[name])
+            _may_be_divided(t, stored[name].shape)
             for name, t in named.items()
-            if name in stored and _brief(stored[name]) != _brief(present[name])
+            if name in stored and (stored[name].dtype, stored[name].shape) != _on_host(t)
         ):
             unfit.append(
                 "If groups of replicas have parts of one value, say along which axis where the variable is made, with "
@@ -417,6 +447,7 @@ class TaskSession(popxl.Session):
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if values:
+            self.get_named_tensors_data()  # brings the host copies of all variables up to date, as all are uploaded
             self.write_variables_data(values)
 
     def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
@@ -546,25 +577,25 @@ def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
     return unshard(array, t.group_axis)
 
 
-def _in_groups(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
+def _in_groups(t: Variable | Constant, array: checkpoint.Elements) -> checkpoint.Elements:
     """A whole value, or a row for each of any groups, with a row for each group of `t`. Another array as it is."""
     axis = t.group_axis if isinstance(t, Variable) else None
     if not isinstance(t, Variable) or axis is None or array.shape == t.shape_on_host:
         return array
     groups = t.replica_grouping.num_groups
     expected = (*t.shape[:axis], groups * t.shape[axis], *t.shape[axis + 1 :])
-    has_rows = array.ndim == len(expected) + 1 and len(array) > 0
-    whole = unshard(array, axis) if has_rows else array
+    has_rows = len(array.shape) == len(expected) + 1 and array.shape[0] > 0
+    whole = checkpoint.join(array, axis) if has_rows else array
     if whole.shape != expected:
         return array
-    return shard(whole, groups, axis) if groups > 1 else whole
+    return checkpoint.cut(whole, groups, axis) if groups > 1 else whole
 
 
-def _may_be_divided(t: Variable | Constant, array: np.ndarray) -> bool:
+def _may_be_divided(t: Variable | Constant, shape: tuple[int, ...]) -> bool:
     """Whether a value that does not fit may be one of which groups of replicas have parts, here or there."""
     if not isinstance(t, Variable) or t.group_axis is not None:
         return False
-    return t.replica_grouping.num_groups > 1 or array.ndim == len(t.shape) + 1
+    return t.replica_grouping.num_groups > 1 or len(shape) == len(t.shape) + 1
 
 
 def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:
@@ -576,11 +607,20 @@ def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str
     return [f"{text}: {', '.join(sorted(names))}{of}" for text, names in sides.items() if names]
 
 
-def _is_mapped_to(array: np.ndarray, names: AbstractSet[str]) -> bool:
-    file = checkpoint.map_file(array)
+def _is_mapped_to(t: Variable | Constant, names: AbstractSet[str]) -> bool:
+    if isinstance(t, Variable) and t.initial is not None:
+        return False
+    file = checkpoint.map_file(t.data)
     return file is not None and file.name in names
 
 
-def _brief(array: np.ndarray) -> str:
-    dtype = array.dtype.names[0] if array.dtype.names else array.dtype.name  # of a float8, and of others
-    return f"{dtype}{list(array.shape)}"
+def _on_host(t: Variable | Constant) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of the numbers of a tensor; of what is read from all replicas, a row for each."""
+    shape = t.shape_on_host if isinstance(t, Variable) else t.shape
+    if isinstance(t, Variable) and t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
+        shape = (len(t.replica_grouping.assignment), *t.shape)
+    return t.dtype.as_numpy(), shape
+
+
+def _brief(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    return f"{dtype.names[0] if dtype.names else dtype.name}{list(shape)}"  # the name of a float8, and of others

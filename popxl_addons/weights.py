@@ -25,6 +25,7 @@ from popxl.base.distributed import Instance, launched
 from popxl.base.files import replace_file, replaced_file
 from popxl.errors import UnreadableFileError
 from popxl.tensor import Variable
+from popxl_addons.array_files import DTYPES, safetensors_in
 from popxl_addons.dot_tree import DotTree
 
 __all__ = ["GPT2", "LLAMA", "QWEN", "Names", "Stored", "load_safetensors", "save_safetensors"]
@@ -169,13 +170,6 @@ QWEN = LLAMA
 
 # What is in files -----------------------------------------------------------------------------------------------------
 
-_DTYPES: dict[str, Any] = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": popxl.bfloat16.as_numpy(),
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
-    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
-    "C64": np.complex64,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class _Weight:
@@ -187,33 +181,19 @@ class _Weight:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        known = _DTYPES.get(self.dtype)
+        known = DTYPES.get(self.dtype)
         return f"{self.dtype if known is None else np.dtype(known).name}{list(self.shape)}"
 
     def mapped(self) -> np.ndarray:
         """Its numbers, which are read where they are looked at."""
         if 0 in self.shape:
-            return np.empty(self.shape, _DTYPES[self.dtype])
-        return np.memmap(self.path, _DTYPES[self.dtype], "r", self.start, self.shape)
+            return np.empty(self.shape, DTYPES[self.dtype])
+        return np.memmap(self.path, DTYPES[self.dtype], "r", self.start, self.shape)
 
 
 def _weights_of(path: Path) -> dict[str, _Weight]:
     """The weights in a file, by name. Only its header is read."""
-    from safetensors import SafetensorError, safe_open  # who does not ask for this format need not wait for the library
-
-    try:
-        with safe_open(path, framework="numpy"):
-            pass  # it checks the header: sizes, and that nothing lies outside
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (SafetensorError, ValueError) as problem:
-        raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem
-    header.pop("__metadata__", None)
-    return {
-        name: _Weight(path, 8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
-        for name, about in header.items()
-    }
+    return {name: _Weight(path, *about) for name, about in safetensors_in(path)[0].items()}
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -413,7 +393,7 @@ def _rows(
 
 def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
     """Why a weight does not go into a variable; nothing, if it does."""
-    wanted, given = v.dtype.as_numpy(), _DTYPES.get(weight.dtype)
+    wanted, given = v.dtype.as_numpy(), DTYPES.get(weight.dtype)
     shape = _shape_as_ours(weight.shape, stored)
     if shape is None:
         return f"its last axis cannot be divided into {stored.part[1]} parts"

@@ -34,7 +34,7 @@ from runtime.processes import Notes
 from runtime.program.host_arrays import HostArrays, Outputs
 from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
-from runtime.program.state import Part
+from runtime.program.state import Given, Part
 from runtime.report import Report
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
@@ -673,6 +673,20 @@ class Session:
                 owner, theirs = self._owners[v]
                 parts[v] = owner._own_parts([theirs])[theirs]
         return parts
+
+    def _write_parts(self, tensors: Given) -> None:
+        """As `write_variables_data`, of values that are asked for in parts: each process asks for what its devices
+        hold. All that run the program have to do this.
+
+        What the program changes is on the devices only, as after a run. Of the rest, there are host copies.
+        """
+        for v in tensors:
+            self._check_writable(v)
+        self._check_attached("write_variable_data")
+        with self._lock, self._ir.host_copies.lock:
+            if self._device_is_ahead() and not self.program.read_back <= tensors.keys():
+                self.weights_to_host()
+            self._copies.write_parts(tensors)
 
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable

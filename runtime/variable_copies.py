@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from popxl.ir import Ir
 from popxl.utils import narrowed
 from runtime.interrupts import uninterrupted
 from runtime.program.program import Program
+from runtime.program.state import Given
 
 __all__ = ["VariableCopies", "new_data"]
 
@@ -57,12 +59,12 @@ class VariableCopies:
                 v._in_sync = False
             self.has_run = True
 
-    def upload(self) -> None:
-        """Copy all from the host to the device."""
+    def upload(self, given: Given | None = None) -> None:
+        """Copy all from the host to the device, but for those whose values are given in parts."""
         _log.debug(f"Writing weights from host, {len(self._program.variables)} variables.")
         with self._ir.host_copies.lock:
             version = self._ir.host_copies.version
-            self._program.upload()
+            self._program.upload(given)
         if not self._has_uploaded:
             self._has_uploaded = True
             remote = [v for v in self._variables if v.location_info.isRemote()]
@@ -92,6 +94,20 @@ class VariableCopies:
             self._program.is_loaded = False  # so that what interrupts the upload only puts it off
 
         uninterrupted(write)
+
+    def write_parts(self, given: Given) -> None:
+        """Upload values that are asked for in parts. Those that the program changes are on the device only then."""
+        only_there = {v for v in self._program.read_back if v._memmap_arr is None}
+        whole = {v: read(0, math.prod(v.shape_on_host)) for v, read in given.items() if v not in only_there}
+        self.upload(given)
+
+        def note() -> None:
+            for v, data in whole.items():
+                np.copyto(v.data, data.reshape(v.shape_on_host))
+            self._known = self._ir.host_copies.note()
+            self.note_run()
+
+        uninterrupted(note)
 
     def read(self, t: Variable | Constant) -> np.ndarray:
         """The host's; of a variable that is read from all replicas, a row for each of them."""

@@ -1,9 +1,10 @@
 """`Foreseen`: the memory that a program will need on a chip, before anything is compiled.
 
 What JAX traces of the program becomes kernels, by rules: `runtime.costs.kernels`. These are gone through in two orders,
-that of the program and one that always takes next what frees most; compilers take the one that needs less. A value
-needs room from the kernel that makes it to the last one that reads it. Variables that are overwritten stay where they
-are, if all that read them come before.
+that of the program and one that always takes next what frees most; compilers take the one that needs less. GPUs that
+send to each other begin with that as soon as they can. A value needs room from the kernel that makes it to the last one
+that reads it. Variables that are overwritten stay where they are, if all that read them come before; on GPUs, if the
+data say so: else these read a copy.
 
 How far this is from what compilers say: `docs/scaling.md`.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from pydantic import computed_field
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
-from runtime.costs.kernels import Kernel, Room, Traced, Value, kernels_of
+from runtime.costs.kernels import Kernel, Room, Step, Traced, Value, kernels_of
 from runtime.program.compiled import traced_for
 from runtime.program.layout import Layout
 from runtime.targets.destination import HOST
@@ -146,9 +147,13 @@ class _Program:
         results = traced.go_through(jaxpr, given)
         old = dict(zip(results[:replaced], given[others : others + replaced], strict=True))
         kernels = kernels_of(traced, results)
+        if self._platform == "cuda":
+            kernels = _copied(kernels, old)
         stacked = set(results[replaced:]) if is_turn else set()
-        orders = (kernels, _frees_most_first(kernels, {*results}))
-        found = (_Room(order, {*results}, old, stacked).most() for order in orders)
+        orders = [kernels, _frees_most_first(kernels, {*results})]
+        if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
+            orders = [_sends_first(order) for order in orders]
+        found = (_Room(order, {*results}, old, stacked, is_turn).most() for order in orders)
         return min(found, key=lambda most: most.bytes)
 
     def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> int:
@@ -156,10 +161,49 @@ class _Program:
         return self.most(jaxpr, others, replaced, is_turn=True).bytes
 
 
+def _copied(kernels: Sequence[Kernel], old: Mapping[Value, Value]) -> list[Kernel]:
+    """The same kernels, where what is replaced is copied for those that read it, unless what replaces it is computed of
+    all that they make: XLA for GPUs settles that before it orders them."""
+    makers = {value: kernel for kernel in kernels for value in kernel.made}
+    readers: defaultdict[Value, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        for value in kernel.reads:
+            readers[value].append(kernel)
+    copies: dict[Value, Value] = {}
+    for new, value in old.items():
+        last = makers.get(new)
+        if last is None or last.step.taken == (value,):
+            continue
+        before = _ancestors(last, makers)
+        if any(kernel not in before for kernel in readers[value]):
+            copies[value] = Value(value.shape, value.bytes, name=f"copy of {value.name}")
+    found, made = list[Kernel](), set[Value]()
+    for kernel in kernels:
+        for value in (value for value in kernel.reads if value in copies and value not in made):
+            found.append(Kernel(Step("copy", (value,), (copies[value],)), (value,), (copies[value],), ()))
+            made.add(value)
+        reads, overwrites = (tuple(copies.get(v, v) for v in values) for values in (kernel.reads, kernel.overwrites))
+        found.append(replace(kernel, reads=reads, overwrites=overwrites))
+    return found
+
+
+def _ancestors(kernel: Kernel, makers: Mapping[Value, Kernel], among: Set[Kernel] | None = None) -> set[Kernel]:
+    """A kernel and all that it needs, or of those all that are among some."""
+    found, waiting = {kernel}, [kernel]
+    while waiting:
+        before = {makers[value] for value in waiting.pop().reads if value in makers}
+        new = (before if among is None else before & among) - found
+        found |= new
+        waiting += new
+    return found
+
+
 def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> list[Kernel]:
     """An order in which the next kernel is, of those that can be, the one that frees most for what it makes."""
     makers = {value: kernel for kernel in kernels for value in kernel.made}
-    before = {kernel: {makers[v] for v in kernel.reads if v in makers} - {kernel} for kernel in kernels}
+    waits = {kernel: {v for barrier in kernel.made[0].waits for v in barrier} for kernel in kernels if kernel.made}
+    needed = {kernel: waits.get(kernel, set()).union(kernel.reads) for kernel in kernels}
+    before = {kernel: {makers[v] for v in values if v in makers} - {kernel} for kernel, values in needed.items()}
     after: defaultdict[Kernel, list[Kernel]] = defaultdict(list)
     for kernel, others in before.items():
         for other in others:
@@ -185,6 +229,29 @@ def _frees_most_first(kernels: Sequence[Kernel], results: Collection[Value]) -> 
     return order
 
 
+def _sends_first(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """An order, where collectives begin as soon as they can: what one needs comes right before it, and what is there to
+    do besides comes after, so that it is under way meanwhile."""
+    makers = {value: kernel for kernel in kernels for value in kernel.made}
+    sent = {value for kernel in kernels if kernel.step.is_exchange for value in kernel.reads}
+    place: dict[Kernel, tuple[int, int]] = {}
+    for i, kernel in enumerate(kernels):  # a collective follows what it reads, and so does what is moved for it
+        follows = kernel.step.is_exchange or (kernel.step.is_fused and sent.issuperset(kernel.made))
+        before = [place[makers[value]] for value in kernel.reads if value in makers]
+        place[kernel] = (max(before, default=(i, 0))[0], i + 1) if follows else (i, 0)
+    order, stretch = list[Kernel](), list[Kernel]()
+    for kernel in sorted(kernels, key=place.__getitem__):
+        if not kernel.step.is_exchange:
+            stretch.append(kernel)
+            continue
+        needed = _ancestors(kernel, makers, {*stretch})
+        order += [*(each for each in stretch if each in needed), kernel]
+        order += [each for each in stretch if each not in needed]
+        order.append(Kernel(Step("done", kernel.reads, ()), kernel.reads, (), ()))
+        stretch = []
+    return order + stretch
+
+
 class _Room:
     """The values that are there while kernels run in an order.
 
@@ -193,17 +260,26 @@ class _Room:
         results: what the program gives.
         old: what its results replace.
         stacked: results that have room already.
+        is_turn: whether it is a turn of a loop.
     """
 
     def __init__(
-        self, order: Sequence[Kernel], results: set[Value], old: Mapping[Value, Value], stacked: set[Value]
+        self,
+        order: Sequence[Kernel],
+        results: set[Value],
+        old: Mapping[Value, Value],
+        stacked: set[Value],
+        is_turn: bool = False,
     ) -> None:
         self._order, self._results, self._old, self._stacked = order, results, old, stacked
         self._last = {value: i for i, kernel in enumerate(order) for value in kernel.reads}
         made = {value: i for i, kernel in enumerate(order) for value in kernel.made}
         own = (value for value in results if value in made and value not in old and value not in stacked)
-        self._free = sorted(([value.bytes, made[value], -1] for value in own), key=lambda place: place[0])
-        self._always = sum(bytes for bytes, *_ in self._free)
+        unread = ((value.bytes, made[new], self._last.get(value, -1)) for new, value in old.items() if new in made)
+        places = [[value.bytes, made[value], -1] for value in own]
+        self._always = sum(bytes for bytes, *_ in places)
+        places += [[*place] for place in unread if place[2] < place[1] and not is_turn]  # a loop keeps what it carries
+        self._free = sorted(places, key=lambda place: place[0])
         self._bytes: dict[Value, int] = {}  # of what is there
         self._place = {value: value.bytes for value in old.values()}  # how large the place is in which a value lies
 
@@ -240,13 +316,13 @@ class _Room:
         if value in self._stacked or value in self._results:
             return 0
         end = self._last.get(value, i)
-        for place in self._free:  # of a result that is not made yet
+        for place in self._free:  # of a result that is not made yet, or of what it replaces and nobody reads any more
             bytes, made, until = place
-            if value.bytes <= bytes <= 4 * value.bytes and until < i and self._is_over(end, made):
+            if value.bytes <= bytes <= 4 * value.bytes and until < i and self._is_over(value, end, made):
                 place[2] = end
                 return 0
         return value.bytes
 
-    def _is_over(self, end: int, made: int) -> bool:
+    def _is_over(self, value: Value, end: int, made: int) -> bool:
         """Whether a value is needed no more when a result is made in its place."""
-        return end < made or (end == made and self._order[made].step.is_fused)
+        return end < made or (end == made and value in self._order[made].overwrites)

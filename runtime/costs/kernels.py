@@ -40,7 +40,9 @@ _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax cummin "
     "reduce_window_sum reduce_window_max reduce_window_min".split()
 )
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_CONVOLUTION = "conv_general_dilated"
+_PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
+_EXCHANGES = frozenset("psum psum_invariant pmax pmin all_gather reduce_scatter all_to_all ppermute".split())
 _IN_PLACE = frozenset(
     "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
 )
@@ -67,6 +69,7 @@ class Value:
         name: what is told of it.
         is_given: whether the program is given it. It is not, if it is a number that is written down.
         again: the array that this is, which XLA is not told: what is computed of it is computed once more.
+        waits: the barriers that it is behind: all that each of these is given is there before.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +78,7 @@ class Value:
     name: str = ""
     is_given: bool = False
     again: Value | None = None
+    waits: frozenset[tuple[Value, ...]] = frozenset()
 
     @property
     def itself(self) -> Value:
@@ -108,6 +112,11 @@ class Step:
     @property
     def is_fused(self) -> bool:
         return self.kind in _FUSED
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it is a collective."""
+        return self.kind in _EXCHANGES
 
 
 @dataclass(eq=False)
@@ -182,7 +191,8 @@ class Traced:
         if kind in _VIEWS:
             return taken[: len(equation.outvars)]
         if kind == "optimization_barrier":
-            return [replace(value, again=value.itself) for value in taken]
+            barrier = tuple(value.itself for value in taken)
+            return [replace(value, again=value.itself, waits=value.waits | {barrier}) for value in taken]
         if kind not in ("scan", "while", "cond"):
             for name in _INLINED:
                 if name in params:
@@ -199,6 +209,8 @@ class Traced:
                 if step is not None and step.kind in ("scatter-add", "scatter_add") and _is_zero(step.taken[0]):
                     kind, taken, params = step.kind, (other, *step.taken[1:]), {}  # it is added to the other at once
                     break
+        if kind == "gt" and self.platform == "cuda" and _is_of_convolution(taken[0], taken[1]):
+            taken = (taken[0].maker.taken[0], taken[1])  # type: ignore[union-attr]  # max(x, c) > c is x > c
         key = None
         if kind in _FUSED or kind in _REDUCTIONS or kind in _PRODUCTS:
             told = tuple((name, str(value)) for name, value in params.items() if "jaxpr" not in name)
@@ -206,12 +218,13 @@ class Traced:
             key = (kind, tuple(map(id, taken)), avals, told)
             if key in self._known:
                 return self._known[key]
+        waits = frozenset[tuple[Value, ...]]().union(*(value.waits for value in taken))
         taken = tuple(value.itself for value in taken)
         name = str(equation.source_info.name_stack)
         made = tuple(self.value(v.aval, name) for v in equation.outvars)
         step = Step(kind, taken, made)
         for value in made:
-            value.maker = step
+            value.maker, value.waits = step, waits
         if kind == "scan":
             consts, carried = params["num_consts"], params["num_carry"]
             step.inside = self._most(params["jaxpr"], consts, carried)
@@ -230,6 +243,15 @@ class Traced:
         if key is not None:
             self._known[key] = made
         return made
+
+
+def _is_of_convolution(value: Value, least: Value) -> bool:
+    """Whether it is what a convolution gives, and at least this. (Products compute that where they read it.)"""
+    step = value.maker
+    if step is None or step.kind != "max" or step.taken[1] is not least:
+        return False
+    source = _before_transposes(step.taken[0]).maker
+    return source is not None and source.kind == _CONVOLUTION
 
 
 def _is_zero(value: Value) -> bool:
@@ -263,7 +285,9 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
                 absorbed = step.kind in _PRODUCTS
                 there.update(v for v in map(_absorbed if absorbed else _itself, step.taken) if v.maker is not None)
     order = {step: number for number, step in enumerate(steps)}
-    ends = {step: _end(step.made[0], users, order, results) for step in steps if step.kind in _PRODUCTS}
+    alone = set() if is_tpu else {_CONVOLUTION}  # GPUs carry it out by a library, to which nothing is appended
+    products = [step for step in steps if step.kind in _PRODUCTS - alone]
+    ends = {step: _end(step.made[0], users, order, results) for step in products}
 
     def is_computed_there(value: Value) -> bool:
         """Whether one product uses it, and nothing else: a TPU computes it there."""
@@ -317,10 +341,15 @@ def _itself(value: Value) -> Value:
     return value
 
 
-def _absorbed(value: Value) -> Value:
-    """What a product reads where it is given a value: it transposes and converts on the way."""
+def _before_transposes(value: Value) -> Value:
     while value.maker is not None and value.maker.kind == "transpose":
         value = value.maker.taken[0]
+    return value
+
+
+def _absorbed(value: Value) -> Value:
+    """What a product reads where it is given a value: it transposes and converts on the way."""
+    value = _before_transposes(value)
     if value.maker is not None and value.maker.kind == "convert_element_type":
         before = value.maker.taken[0]
         if before.bytes <= value.bytes and (before.maker is None or not before.maker.is_fused):

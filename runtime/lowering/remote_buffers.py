@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,10 @@ from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
 from popxl.errors import PopxlError, PopxlInternalError
-from popxl.fp8_utils import in_transit, to_device
+from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
-from popxl.values.sharding import parts_of
 from runtime.lowering.effects import Channels, arrived, sent
 from runtime.lowering.lower import Environment, Lowering, meaning
 from runtime.targets.destination import HOST
@@ -239,27 +238,39 @@ def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[V
 
 
 def filled(
-    buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, where: Any, before: Array | None
+    buffer: RemoteBuffer,
+    rows: Mapping[Variable, Callable[[int], np.ndarray]],
+    replicas: Replicas,
+    where: Any,
+    before: Array | None,
 ) -> Array:
-    """The array of a buffer with the host values of variables in their slots.
+    """The array of a buffer with the values of variables in their slots.
 
     Args:
         buffer: the buffer.
-        variables: those that fill slots of it.
+        rows: the variables that fill slots of it, and what gives the elements that a replica has of each.
         replicas: those that run the program.
         where: where the array is to be.
         before: the array as it is; the slots that no variable fills keep what they have. `None` for zeros.
     """
-    variables = tuple(variables)
-    if len({v.location_info.entry for v in variables}) == buffer.entries:
+    if len({v.location_info.entry for v in rows}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
     shape, dtype = _shape(buffer, replicas, where), in_transit(buffer.tensor_dtype)
+
+    def fill(slots: np.ndarray, replica: int) -> np.ndarray:
+        for v, row in rows.items():
+            part = row(replica).astype(buffer.tensor_dtype.as_jax()).view(dtype)
+            slots[v.location_info.entry, : buffer.slot_nelms] = part
+        return slots
+
+    count, size = replicas.count, math.prod(shape)
+    if before is None and replicas.mesh is not None:  # nobody makes what other processes have
+        empty = (buffer.entries, size // count // buffer.entries)
+        return replicas.made(shape, lambda replica: fill(np.zeros(empty, dtype), replica), where)
     whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
-    slots = whole.reshape(replicas.count, buffer.entries, -1)  # of the same numbers
-    for v in variables:
-        parts = parts_of(v).of(to_device(np.ascontiguousarray(v.data if v.initial is None else v.numbers()), v.dtype))
-        parts = parts.astype(buffer.tensor_dtype.as_jax()).view(dtype)
-        slots[:, v.location_info.entry, : buffer.slot_nelms] = parts.reshape(replicas.count, -1)
+    slots = whole.reshape(count, buffer.entries, -1)  # of the same numbers
+    for replica in range(count):
+        fill(slots[replica], replica)
     return replicas.place(whole, where)
 
 

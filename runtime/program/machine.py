@@ -11,6 +11,7 @@ from popxl.core.tensor import Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.program.program import CompiledProgram, Described, Program, Ready
+from runtime.program.state import Given
 from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
 from runtime.targets.offline import Target
 
@@ -45,7 +46,7 @@ class OnHost:
     def __init__(self) -> None:
         self.values_of_all: dict[Variable, np.ndarray] = {}
 
-    def upload(self) -> None:
+    def upload(self, given: Given | None = None) -> None:
         """The variables stay on the host."""
 
     def download(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from runtime.interrupts import uninterrupted
 from runtime.program.compiled import Compiled, Ready, can_be_kept, compiled
 from runtime.program.layout import Layout
 from runtime.program.run import Runner
-from runtime.program.state import Part, State
+from runtime.program.state import Given, Part, State
 from runtime.targets.destination import Destination
 from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
@@ -45,6 +45,7 @@ class Described:
         dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
         destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
         self.layout = Layout(ir, destination, calls)
+        device.check_parts([terms.replicas.devices for terms in self.layout.terms.values()])
         self.inputs, self.outputs = self.layout.inputs, self.layout.outputs
         self.variables = self.layout.variables
         self.calls, self.reason = self.layout.calls, self.layout.reason
@@ -172,10 +173,16 @@ class Program(CompiledProgram):
         """The values on all replicas of the variables that are read from all, as of the last download."""
         return self.state.values_of_all
 
-    def upload(self) -> None:
-        """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
+    def upload(self, given: Given | None = None) -> None:
+        """Copy the host values of all variables to the device, or those that are given; see `State.upload`."""
         self.device.loads(self)
-        self.state.upload()
+        self.state.upload(given)
+
+    @property
+    def read_back(self) -> Set[Variable]:
+        """The variables whose values come to the host by `download`: those that the program changes."""
+        layout = self.layout
+        return {layout.held[t] for t in layout.changed} | {v for b in layout.stored_to for v in layout.in_buffers[b]}
 
     def download(self) -> None:
         """Copy the values of all variables that the program changes from the device to the host."""

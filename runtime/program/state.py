@@ -31,6 +31,10 @@ Part = tuple[int, np.ndarray]
 """A part of the values of a variable on the host: the number of its first element, of all one after the other, and its
 elements."""
 
+Given = Mapping[Variable, Callable[[int, int], np.ndarray]]
+"""What gives new values of variables on the host: their elements from one number to another, one value after the other,
+of their dtype."""
+
 _Place = tuple[bool, int]
 """Where a state has an array: whether among those that change, and at which position."""
 
@@ -204,37 +208,45 @@ class State:
 
     # To the device --------------------------------------------------------------------------------------------------
 
-    def upload(self) -> None:
-        """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay."""
+    def upload(self, given: Given | None = None) -> None:
+        """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay.
+
+        Args:
+            given: variables that get other values than they have on the host. These are asked for what the devices of
+                this process hold, if each device has a replica; else for all.
+        """
+        given = given or {}
         layout = self._layout
         slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         buffers = zip(layout.in_buffers.items(), slots, strict=True)
         layout.replicas.meet("Session.weights_from_host", self.begun)
         with layout.precision():
             changing = (
-                *(None if (True, i) in self.loans else self._put(block) for i, block in enumerate(layout.changing)),
-                *(self._filled(buffer, vs, before) for (buffer, vs), before in buffers),
+                *(
+                    None if (True, i) in self.loans else self._put(block, given)
+                    for i, block in enumerate(layout.changing)
+                ),
+                *(self._filled(buffer, vs, before, given) for (buffer, vs), before in buffers),
             )
             constant = tuple(
-                None if (False, i) in self.loans else self._put(block) for i, block in enumerate(layout.constant)
+                None if (False, i) in self.loans else self._put(block, given) for i, block in enumerate(layout.constant)
             )
         self.changing, self.constant, self.is_loaded = changing, constant, True  # no signal comes between
 
-    def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None) -> Array:
+    def _filled(self, buffer: RemoteBuffer, variables: Sequence[Variable], before: Array | None, given: Given) -> Array:
         terms = self._layout.terms_for(buffer)
-        return remote.filled(buffer, variables, terms.replicas, terms.slots, before)
+        rows = {v: self._rows(v, given) for v in variables}
+        return remote.filled(buffer, rows, terms.replicas, terms.slots, before)
 
-    def _put(self, block: Block) -> Array:
+    def _put(self, block: Block, given: Given) -> Array:
         layout = self._layout
         replicas = layout.terms_for(block.tensors[0]).replicas
+        variables = [layout.held[t] for t in block.tensors]
         alike = layout.is_shared(block) or all(map(self._is_alike, block.tensors))
-        if not alike and replicas.mesh is not None and any(layout.held[t].initial for t in block.tensors):
-            rows = [self._rows(t) for t in block.tensors]  # nobody makes what other processes have
-            return replicas.made(
-                replicas.shape(block.shape),
-                lambda replica: np.stack([row(replica) for row in rows]).reshape(block.shape),
-            )
-        whole = [self._whole(t) for t in block.tensors]
+        if not alike and replicas.mesh is not None and any(v in given or v.initial for v in variables):
+            rows = [self._rows(v, given) for v in variables]  # nobody makes what other processes have
+            return replicas.made(replicas.shape(block.shape), lambda replica: np.stack([row(replica) for row in rows]))
+        whole = [self._whole(v, given) for v in variables]
         if layout.is_shared(block):
             return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
         if all(map(self._is_alike, block.tensors)):
@@ -243,16 +255,16 @@ class State:
         array = np.stack(parts, 1) if block.is_stack else parts[0]
         return replicas.place(array.reshape(replicas.shape(block.shape)), replicas.sharding())
 
-    def _whole(self, t: Tensor) -> np.ndarray:
+    def _whole(self, v: Variable, given: Given) -> np.ndarray:
         # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
         # one of its own. Host copies change, and donated memory is overwritten.
-        v = self._layout.held[t]
-        return to_device(v.numbers(), v.dtype)
+        size = math.prod(v.shape_on_host)
+        return to_device(given[v](0, size).reshape(v.shape_on_host) if v in given else v.numbers(), v.dtype)
 
-    def _rows(self, t: Tensor) -> Callable[[int], np.ndarray]:
+    def _rows(self, v: Variable, given: Given) -> Callable[[int], np.ndarray]:
         """What gives the numbers that a replica has of a variable at first."""
-        v = self._layout.held[t]
-        return partial(parts_of(v).row, lambda start, stop: to_device(_on_host(v, start, stop), v.dtype))
+        elements = given.get(v, partial(_on_host, v))
+        return partial(parts_of(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))
 
     def _is_alike(self, t: Tensor) -> bool:
         """Whether all replicas have the same of a variable at first."""

@@ -56,12 +56,17 @@ class Tpu(Chip):
         clock: cycles a second.
         host: how many chips a host has along each dimension of a topology.
         config: how the cores of a chip are put together, where XLA has to be told: a chip is to be one device.
+        divisible: how many chips a slice has at most, if XLA compiles programs for some of them; `None` for any number.
+            Of larger slices it wants all in each program.
+        stages_over_hosts: whether XLA compiles the stages of a pipeline, of which each has some chips of several hosts.
     """
 
     device_kind: str
     clock: PositiveFloat
     host: tuple[PositiveInt, ...]
     config: str = ""
+    divisible: PositiveInt | None = None
+    stages_over_hosts: bool = True
 
     def rate(self, dtype: str, precision: str = "default") -> float:
         if dtype == "float32":  # its factors are taken to pieces, each of bfloat16

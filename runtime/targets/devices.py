@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any, Protocol, Self
 from weakref import WeakSet
@@ -15,7 +15,7 @@ from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime import processes
-from runtime.targets import compilers
+from runtime.targets import chip, compilers
 from runtime.targets.offline import FORMS, Target, is_target
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
@@ -137,6 +137,34 @@ class Device:
         for program in tuple(self._loaded):
             program.release()
         self._loaded.clear()
+
+    def check_parts(self, used: Collection[Collection[jax.Device]]) -> None:
+        """Refuse what XLA does not compile for slices of several hosts of some TPUs.
+
+        Args:
+            used: the chips of each stage of the program; of one without stages, its chips.
+
+        Raises:
+            NotImplementedError: if it does not compile programs for such parts of this slice.
+        """
+        first = self.jax_devices[0]
+        figures = chip.of_device(first.device_kind) if first.platform == "tpu" else None
+        if not isinstance(figures, chip.Tpu):
+            return
+        there = first.client.device_count() if self.target is None else self.target.slice_of(len(self.jax_devices))
+        fewest, what = min(map(len, used)), "a stage" if len(used) > 1 else "the program"
+        over_hosts = len(used) > 1 and any(len({each.process_index for each in chips}) > 1 for chips in used)
+        if figures.divisible is not None and there > figures.divisible and fewest < there:
+            why = f"for a slice of more than {figures.divisible} {figures.name} only if it uses all of them"
+        elif over_hosts and not figures.stages_over_hosts:
+            why = f"for {figures.name} of several hosts only if it uses all of each; stages share the chips of a host"
+        else:
+            return
+        raise NotImplementedError(
+            f"Session: on {self.name}, {what} uses {fewest} of {there} chips. XLA compiles a program {why}. Have as "
+            "many replicas as there are chips, and no ops on other IPUs (`popxl.ipu`); or take a slice of one host, or "
+            "TPUs whose slices can be divided, such as v5p."
+        )
 
     def loads(self, program: _Loaded) -> None:
         """Note that a program has arrays here, which `detach` frees."""

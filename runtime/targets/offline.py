@@ -122,11 +122,8 @@ class Target:
     def first(self, count: int) -> tuple[jax.Device, ...]:
         """So many of the chips: of one host, if it has as many."""
         if isinstance(self.chip, Tpu):
-            whole = self.layout
-            if count < self.count and count <= math.prod(map(min, whole, self.chip.host)):
-                whole = tuple(map(min, whole, self.chip.host))
-            found = compilers.tpu_devices(self._part("name").lower(), whole, self.chip.host, self.chip.config)
-            return found[:count]
+            whole, name = self._around(count), self._part("name").lower()
+            return compilers.tpu_devices(name, whole, self.chip.host, self.chip.config)[:count]
         assert isinstance(self.chip, Gpu)
         per_host = min(self.count, self.chip.per_host)
         hosts, over = divmod(self.count, per_host)
@@ -136,6 +133,17 @@ class Target:
             )
         name = re.sub(r"\W+", "_", f"{Path(self._part('name')).stem}_{self.count}")
         return compilers.gpu_devices(name, self.chip.for_xla(), hosts, per_host)[:count]
+
+    def slice_of(self, count: int) -> int:
+        """How many chips the slice has that the first `count` chips are of."""
+        return math.prod(self._around(count))
+
+    def _around(self, count: int) -> tuple[int, ...]:
+        """The slice that so many chips are of: those of a host, if it has as many."""
+        if not isinstance(self.chip, Tpu):
+            return self.layout
+        of_a_host = tuple(map(min, self.layout, self.chip.host))
+        return of_a_host if count < self.count and count <= math.prod(of_a_host) else self.layout
 
     def _part(self, name: str) -> str:
         """What the description says of something; "" for nothing."""

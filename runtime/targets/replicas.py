@@ -179,10 +179,20 @@ class Replicas:
         """An array of all replicas, from the host."""
         return jax.device_put(array, sharding)
 
-    def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> Array:
-        """An array of all replicas on a mesh, of what a function gives for each replica of this process."""
-        first: Callable[[Any], np.ndarray] = lambda index: part(index[0].start or 0)[None]  # noqa: E731
-        return jax.make_array_from_callback(shape, self.sharding(), first)
+    def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray], where: Any = None) -> Array:
+        """An array of all replicas on a mesh, of what a function gives for each replica of this process.
+
+        Args:
+            shape: that of the array.
+            part: gives the elements that a replica has, in whichever shape.
+            where: in which memory, if not in that of the devices.
+        """
+        share = shape[0] // self.count  # in the host's memory, a replica has several rows
+
+        def rows(index: Any) -> np.ndarray:
+            return part((index[0].start or 0) // share).reshape(share, *shape[1:])
+
+        return jax.make_array_from_callback(shape, self.sharding() if where is None else where, rows)
 
     def fetched(self, array: Array) -> np.ndarray:
         """An array of all replicas, whose first dimension counts them, on the host."""

@@ -119,6 +119,63 @@ def test_what_is_computed_twice_is_there_once() -> None:
     assert needed(again).needed == once.needed
 
 
+def test_what_is_read_in_no_order_with_its_change_is_copied() -> None:
+    """Nothing that replaces `w` is computed of `y`, so nothing says that `y` comes first."""
+
+    def apart(x: popxl.Tensor) -> popxl.Tensor:
+        w = square("w")
+        y = x @ w
+        ops.add_(w, square("v"))
+        return y
+
+    def in_order(x: popxl.Tensor) -> popxl.Tensor:
+        w = square("w")
+        y = x @ w
+        ops.add_(w, y.T @ y)
+        return y
+
+    assert [name for name, _ in needed(apart).largest] == [f"copy of float32[{WIDTH}, {WIDTH}]"]
+    assert not any("copy" in name for name, _ in needed(in_order).largest)
+
+
+def test_a_collective_is_under_way_while_other_work_is_done() -> None:
+    """What the gradient reads is held until the sum has begun, which is before the gradient is computed."""
+
+    def program(replicas: int) -> int:
+        ir = popxl.Ir(replication=replicas)
+        with ir.main_graph, popxl.in_sequence():
+            x = ops.host_load(popxl.h2d_stream((ROWS, WIDTH), popxl.float32, "x"))
+            y = ops.exp(x @ square("a"))
+            ops.add_(square("b"), y.T @ y)
+            y = y @ square("c")
+            y = ops.collectives.replicated_all_reduce(y) if replicas > 1 else y * 3.0
+            y = ops.exp(y @ square("d")) @ square("e")
+            ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
+        found = foreseen(Described(ir, Device("ipu_model", tuple(jax.devices("cpu")[:replicas]))).layout)
+        assert found is not None
+        return found.needed
+
+    assert program(2) - program(1) == ONE
+
+
+def test_what_a_convolution_gives_is_there_beside_what_is_computed_of_it() -> None:
+    def network(x: popxl.Tensor, v: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+        return ops.conv(ops.relu(ops.conv(x, v)), w)
+
+    def trained(x: popxl.Tensor) -> None:
+        weights = [popxl.variable(popxl.initial.zeros((3, count, 1, 1)), popxl.float32, "w") for count in (2, 3)]
+        images = x.reshape((ROWS * WIDTH // 8, 2, 2, 2))
+        graph = popxl.gcg().ir.create_graph(network, images, *weights)
+        grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+        call = ops.call_with_info(graph, images, *weights)
+        gradients = ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call))
+        for w, gradient in zip(weights, gradients, strict=True):
+            ops.add_(w, gradient)
+
+    large = [name.split("/")[-1].split()[0] for name, count in needed(trained).largest if count >= ONE]
+    assert sorted(large) == ["Conv", "Conv", "Relu"]  # what both give, and what the second one is given
+
+
 def test_room_in_tiles() -> None:
     """What XLA for a v5e says of these."""
     assert exact((5, 7, 3), 4) == 420

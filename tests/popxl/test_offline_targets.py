@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,51 @@ def test_a_compiler_that_is_not_installed_is_asked_for(
 
 
 # Sessions ------------------------------------------------------------------------------------------------------------
+
+
+def two_stages(replicas: int) -> popxl.Ir:
+    """Each replica has a stage on each of two IPUs; the second one is summed over the replicas."""
+    ir = popxl.Ir(replication=replicas)
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((3, 5), popxl.float32, "x"))
+        with popxl.ipu(0):
+            y = (x * 2.0).copy_to_ipu(1)
+        with popxl.ipu(1):
+            total = ops.collectives.replicated_all_reduce(y) if replicas > 1 else y + 1.0
+        ops.host_store(popxl.d2h_stream(total.shape, total.dtype, "total"), total)
+    return ir
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("make", "description", "told"),
+    [
+        (
+            partial(two_stages, 16),
+            "tpu v5e:4x8",
+            r"a stage uses 16 of 32 chips\..* more than 16 TPU v5e only",
+        ),
+        (partial(two_stages, 8), "tpu v6e:4x4", r"a stage uses 8 of 16 chips\..* hosts only if it uses all of each"),
+        (
+            lambda: network(8)[0],
+            "tpu v5e:4x8",
+            r"the program uses 8 of 32 chips\. .* Have as many replicas",
+        ),
+    ],
+)
+def test_parts_of_slices_that_xla_refuses(make: Callable[[], popxl.Ir], description: str, told: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"Session: on {description}, {told}"):
+        popxl.Session(make(), description)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("replicas", "description"), [(2, "tpu v5e:2x2"), (1, "tpu v5e:4x8"), (8, "tpu v4:2x2x4"), (2, "tpu v6e:4x4")]
+)
+def test_stages_on_slices(replicas: int, description: str) -> None:
+    """Those of one host, those that leave hosts idle, and those of chips whose slices can be divided."""
+    session = popxl.Session(two_stages(replicas), description)
+    assert len(session.program.devices) == 2 * replicas
 
 
 @pytest.mark.targets

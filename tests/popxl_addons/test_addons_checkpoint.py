@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ import pytest
 import popxl
 from popxl.errors import UnreadableFileError
 from popxl_addons import checkpoint
+from popxl_addons.array_munging import shard
 from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
 from tests.popxl_addons import killed_training
 
@@ -148,6 +150,53 @@ def test_parts_of_groups_are_joined_along_their_axis(tmp_path):
     np.testing.assert_array_equal(read(tmp_path)[0]["a"], table)
     with pytest.raises(ValueError, match=r"parts of the shape \(2, 4\) have no axis 2"):
         checkpoint.Divided(shape=stacked.shape, axis=2)
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_only_the_pieces_that_are_asked_for_are_read(tmp_path, format):
+    write_in_pieces(tmp_path, ARRAYS, format)
+    with checkpoint.located(str(tmp_path)) as directory:
+        arrays = checkpoint.arrays_of(directory)
+    shutil.rmtree(tmp_path / "pieces/0")
+    for name, expected in ARRAYS.items():
+        assert arrays[name].shape == expected.shape and arrays[name].dtype == expected.dtype
+        third = expected.size // 3
+        found = arrays[name].elements(third, 2 * third)
+        np.testing.assert_array_equal(found, expected.reshape(-1)[third : 2 * third])
+    with pytest.raises(FileNotFoundError):
+        arrays["columns"].elements(1, 3)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_elements_of_parts_that_are_cut_anew(axis):
+    whole = np.arange(4 * 12 * 6).reshape(4, 12, 6)[:, :: 3 if axis != 1 else 1]
+    for stored, parts in [(2, 4), (4, 2), (1, 2), (2, 2)]:
+        if whole.shape[axis] % stored or whole.shape[axis] % parts:
+            continue
+        there = checkpoint.InMemory(shard(whole, stored, axis))
+        joined = checkpoint.join(there, axis)
+        np.testing.assert_array_equal(checkpoint.whole(joined), whole)
+        expected, found = shard(whole, parts, axis), checkpoint.cut(joined, parts, axis)
+        assert found.shape == expected.shape
+        for start, stop in [(0, expected.size), (5, 6), (7, 61), (expected.size, expected.size)]:
+            np.testing.assert_array_equal(found.elements(start, stop), expected.reshape(-1)[start:stop])
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_who_reads_together_compares_a_share(tmp_path, reader):
+    """Of the two files of arrays, the larger one is the first reader's; whatever else there is, is for both."""
+    write(tmp_path, {"large": np.zeros(1000), "small": np.zeros(10)})
+    for name, is_mine in [
+        ("model/large.npz", reader == 0),
+        ("model/small.npz", reader == 1),
+        ("session_info.json", True),
+    ]:
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        with pytest.raises(UnreadableFileError) if is_mine else contextlib.nullcontext():
+            with checkpoint.located(str(tmp_path), reader, 2):
+                pass
+        (tmp_path / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(

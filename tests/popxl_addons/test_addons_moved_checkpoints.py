@@ -7,6 +7,7 @@ what it leaves is read by the same program on 4, 1 and 6 replicas.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -151,7 +152,7 @@ def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) ->
         import numpy as np
         import popdist, popxl
         import popxl_addons as addons
-        from popxl_addons import checkpoint
+        from popxl_addons import checkpoint, pieces as in_pieces
 
         place, who, where = Path(sys.argv[1]) / "c", int(sys.argv[2]), sys.argv[3]
         ir = popxl.Ir("popdist")
@@ -170,7 +171,8 @@ def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) ->
                 session.run()
                 session.save_checkpoint(place)
                 if popdist.getInstanceIndex() == who:
-                    setattr(checkpoint, where, lambda *_: os.kill(os.getpid(), 9))
+                    for module in (checkpoint, in_pieces):
+                        setattr(module, where, lambda *_: os.kill(os.getpid(), 9))
             session.run()
             session.save_checkpoint(place, wait=False)
             session.run()
@@ -186,6 +188,75 @@ def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) ->
         arrays, info = checkpoint.read_arrays(directory), checkpoint.read_info(directory)
     assert info == {"steps": 2}
     assert {name: a.tolist() for name, a in arrays.items()} == {"pieces": [4, 5, 6, 7, 8], "whole": [4, 5, 6]}
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux, which counts what a process reads")
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_each_process_reads_its_part(tmp_path: Path, format: str) -> None:
+    """Two processes have half of the weights each: each reads that, and compares half of the files with their digests.
+    If one finds a damaged file, both say so, and the values stay as they are."""
+    source = """
+        import sys
+        from pathlib import Path
+        import numpy as np
+        import popdist, popxl
+        import popxl_addons as addons
+        from popxl.errors import PopxlRuntimeError, UnreadableFileError
+
+        place, format = Path(sys.argv[1]) / "c", sys.argv[2]
+        sizes = {"cut": 1 << 20, "grouped": 1 << 19, "fixed": 4, "remote": 1 << 20}
+        ir = popxl.Ir("popdist", axes={"data": 2, "tensor": 2})
+        numbers = {name: np.random.default_rng(size).normal(size=size).astype("f4") for name, size in sizes.items()}
+        with ir.main_graph, popxl.in_sequence():
+            cut, piece = popxl.replica_sharded_variable(numbers["cut"], name="cut")
+            parts = np.stack([numbers["grouped"], 2 * numbers["grouped"]])
+            grouped = popxl.variable(parts, name="grouped", replica_grouping=ir.grouping("tensor"))
+            fixed = popxl.variable(numbers["fixed"], name="fixed")
+            buffer = popxl.replica_sharded_buffer(numbers["remote"].shape, popxl.float32, entries=1)
+            remote = popxl.remote_replica_sharded_variable(numbers["remote"], buffer, 0)
+            popxl.ops.remote_store(buffer, 0, popxl.ops.remote_load(buffer, 0) + 1.0)
+            piece += popxl.ops.mean(fixed)
+            grouped += popxl.ops.mean(fixed)
+        state = addons.NamedTensors(cut=cut, grouped=grouped, fixed=fixed, remote=remote)
+        with addons.TaskSession([], [], state, ir=ir, device_desc="ipu_hw") as session:
+            session.run()
+            expected = {name: a.copy() for name, a in session.get_named_tensors_data().to_dict().items()}
+            session.save_checkpoint(place, format)
+            session.wait_for_checkpoint()
+            popdist.synchronize()
+            session.run()
+            bytes_read = lambda: int(Path("/proc/self/io").read_text().split()[1])
+            before = bytes_read()
+            session.load_checkpoint(place, "error")
+            read, stored = bytes_read() - before, sum(a.nbytes for a in expected.values())
+            assert 0.5 * stored < read < 1.2 * stored, (read, stored)
+            for name, array in session.get_named_tensors_data().to_dict().items():
+                np.testing.assert_array_equal(array, expected[name])
+            popdist.synchronize()
+            if popdist.getInstanceIndex() == 0:
+                file = max(place.glob("pieces/1/model*/*.npz" if format == "npz" else "pieces/1/*.safetensors"))
+                content = bytearray(file.read_bytes())
+                content[-2000] ^= 1
+                file.write_bytes(content)
+            popdist.synchronize()
+            session.run()
+            expected = session.get_tensor_data(grouped).copy()
+            try:
+                session.load_checkpoint(place, "error")
+            except (PopxlRuntimeError, UnreadableFileError) as problem:
+                assert "is damaged" in str(problem), problem
+                print(type(problem).__name__, flush=True)
+            np.testing.assert_array_equal(session.get_tensor_data(grouped), expected)
+            session.run()
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", "--num-replicas=4"]
+    command += [sys.executable, str(tmp_path / "program.py"), str(tmp_path), format]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("[A-Z][A-Za-z]+Error", done.stdout)) == ["PopxlRuntimeError", "UnreadableFileError"]
 
 
 # Divided variables --------------------------------------------------------------------------------------------------

@@ -8,12 +8,18 @@ from tests.targets.memory import compared
 
 pytestmark = [pytest.mark.targets, pytest.mark.thorough]
 
+KINDS = ("gpu h100", "tpu v5e")
 RECOMPUTED = "blocks of a GPT, tensor-parallel"
 """XLA for GPUs computes once what this asks for twice, with its exchanges: it sends less than the program says."""
 
 
-@pytest.mark.parametrize("kind", ["gpu h100", "tpu v5e"])
-@pytest.mark.parametrize("name", ["network, only used", "network, Adam", "attention, bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("network, only used", "network, Adam", "attention, bfloat16") for kind in KINDS),
+        *((name, "gpu h100") for name in ("network, Adam, 4 chips", "convolutions", "GPT, recomputed")),
+    ],
+)
 def test_memory_is_foreseen_within_5_percent(name: str, kind: str) -> None:
     found = compared(name, kind)
     assert abs(found.error) < 0.05, f"{bytes_text(found.foreseen)} foreseen, {bytes_text(found.compiled)} compiled"

@@ -1,0 +1,297 @@
+"""Files of arrays, in two formats: written, and looked into without reading them.
+
+    model/<name>.npz         an array, under the key <name>
+    model.safetensors        all arrays together, in place of these
+    model/<file name>        a memory map, copied as it is
+
+`arrays_in` says of each array what it is and where it lies; its elements are read when they are asked for. Nothing is
+read as a Python object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+import popxl
+from popxl.base.files import CHECKSUMS, OF_ARCHIVES
+from popxl.errors import UnreadableFileError
+
+Format = Literal["npz", "safetensors"]
+T = TypeVar("T")
+
+MODEL = "model"
+TENSORS = "model.safetensors"
+
+
+class Elements(Protocol):
+    """An array whose elements are there when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def elements(self, start: int, stop: int) -> np.ndarray:
+        """Those from one number to another, in the order of the array's rows."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """An array that has been read."""
+
+    array: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    def elements(self, start: int, stop: int) -> np.ndarray:
+        return self.array.reshape(-1)[start:stop]
+
+
+@dataclass(frozen=True)
+class InFile:
+    """An array in a file, its elements one after the other.
+
+    Attributes:
+        path: the file.
+        start: the byte where they begin.
+        dtype, shape: what they are.
+    """
+
+    path: Path
+    start: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def elements(self, start: int, stop: int) -> np.ndarray:
+        found = np.fromfile(self.path, self.dtype, stop - start, offset=self.start + start * self.dtype.itemsize)
+        if len(found) < stop - start:
+            raise UnreadableFileError(f"`{self.path}` is damaged: it ends before element {stop} of {self.shape}.")
+        return found
+
+
+def files_in(directory: Path) -> list[Path]:
+    """The files of arrays in a directory; without memory maps."""
+    one = directory / TENSORS
+    return [one] if one.exists() else sorted((directory / MODEL).glob("*.npz"))
+
+
+# Written ------------------------------------------------------------------------------------------------------------
+
+
+def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> None:
+    """Write arrays in a format, and copy the files of those that are memory maps. Raises as `begun` does."""
+    begun(directory, arrays, format)()
+
+
+def begun(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> Callable[[], None]:
+    """Copy the files of the arrays that are memory maps. What is returned writes the others, in a format.
+
+    Raises:
+        ValueError: for another `format`, two memory maps whose files have the same name, or an array that only Python
+            could read.
+    """
+    if format not in ("npz", "safetensors"):
+        raise ValueError(f"The format of a checkpoint is {format!r}; expected 'npz' or 'safetensors'.")
+    maps = {name: file for name, array in arrays.items() if (file := map_file(array))}
+    stored = {name: array for name, array in arrays.items() if name not in maps}
+    model = directory / MODEL
+    if maps or format == "npz":
+        model.mkdir()
+    sources: dict[str, Path] = {}
+    for name, source in maps.items():
+        if sources.setdefault(source.name, source) != source:
+            raise ValueError(
+                f"The memory map of `{name}`, {source}, and that of another array, {sources[source.name]}, would be "
+                "one file in a checkpoint. Give one of them another name."
+            )
+        shutil.copyfile(source, model / source.name)
+
+    def write() -> None:
+        if format == "safetensors":
+            _write_safetensors(directory / TENSORS, stored)
+        else:
+            for name, array in stored.items():
+                _write_npz(model / f"{name}.npz", name, array)
+
+    return write
+
+
+def map_file(array: np.ndarray) -> Path | None:
+    """The file that an array is mapped to, if there is one."""
+    return Path(array.filename) if isinstance(array, np.memmap) and array.filename is not None else None
+
+
+# Read ---------------------------------------------------------------------------------------------------------------
+
+
+def arrays_in(directory: Path) -> dict[str, Elements]:
+    """The arrays by name, of whichever format; without memory maps.
+
+    They stay in their files, if `checksums.json` is there to compare these with. Otherwise they are read at once, as an
+    archive compares its own sums while it is read; and so is an array whose elements do not follow each other.
+
+    Raises:
+        UnreadableFileError: if a file is damaged, or holds something that only Python could read.
+    """
+    if (directory / TENSORS).exists():
+        return dict(_in_safetensors(directory / TENSORS))
+    has_digests = (directory / CHECKSUMS).exists()
+    return {
+        path.stem: (has_digests and _in_npz(path, path.stem)) or InMemory(_read_npz(path, path.stem))
+        for path in files_in(directory)
+    }
+
+
+# NumPy's files have no word for bfloat16, and would say that these are just bytes: its name stands beside them.
+_BFLOAT16 = np.dtype([("bfloat16", "u2")])
+
+
+def _as_stored(array: np.ndarray) -> np.ndarray:
+    return array.view(_BFLOAT16) if array.dtype == popxl.bfloat16.as_numpy() else array
+
+
+# By hand: `np.savez` takes a name such as `file` for its own parameter, and `np.load` leaves a damaged file open.
+def _write_npz(path: Path, name: str, array: np.ndarray) -> None:
+    with zipfile.ZipFile(path, "w") as archive, archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+        np.lib.format.write_array(file, _as_stored(np.asarray(array)), allow_pickle=False)
+
+
+def _as_ours(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return popxl.bfloat16.as_numpy() if dtype == _BFLOAT16 else dtype
+
+
+def _read_npz(path: Path, name: str) -> np.ndarray:
+    def read(file: IO[bytes], about: zipfile.ZipInfo) -> np.ndarray:
+        _claim(file, about.file_size)
+        file.seek(0)
+        array = np.lib.format.read_array(file, allow_pickle=False)
+        if file.read(1):  # to the end, where the archive's own sum is compared
+            raise ValueError("there is more than the array in it.")
+        return array.view(_as_ours(array.dtype))
+
+    return _looked_into(path, name, read)
+
+
+def _in_npz(path: Path, name: str) -> InFile | None:
+    """Where the array of an archive is; `None` if only a reader of archives finds its elements, one after the other."""
+
+    def look(file: IO[bytes], about: zipfile.ZipInfo) -> InFile | None:
+        said = _claim(file, about.file_size)
+        if about.compress_type != zipfile.ZIP_STORED or said.by_columns or said.dtype.hasobject:
+            return None
+        with path.open("rb") as whole:
+            whole.seek(about.header_offset)
+            lengths = struct.unpack("<26xHH", whole.read(30))  # of two fields between this header and what it is of
+        return InFile(path, about.header_offset + 30 + sum(lengths) + file.tell(), _as_ours(said.dtype), said.shape)
+
+    return _looked_into(path, name, look)
+
+
+def _looked_into(path: Path, name: str, look: Callable[[IO[bytes], zipfile.ZipInfo], T]) -> T:
+    """What is found in the file of an array in an archive. `UnreadableFileError` for what a damaged one raises."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+            return look(file, archive.getinfo(f"{name}.npy"))
+    except OF_ARCHIVES as problem:
+        raise UnreadableFileError(
+            f"`{path}` is damaged: expected a NumPy archive with the array `{name}`. {problem}"
+        ) from problem
+
+
+class _Claim(NamedTuple):
+    """What a NumPy file says of its array."""
+
+    shape: tuple[int, ...]
+    by_columns: bool
+    dtype: np.dtype[Any]
+
+
+def _claim(file: IO[bytes], size: int) -> _Claim:
+    """What is said of an array. The file is left where its elements begin.
+
+    `ValueError` if they are said to have more bytes than there are: nobody is to make room for these.
+    """
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    said = _Claim(*read(file))
+    claimed = math.prod(said.shape) * said.dtype.itemsize
+    if not said.dtype.hasobject and claimed != size - file.tell():
+        raise ValueError(f"The array is said to have {claimed} bytes, and there are {size - file.tell()}.")
+    return said
+
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": popxl.bfloat16.as_numpy(),
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    "C64": np.complex64,
+}  # fmt: skip
+"""What safetensors calls NumPy's dtypes."""
+
+
+class InSafetensors(NamedTuple):
+    """An array of a safetensors file: at which byte it begins, what that calls its dtype, and its shape."""
+
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]]:
+    """The arrays in a safetensors file, by name, and its notes. Only its header is read.
+
+    `UnreadableFileError` if that is damaged, or the file is shorter than it says.
+    """
+    from safetensors import SafetensorError, safe_open  # only who has such files needs the library
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass  # it checks the header: sizes, and that nothing lies outside
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, ValueError, OSError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem
+    notes = header.pop("__metadata__", None) or {}
+    return {
+        name: InSafetensors(8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
+        for name, about in header.items()
+    }, notes
+
+
+# A float8 is one byte with a name, which safetensors does not know: the byte is stored, and the name beside it.
+def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    float8 = {name: popxl.dtype.as_dtype(array.dtype).name for name, array in arrays.items() if array.dtype.names}
+    plain = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    from safetensors.numpy import save_file  # only who asks for this format needs the library
+
+    save_file(plain | {name: plain[name].view(np.uint8) for name in float8}, path, metadata=float8 or None)
+
+
+def _in_safetensors(path: Path) -> dict[str, InFile]:
+    found, float8 = safetensors_in(path)
+    try:
+        dtypes = {
+            name: popxl.dtype.as_dtype(float8[name]).as_numpy() if name in float8 else np.dtype(DTYPES[each.dtype])
+            for name, each in found.items()
+        }
+    except (KeyError, ValueError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: it holds a dtype that nobody knows: {problem}.") from problem
+    return {name: InFile(path, each.start, dtypes[name], each.shape) for name, each in found.items()}

@@ -1,0 +1,299 @@
+"""Arrays in pieces: which process has written which elements, and how any of them are found again.
+
+Several processes that write a checkpoint together have a directory each, with parts of arrays:
+
+    pieces/<number>/         files of arrays (`popxl_addons.array_files`), runs of elements one after the other;
+                             runs.json, which elements these are; checksums.json, the digests of all this
+    pieces.json              the index, written last: how many directories there are, and what they are parts of
+
+Who reads an array need not know of pieces, nor of the replicas that had parts of it: it asks for elements (`Elements`),
+and they are read where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, model_validator
+
+from popxl.base.files import bring_to_disk, write_checksums
+from popxl.errors import UnreadableFileError
+from popxl_addons.array_files import Elements, Format, arrays_in, write_arrays
+
+PIECES, INDEX, RUNS = "pieces", "pieces.json", "runs.json"
+
+Piece = tuple[int, np.ndarray]
+"""Elements of an array, and the number of the first, in the order of the array's rows."""
+
+
+class Divided(BaseModel):
+    """An array in pieces.
+
+    Attributes:
+        shape: its shape.
+        axis: along which the parts are joined that are stacked on its first axis; `None` if it is whole.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    shape: tuple[NonNegativeInt, ...]
+    axis: NonNegativeInt | None = None
+
+    @model_validator(mode="after")
+    def _axis_is_there(self) -> Self:
+        if self.axis is not None and self.axis + 1 >= len(self.shape):
+            raise ValueError(f"parts of the shape {self.shape[1:]} have no axis {self.axis}")
+        return self
+
+
+class Index(BaseModel):
+    """What a checkpoint in pieces consists of.
+
+    Attributes:
+        writers: how many directories with pieces there are.
+        arrays: what they are pieces of, by name.
+    """
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    writers: NonNegativeInt
+    arrays: dict[str, Divided]
+
+
+_Runs = TypeAdapter(dict[str, list[tuple[NonNegativeInt, NonNegativeInt]]])  # from one element to another
+
+
+# Written ------------------------------------------------------------------------------------------------------------
+
+
+class Notes(Protocol):
+    """How processes tell each other something: by notes under names."""
+
+    def leave(self, name: str, text: str) -> None:
+        """Leave a note for all."""
+
+    def find(self, name: str) -> str:
+        """Wait for the note of a name."""
+
+    def forget(self, folder: str) -> None:
+        """Forget all notes whose names begin with a folder's."""
+
+
+class Share:
+    """The part of one process in a checkpoint that several write together. Each tells once how that has ended.
+
+    Args:
+        directory: the draft of the checkpoint, which the first process has made.
+        number: which process this is, from 0.
+        count: how many there are.
+        notes: how they tell each other.
+    """
+
+    def __init__(self, directory: Path, number: int, count: int, notes: Notes) -> None:
+        self.directory = directory
+        self._number, self._count, self._notes = number, count, notes
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell what goes wrong in a block."""
+        try:
+            yield
+        except BaseException as problem:
+            self._tell(f"Process {self._number}: {type(problem).__name__}: {problem}")
+            raise
+
+    def write(self, pieces: Mapping[str, list[Piece]], format: Format) -> None:
+        """Write the pieces of this process, and tell that they are there."""
+        with self.told():
+            write_pieces(self.directory, self._number, pieces, format)
+        self._tell("")
+
+    def problems(self) -> list[str]:
+        """What has gone wrong in any process. The first one asks; it waits until all have told."""
+        told = [self._notes.find(f"{self.directory.name}/{number}") for number in range(self._count)]
+        self._notes.forget(self.directory.name)
+        return [text for text in told if text]
+
+    def _tell(self, text: str) -> None:
+        self._notes.leave(f"{self.directory.name}/{self._number}", text)
+
+
+def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]], format: Format = "npz") -> None:
+    """Write the pieces of one process to a checkpoint that others write, too, and bring them to the disk.
+
+    Args:
+        directory: what `created` gives the process that begins the checkpoint.
+        number: the number of this one, from 0.
+        pieces: its pieces of arrays, by name.
+        format: as for `write_arrays`.
+
+    Raises:
+        FileNotFoundError: if the directory is not there, as this process is on another machine, say.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"There is no directory `{directory}`, which the first process has made. Choose a place for checkpoints "
+            "that all processes have in common."
+        )
+    own = directory / PIECES / str(number)
+    own.mkdir(parents=True)
+    joined = {name: _one_after_the_other(each) for name, each in pieces.items() if each}
+    write_arrays(own, joined, format)
+    runs = {name: [(start, start + elements.size) for start, elements in pieces[name]] for name in joined}
+    (own / RUNS).write_bytes(_Runs.dump_json(runs))
+    write_checksums(own)
+    bring_to_disk(own)
+
+
+def write_index(directory: Path, index: Index) -> None:
+    """Say what the pieces are, when all are there. They are no checkpoint before."""
+    (directory / INDEX).write_text(index.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _one_after_the_other(pieces: list[Piece]) -> np.ndarray:
+    return pieces[0][1] if len(pieces) == 1 else np.concatenate([elements for _, elements in pieces])
+
+
+# Read ---------------------------------------------------------------------------------------------------------------
+
+
+def arrays_of(directory: Path) -> dict[str, Elements]:
+    """The arrays of a checkpoint by name, whole ones and those in pieces; without memory maps. Their elements are read
+    when they are asked for.
+
+    Raises:
+        UnreadableFileError: if a file is damaged or missing, or holds something that only Python could read.
+    """
+    return arrays_in(directory) | _arrays_in_pieces(directory)
+
+
+def whole(array: Elements) -> np.ndarray:
+    """All elements of an array."""
+    return array.elements(0, math.prod(array.shape)).reshape(array.shape)
+
+
+@dataclass(frozen=True)
+class Recut:
+    """An array whose parts along an axis are stacked on its first axis, or joined, otherwise than they are stored.
+
+    Attributes:
+        source: as it is stored.
+        shape: as it is here.
+        joined: the shape of one value, of which there are parts.
+        axis: the axis of that.
+        stored, parts: how many there are, as it is stored, and here.
+    """
+
+    source: Elements
+    shape: tuple[int, ...]
+    joined: tuple[int, ...]
+    axis: int
+    stored: int
+    parts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.source.dtype
+
+    def elements(self, start: int, stop: int) -> np.ndarray:
+        before, size = math.prod(self.joined[: self.axis]), self.joined[self.axis]
+        after = math.prod(self.joined[self.axis + 1 :])
+        here, there = size // self.parts, size // self.stored
+        found = [self.source.elements(0, 0)]
+        while start < stop:  # as far as elements follow each other both here and there
+            row, last = divmod(start, after)
+            row, own = divmod(row, here)
+            part, row = divmod(row, before)
+            other, k = divmod(part * here + own, there)
+            count = min(min(here - own, there - k) * after - last, stop - start)
+            first = ((other * before + row) * there + k) * after + last
+            found.append(self.source.elements(first, first + count))
+            start += count
+        return np.concatenate(found)
+
+
+def join(array: Elements, axis: int) -> Elements:
+    """An array as one value, whose parts along an axis are stacked on its first axis: see `array_munging.unshard`."""
+    parts, *shape = array.shape
+    shape[axis] *= parts
+    return Recut(array, tuple(shape), tuple(shape), axis, stored=parts, parts=1)
+
+
+def cut(array: Elements, parts: int, axis: int) -> Elements:
+    """An array as equal parts along an axis, stacked on a new first axis: see `array_munging.shard`."""
+    shape = list(array.shape)
+    shape[axis] //= parts
+    return Recut(array, (parts, *shape), array.shape, axis, stored=1, parts=parts)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """An array in pieces that follow each other.
+
+    Attributes:
+        shape, dtype: what it is.
+        starts: the number of the first element of each piece.
+        pieces: where each piece is, and the number of its first element there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    starts: tuple[int, ...]
+    pieces: tuple[tuple[Elements, int], ...]
+
+    def elements(self, start: int, stop: int) -> np.ndarray:
+        found = [np.empty(0, self.dtype)]
+        ends = (*self.starts[1:], math.prod(self.shape))
+        i = bisect_right(self.starts, start) - 1
+        while start < stop:
+            (source, first), begin, end = self.pieces[i], self.starts[i], min(ends[i], stop)
+            found.append(source.elements(first + start - begin, first + end - begin))
+            start, i = end, i + 1
+        return np.concatenate(found)
+
+
+def _arrays_in_pieces(directory: Path) -> dict[str, Elements]:
+    path = directory / INDEX
+    if not (directory / PIECES).exists():
+        return {}
+    index = _understood(path, Index.model_validate_json)
+    found: dict[str, list[tuple[int, int, Elements, int]]] = {name: [] for name in index.arrays}
+    for number in range(index.writers):
+        own = directory / PIECES / str(number)
+        if not own.is_dir():
+            raise UnreadableFileError(f"`{directory}` is damaged: `{PIECES}/{number}` is missing, of {index.writers}.")
+        runs, arrays = _understood(own / RUNS, _Runs.validate_json), arrays_in(own)
+        for name in (name for name in runs if name in arrays and name in found):
+            first = 0
+            for start, stop in runs[name]:
+                found[name].append((start, stop, arrays[name], first))
+                first += stop - start
+            if first != math.prod(arrays[name].shape):
+                found[name].clear()  # they are not what they are said to be
+    return {name: _joined(path, name, found[name], index.arrays[name]) for name in index.arrays}
+
+
+def _joined(path: Path, name: str, runs: list[tuple[int, int, Elements, int]], divided: Divided) -> Elements:
+    """An array of its pieces. `UnreadableFileError` if one is missing, or there are too many."""
+    size = math.prod(divided.shape)
+    own = sorted((run for run in runs if run[0] < run[1] or not size), key=itemgetter(0, 1))
+    if not own or [0, *(stop for _, stop, *_ in own)] != [*(start for start, *_ in own), size]:
+        raise UnreadableFileError(f"`{path}` is damaged: the pieces of `{name}` are not all there, each once.")
+    starts, pieces = tuple(start for start, *_ in own), tuple((source, first) for *_, source, first in own)
+    array = _Joined(divided.shape, pieces[0][0].dtype, starts, pieces)
+    return array if divided.axis is None else join(array, divided.axis)
+
+
+def _understood(path: Path, read: Callable[[bytes], Any]) -> Any:
+    try:
+        return read(path.read_bytes())
+    except (ValidationError, FileNotFoundError) as problem:
+        raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem

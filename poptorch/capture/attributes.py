@@ -28,6 +28,9 @@ class Attributes:
     Args:
         module: the module; `None` has none.
 
+    Attributes:
+        training: whether the module was in `train()` mode; `None` without a module.
+
     Raises:
         Error: if it is, or has, one of `torch.jit`, which has no such attributes.
 
@@ -51,6 +54,7 @@ class Attributes:
                     "the module it was made of; functions of `torch.jit.script` may be used within."
                 )
         self._values = [(vars(each), dict(vars(each))) for each in modules]
+        self.training: bool | None = None if module is None else module.training
 
     @contextmanager
     def restored(self) -> Iterator[None]:

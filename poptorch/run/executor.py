@@ -139,6 +139,8 @@ class PoplarExecutor:
         self._compilation_time: timedelta | None = None
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = weights.Trainings(self._module)
+        self._host_writes = weights.HostWrites(self._module)
+        self._has_told_of_mode = self._has_told_of_writes = False
         self._instrumented: weights.Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -174,10 +176,10 @@ class PoplarExecutor:
                 if not compiled.is_attached:
                     self._check_online("run a model")
                     self._attach(compiled)
-                if self._trainer is None:
-                    if self._trainings.have_news():
-                        self.copyWeightsToDevice()
-                else:
+                if self._trainings.have_news(self._instrumented):
+                    self.copyWeightsToDevice()
+                self._tell_of_changes()
+                if self._trainer is not None:
                     self._check_untouched()
                     self._trainer.notice()
                     if self._trainer.device.pending:
@@ -191,6 +193,32 @@ class PoplarExecutor:
                 self._trainer.has_run()
                 assert self._instrumented is not None
                 self._instrumented.has_run()
+
+    def _tell_of_changes(self) -> None:
+        """Warn, once each, of what has been done to the module and has no effect on the device."""
+        module, wrap = self._module, "trainingModel" if self._training else "inferenceModel"
+        if module is None:
+            return
+        if module.training is self._training is not self._attributes.training and not self._has_told_of_mode:
+            self._has_told_of_mode = True
+            here, there = ("train", "eval") if self._training else ("eval", "train")
+            logger.warning(
+                "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was wrapped: "
+                "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`.",
+                here,
+                there,
+                here,
+                wrap,
+            )
+        if not self._has_told_of_writes and (written := self._host_writes.names()):
+            self._has_told_of_writes = True
+            logger.warning(
+                "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"
+                "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
+                f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
+                "them" if written[1:] else "it",
+                ", which overwrite those of the host" * self._training,
+            )
 
     def _check_untouched(self) -> None:
         """Check that nothing has been changed that is a part of the program."""
@@ -452,8 +480,9 @@ class PoplarExecutor:
         compiled.detach()
 
     def _attach(self, compiled: Compiled | InParts) -> None:
-        self._trainings.have_news()  # brings home what is stale
+        self._trainings.have_news(self._instrumented)  # brings home what is stale
         compiled.attach(self._host_weights())
+        self._host_writes.forget()
 
     def _check_online(self, what: str) -> None:
         if self._options.connection_type is ConnectionType.Never:
@@ -498,6 +527,7 @@ class PoplarExecutor:
             self._required.write_weights(self._host_weights())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
+        self._host_writes.forget()
 
     @_traced("copyNamedBuffersToDevice")
     def copyNamedBuffersToDevice(self) -> None:

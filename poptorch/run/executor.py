@@ -140,7 +140,7 @@ class PoplarExecutor:
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = weights.Trainings(self._module)
         self._host_writes = weights.HostWrites(self._module)
-        self._has_told_of_mode = self._has_told_of_writes = False
+        self._has_told_of_mode = self._has_told_of_numbers = self._has_told_of_writes = False
         self._instrumented: weights.Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -209,6 +209,14 @@ class PoplarExecutor:
                 there,
                 here,
                 wrap,
+            )
+        if not self._has_told_of_numbers and (changed := self._attributes.changed_number()) is not None:
+            self._has_told_of_numbers = True
+            logger.warning(
+                "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
+                "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
+                "argument of `forward`. Otherwise wrap the module anew.",
+                changed,
             )
         if not self._has_told_of_writes and (written := self._host_writes.names()):
             self._has_told_of_writes = True

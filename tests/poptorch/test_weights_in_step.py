@@ -214,6 +214,34 @@ def test_a_mode_that_comes_after_the_wrapper_is_told_once(wrap, mode, told, capl
     assert told in record.message
 
 
+def test_a_number_that_changes_after_the_wrapper_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.0)
+            self.temperature, self.calls = 2.0, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.dropout(x) * self.temperature
+
+    module = Scaled()
+    model = poptorch.inferenceModel(module)
+    for _ in range(2):
+        assert model(X).tolist() == [2, 2]
+    assert not caplog.text  # what `forward` itself sets is not the user's
+    module.temperature = 0.5
+    for _ in range(2):
+        assert model(X).tolist() == [2, 2]
+    (record,) = caplog.records
+    assert "`temperature` is 0.5, and was 2.0" in record.message
+    module.temperature, module.dropout.p = 2.0, 0.9
+    again = poptorch.inferenceModel(module)
+    module.dropout.p = 0.8
+    again(X)
+    assert "`dropout.p` is 0.8, and was 0.9" in caplog.text
+
+
 def test_trainings_follow_each_other() -> None:
     """Two tasks with a part in common, in turns, as those of a GAN: each finds what the other has trained."""
 

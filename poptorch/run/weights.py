@@ -321,17 +321,25 @@ class HostWrites:
 
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
-        self._read: dict[str, tuple[torch.Tensor, int]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._versions: list[int] = []
 
     def forget(self) -> None:
         """Note that the device has what the host has now."""
-        with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
-            self._read = {n: (t, t._version) for n, t in tensors_of(self._module).items() if not t.is_inference()}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
+        self._versions = self._now()
 
     def names(self) -> list[str]:
-        """The names of those that somebody has written since."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [name for name, (tensor, version) in self._read.items() if tensor._version != version]
+        """The names of those that somebody has written since. Every call of a model asks, so it has to be quick."""
+        now = self._now()
+        if now == self._versions:
+            return []
+        return [name for name, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
+
+    def _now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
+            return [t._version for t in self._tensors.values()]
 
 
 # What stands in for classes -------------------------------------------------------------------------------------------

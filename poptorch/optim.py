@@ -252,6 +252,9 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise AssertionError(f"{name}: `{attribute}` is {value!r}; expected torch.float32 or torch.float16.")
     if given.get("amsgrad"):
         raise ValueError(f"{name}: `amsgrad` is not supported; leave it out.")
+    for attribute in ("loss_scaling", "velocity_scaling"):
+        if not 0 < own.get(attribute, 1.0) < math.inf:  # they are divided by
+            raise ValueError(f"{name}: `{attribute}` is {own[attribute]!r}; expected a positive number.")
     if math.isnan(own.get("max_grad_norm", 0.0)):
         raise ValueError(f"{name}: `max_grad_norm` is NaN; expected a number, or infinity for no limit.")
     if given.get("velocity_scaling", 1.0) != 1.0 and not own["use_combined_accum"]:

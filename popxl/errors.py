@@ -112,7 +112,9 @@ class TensorTruthWarning(PopxlWarning):
 
 
 class LostUpdateWarning(PopxlWarning):
-    """A graph changes an input in place that it takes by value: the caller's tensor stays as it is."""
+    """A change is lost. A graph makes it in place to an input that it takes by value, and the caller's tensor stays as
+    it is; or a write to one variable between runs takes the others back to what the host has.
+    """
 
 
 class RepeatedSeedWarning(PopxlWarning):

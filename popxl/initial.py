@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 from popxl import dtypes
 from popxl.dtypes import dtype as dtype_
 from popxl.utils import to_numpy
-from popxl.values.shapes import integer, integer_or_integers, number
+from popxl.values.shapes import integer, integer_or_integers, number, sizes
 
 __all__ = ["Full", "Initial", "PartOfFile", "Random", "Saved", "Stacked", "file", "full", "normal", "ones", "stacked"]
 __all__ += ["truncated_normal", "uniform", "zeros"]
@@ -218,11 +218,8 @@ class Saved(BaseModel):
 
 
 def _shape(shape: int | Iterable[int], what: str) -> tuple[int, ...]:
-    sizes = integer_or_integers(shape, f"{what}: `shape`")
-    found = sizes if isinstance(sizes, tuple) else (sizes,)
-    if any(size < 0 for size in found):
-        raise ValueError(f"{what}: `shape` is {found}; expected no size below 0.")
-    return found
+    given = integer_or_integers(shape, f"{what}: `shape`")
+    return sizes(given if isinstance(given, tuple) else (given,), f"{what}: `shape`")
 
 
 def zeros(shape: int | Iterable[int]) -> Full:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from popxl.context import get_current_context
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
-from popxl.values.shapes import integer, integers
+from popxl.values.shapes import integer, sizes
 from popxl.values.spec import TensorSpec, brief
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RemoteBuffer:
         return buffer
 
     def _register(self, ir: Ir, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> None:
-        self._shape = integers(tensor_shape, "remote_buffer: `tensor_shape`")
+        self._shape = sizes(tensor_shape, "remote_buffer: `tensor_shape`")
         self._dtype = check_dtype(tensor_dtype, "remote_buffer: `tensor_dtype`")
         self._edits = ir.edits
         self.entries = entries

@@ -8,7 +8,7 @@ from typing import Self
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
-from popxl.values.shapes import integer, integers
+from popxl.values.shapes import integer, sizes
 from popxl.values.spec import TensorSpec
 
 __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "h2d_stream"]
@@ -31,7 +31,7 @@ class Stream:
     @classmethod
     def _make(cls, shape: Iterable[int], dtype: dtype_, name: str, num_host_transfers: int | None = None) -> Self:
         stream = object.__new__(cls)
-        spec = TensorSpec(integers(shape, f"The shape of {name!r}"), dtype)
+        spec = TensorSpec(sizes(shape, f"The shape of {name!r}"), dtype)
         count = _count(num_host_transfers, name)
         stream.tensor = get_current_context().main_graph.new_stream_tensor(name, spec)
         if count is not None:

@@ -78,7 +78,7 @@ def train_step(
         The loss, the variables and the optimiser's state.
 
     Raises:
-        TypeError: for an `accumulate` that is no integer, or another `precision`.
+        TypeError: for an `accumulate` that is no integer, or another `module`, `precision` or kind of `inputs`.
         ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
             placeholders that are pieces or that nothing reads, or whose loss is no scalar; for `sharded` beside
             `variables`, and as the optimiser does.
@@ -96,6 +96,14 @@ def train_step(
         >>> training.variables.keys_flat(), training.loss.shape
         (['w'], ())
     """
+    if not isinstance(module, Module):
+        raise TypeError(f"train_step: `module` must be a Module; got {module!r} ({type(module).__name__}).")
+    for i, each in enumerate(inputs):
+        if not isinstance(each, popxl.HostToDeviceStream | popxl.Tensor):
+            raise TypeError(
+                f"train_step: `inputs[{i}]` must be a HostToDeviceStream, which `popxl.h2d_stream` makes, or a Tensor; "
+                f"got {each!r} ({type(each).__name__})."
+            )
     streams = [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
     accumulate = integer(accumulate, "train_step: `accumulate`")
     if accumulate < 1 or (accumulate > 1 and len(streams) < len(inputs)):

@@ -15,8 +15,10 @@ import numpy as np
 
 from popxl.base.choices import check_environment
 from popxl.base.log import Logger
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
 from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
-from popxl.errors import PopxlError
+from popxl.errors import LostUpdateWarning, PopxlError
 from popxl.ir import Ir
 from popxl.looking.ambiguity import check_in_place_order
 from popxl.looking.dot import write_checkpoint
@@ -717,9 +719,27 @@ class Session:
         if self.is_attached:
             self._check_attached("write_variable_data")
         with self._lock, self._ir.host_copies.lock:
+            if self.is_attached and self._copies.has_run:
+                self._warn_of_reverted(checked)
             self._copies.write(checked)
             if self.is_attached:
                 self.weights_from_host()
+
+    def _warn_of_reverted(self, written: Collection[Variable]) -> None:
+        """Warn if an upload takes variables back to what they were before the last runs, besides those `written`."""
+        layout = self.program.layout
+        changed = [layout.held[t] for t in layout.changed]
+        changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
+        reverted = [v.name for v in dict.fromkeys(changed) if v not in written and v not in self._owners]
+        if reverted:
+            names = ", ".join(reverted[:3]) + f" and {len(reverted) - 3} more" * (len(reverted) > 3)
+            warn_at(
+                SourceLocation.of(user_frame()),
+                "Session.write_variable_data: what runs have done to other variables is lost: the device takes the "
+                f"host's numbers of all variables, and those of {names} are from before the last runs. Call "
+                "`session.weights_to_host()` before you write.",
+                LostUpdateWarning,
+            )
 
     def _check_own(self, what: str, t: Tensor) -> None:
         """`ValueError` for a tensor of another program, whose names may be the same."""

@@ -28,6 +28,9 @@ class Attributes:
     Args:
         module: the module; `None` has none.
 
+    Attributes:
+        training: whether the module was in `train()` mode; `None` without a module.
+
     Raises:
         Error: if it is, or has, one of `torch.jit`, which has no such attributes.
 
@@ -42,7 +45,8 @@ class Attributes:
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
-        modules = [] if module is None else list(torch.nn.Module.modules(module))
+        paths = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
+        modules = list(paths)
         for each in modules:
             if isinstance(each, torch.jit.ScriptModule):
                 name = getattr(each, "original_name", type(each).__name__)
@@ -51,6 +55,12 @@ class Attributes:
                     "the module it was made of; functions of `torch.jit.script` may be used within."
                 )
         self._values = [(vars(each), dict(vars(each))) for each in modules]
+        self.training: bool | None = None if module is None else module.training
+        self._numbers = [
+            (path, now, numbers)
+            for path, (now, then) in zip(paths.values(), self._values, strict=True)
+            if (numbers := {name: value for name, value in then.items() if _is_setting(name, value)})
+        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -67,6 +77,20 @@ class Attributes:
             for each, content in contents:
                 _restore(each, content)
             _set(before)
+
+    def changed_number(self) -> str | None:
+        """A number among the attributes that has changed since, if there is one: its name, and what became of it."""
+        for path, now, then in self._numbers:
+            if not then.items() <= now.items():
+                name = next(name for name, value in then.items() if name not in now or now[name] != value)
+                after = now.get(name, "nothing")
+                return f"`{path}{'.' * bool(path)}{name}` is {after!r}, and was {then[name]!r}"
+        return None
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Whether an attribute looks like a number that users set, such as a temperature. (NaN never equals itself.)"""
+    return type(value) in (bool, int, float) and not name.startswith("_") and name != "training" and value == value
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))

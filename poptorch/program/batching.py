@@ -14,6 +14,7 @@ from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import ReplicaGroups
 from poptorch.base.structures import MAY_BE_THE_LAST
 from poptorch.enums import OutputMode
+from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 
 __all__ = ["Batching", "Feeder"]
@@ -165,10 +166,12 @@ class Feeder:
             names: of them, for the warnings.
 
         Raises:
-            Error: for a dtype that the device does not have.
+            Error: for a dtype that the device does not have, integers that do not fit in 32 bits, and tensors whose
+                numbers are not in an array.
         """
         arrays = []
         for tensor, name in zip(tensors, names, strict=True):
+            _check_readable(tensor, name)
             if not tensor.is_contiguous():
                 self._warn_once(
                     "contiguous",
@@ -189,3 +192,18 @@ class Feeder:
         if about not in self._warned:
             self._warned.add(about)
             logger.warning(message)
+
+
+def _check_readable(tensor: torch.Tensor, name: str) -> None:
+    """Check that the device can be given the numbers of an argument as they are."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "has no numbers: it is on the device meta" if tensor.is_meta else f"has the layout {tensor.layout}"
+        advice = "Make it on the CPU" if tensor.is_meta else "Give `tensor.to_dense()`"
+        raise createPoptorchError(f"The argument {name} {what}; expected a tensor with an array of numbers. {advice}.")
+    if tensor.dtype is torch.int64 and tensor.numel():
+        for number in map(int, tensor.aminmax()):
+            if not -(2**31) <= number < 2**31:
+                raise createPoptorchError(
+                    f"The argument {name} has the number {number}, which does not fit in int32, which int64 is on the "
+                    "device. Map such numbers to smaller ones, for example by a dictionary, before they are given."
+                )

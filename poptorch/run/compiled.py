@@ -267,7 +267,7 @@ class Compiled:
         feeds: dict[popxl.HostToDeviceStream, Any] = dict(self._numbers)
         for i, stream, is_same, shape in self._inputs:
             t = tensors[i]
-            if is_same and shape is not None and not t.requires_grad and t.is_contiguous():
+            if is_same and shape is not None and not t.requires_grad and t.is_contiguous() and not t.is_meta:
                 feeds[stream] = as_array(t).reshape(shape)
             else:
                 feeds[stream] = self._fed(t, self.signature.leaves[i].name)

@@ -43,7 +43,7 @@ from poptorch.run.own_options import needs_running_mean, own_options, with_runni
 from poptorch.run.times import Latency, Times
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer, default_optimizer
-from poptorch.run.weights import Instrumented, Trainings
+from poptorch.run.weights import HostWrites, Instrumented, Trainings
 from popxl.looking.estimate import estimate_of
 
 __all__ = ["Model", "PoplarExecutor"]
@@ -129,6 +129,8 @@ class PoplarExecutor:
         self._compilation_time: timedelta | None = None
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = Trainings(self._host.module)
+        self._host_writes = HostWrites(self._host.module)
+        self._has_told_of_mode = self._has_told_of_writes = False
         self._instrumented: Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -164,10 +166,10 @@ class PoplarExecutor:
                 if not compiled.is_attached:
                     self._check_online("run a model")
                     self._attach(compiled)
-                if self._trainer is None:
-                    if self._trainings.have_news():
-                        self.copyWeightsToDevice()
-                else:
+                if self._trainings.have_news(self._instrumented):
+                    self.copyWeightsToDevice()
+                self._tell_of_changes()
+                if self._trainer is not None:
                     self._check_untouched()
                     self._trainer.notice()
                     if self._trainer.device.pending:
@@ -181,6 +183,40 @@ class PoplarExecutor:
                 self._trainer.has_run()
                 assert self._instrumented is not None
                 self._instrumented.has_run()
+
+    def _tell_of_changes(self) -> None:
+        """Warn, once each, of what has been done to the module and has no effect on the device."""
+        module, wrap = self._host.module, "trainingModel" if self._training else "inferenceModel"
+        if module is None:
+            return
+        if module.training is self._training is not self._host.attributes.training and not self._has_told_of_mode:
+            self._has_told_of_mode = True
+            here, there = ("train", "eval") if self._training else ("eval", "train")
+            logger.warning(
+                "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was wrapped: "
+                "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`.",
+                here,
+                there,
+                here,
+                wrap,
+            )
+        if not self._has_told_of_numbers and (changed := self._attributes.changed_number()) is not None:
+            self._has_told_of_numbers = True
+            logger.warning(
+                "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
+                "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
+                "argument of `forward`. Otherwise wrap the module anew.",
+                changed,
+            )
+        if not self._has_told_of_writes and (written := self._host_writes.names()):
+            self._has_told_of_writes = True
+            logger.warning(
+                "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"
+                "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
+                f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
+                "them" if written[1:] else "it",
+                ", which overwrite those of the host" * self._training,
+            )
 
     def _check_untouched(self) -> None:
         """Check that nothing has been changed that is a part of the program."""
@@ -386,8 +422,9 @@ class PoplarExecutor:
         compiled.detach()
 
     def _attach(self, compiled: Compiled | InParts) -> None:
-        self._trainings.have_news()  # brings home what is stale
+        self._trainings.have_news(self._instrumented)  # brings home what is stale
         compiled.attach(self._on_host.read())
+        self._host_writes.forget()
 
     def _check_online(self, what: str) -> None:
         if self._options.connection_type is ConnectionType.Never:
@@ -428,6 +465,7 @@ class PoplarExecutor:
             self._required.write_weights(self._on_host.read())
         if self._instrumented is not None:
             self._instrumented.is_stale = False
+        self._host_writes.forget()
 
     @_traced("copyNamedBuffersToDevice")
     def copyNamedBuffersToDevice(self) -> None:

@@ -25,6 +25,7 @@ from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
 
 __all__ = [
+    "HostWrites",
     "Instrumented",
     "Trainings",
     "hook_problem",
@@ -263,7 +264,7 @@ _trainings: weakref.WeakSet[Instrumented] = weakref.WeakSet()
 
 
 class Trainings:
-    """The trainings that change the weights of a module, as an inference wrapper sees them.
+    """The trainings that change the weights of a module, as another wrapper of it sees them.
 
     Args:
         module: the module that the wrapper runs. A training concerns it if they have a parameter or buffer in common.
@@ -281,15 +282,64 @@ class Trainings:
         self._tensor_ids = frozenset(map(id, tensors_of(module).values()))
         self._seen: weakref.WeakKeyDictionary[Instrumented, int] = weakref.WeakKeyDictionary()
 
-    def have_news(self) -> bool:
-        """Bring home what is stale. Returns whether anything has come home since the last call of this."""
-        news = False
-        for training in list(_trainings):
-            if not self._tensor_ids.isdisjoint(training._tensor_ids):
-                training.to_host_if_stale()
-                news |= training.version > self._seen.get(training, 0)
-                self._seen[training] = training.version
-        return news
+    def have_news(self, own: Instrumented | None = None) -> bool:
+        """Bring home what is stale. Returns whether anything has come home since the last call of this.
+
+        Args:
+            own: the training of the wrapper itself. It is no news, and comes home before news overwrite its weights.
+        """
+        news = [
+            training
+            for training in list(_trainings)
+            if training is not own
+            and not self._tensor_ids.isdisjoint(training._tensor_ids)
+            and (training.is_stale or training.version > self._seen.get(training, 0))
+        ]
+        if news and own is not None:
+            own.to_host_if_stale()
+        for training in news:
+            training.to_host_if_stale()
+            self._seen[training] = training.version
+        return bool(news)
+
+
+class HostWrites:
+    """Who writes parameters and buffers on the host, where a device has read them before.
+
+    Args:
+        module: whose tensors. A tensor that is replaced, and what is written to its `data`, is not noticed.
+
+    Example:
+        >>> module = torch.nn.Linear(2, 3)
+        >>> writes = HostWrites(module)
+        >>> writes.forget()
+        >>> with torch.no_grad():
+        ...     _ = module.bias.zero_()
+        >>> writes.names()
+        ['bias']
+    """
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._module = module
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._versions: list[int] = []
+
+    def forget(self) -> None:
+        """Note that the device has what the host has now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
+        self._versions = self._now()
+
+    def names(self) -> list[str]:
+        """The names of those that somebody has written since. Every call of a model asks, so it has to be quick."""
+        now = self._now()
+        if now == self._versions:
+            return []
+        return [name for name, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
+
+    def _now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
+            return [t._version for t in self._tensors.values()]
 
 
 # What stands in for classes -------------------------------------------------------------------------------------------

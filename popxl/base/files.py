@@ -11,6 +11,7 @@ place until just after.
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
@@ -111,7 +112,12 @@ def drafted(path: Path, make: Callable[[Path], object] = Path.touch, like: str |
         path: what it is to become.
         make: makes it: a file, or a directory.
         like: pattern of the names whose abandoned drafts are deleted before; by default, the name in `path`.
+
+    Raises:
+        FileNotFoundError: if there is no folder for the path.
     """
+    if not path.parent.exists():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder to write to; make it before", str(path.parent))
     remove_abandoned(path.parent.glob(f".{glob.escape(path.name) if like is None else like}-{'[0-9a-f]' * 32}"))
     lock = draft = None
     try:

@@ -82,7 +82,7 @@ def warn_at(source: SourceLocation, message: str, category: type[Warning]) -> No
     warnings.warn_explicit(message, category, source.file, source.line, registry=registry)
 
 
-_OURS = ("popxl", "popxl_addons", "contextlib")
+_OURS = ("popxl", "popxl_addons", "runtime", "contextlib")
 _is_ours: dict[str, bool] = {}
 
 

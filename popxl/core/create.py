@@ -21,6 +21,7 @@ from popxl.initial import Initial
 from popxl.replica_grouping import grouping_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
+from popxl.values.shapes import sizes
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ def graph_input(
 
     Raises:
         RuntimeError: without a current graph.
+        TypeError, ValueError: if the shape does not hold integers, or one is negative.
 
     Example:
         >>> def scale(x):
@@ -276,7 +278,8 @@ def graph_input(
         ...     return x * k
     """
     graph = get_current_context().graph
-    spec = TensorSpec(tuple(map(int, shape)), dtype, tuple(meta_shape) if meta_shape else ())
+    whole = sizes(shape, f"The shape of {name or 'graph_input'!r}")
+    spec = TensorSpec(whole, dtype, tuple(meta_shape) if meta_shape else ())
     return graph.add_input(spec, name, by_ref)
 
 

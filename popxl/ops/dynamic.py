@@ -14,7 +14,7 @@ from jax import lax
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.ops.host import init
-from popxl.values.shapes import integers, like_first, one_axis
+from popxl.values.shapes import integers, like_first, of_integers, one_axis
 from popxl.values.spec import TensorSpec
 
 
@@ -22,6 +22,8 @@ def _block(shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]
     """The size of the block on each axis that it is cut on."""
     if len(axes) != len(sizes):
         raise ValueError(f"`axes` {axes} and `sizes` {sizes} have different lengths; expected a size for each axis.")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"`sizes` is {sizes}; sizes are not negative.")
     block = {one_axis(axis, len(shape)): size for axis, size in zip(axes, sizes, strict=True)}
     if len(block) < len(axes):
         raise ValueError(f"`axes` names a dimension twice: {axes}.")
@@ -29,11 +31,13 @@ def _block(shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]
 
 
 def _sliced(t: Any, index: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...]) -> TensorSpec:
+    of_integers(index, "index")
     block = _block(t.shape, axes, sizes)
     return TensorSpec(tuple(block.get(d, size) for d, size in enumerate(t.shape)), t.dtype)
 
 
 def _updated(t: Any, index: Any, t_update: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...]) -> TensorSpec:
+    of_integers(index, "index")
     _block(t.shape, axes, sizes)
     return like_first(t)
 

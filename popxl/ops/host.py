@@ -24,7 +24,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.complex import conjugate
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.values.shapes import integers, like_first, number
+from popxl.values.shapes import integers, like_first, number, sizes
 from popxl.values.spec import TensorSpec
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
@@ -174,10 +174,8 @@ def init(
     """
     if init_type not in ("zero", "undef"):
         raise ValueError(f"init: `init_type` is {init_type!r}; expected 'zero' or 'undef'.")
-    sizes = integers(shape, "init: `shape`")
-    if min(sizes, default=0) < 0:
-        raise ValueError(f"init: `shape` is {sizes}; sizes are not negative.")
-    spec = TensorSpec(sizes, dtype, () if meta_shape is None else integers(meta_shape, "init: `meta_shape`"))
+    whole = () if meta_shape is None else integers(meta_shape, "init: `meta_shape`")
+    spec = TensorSpec(sizes(shape, "init: `shape`"), dtype, whole)
     return init_kind(spec=spec, init_type=init_type, results=(name,))
 
 

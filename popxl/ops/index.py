@@ -16,7 +16,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.precision import widened
-from popxl.values.shapes import given, integer, one_axis
+from popxl.values.shapes import given, integer, of_integers, one_axis
 from popxl.values.spec import TensorSpec
 
 
@@ -32,6 +32,7 @@ def or_beyond(indices: Any, size: int) -> Any:
 
 
 def _gathered(t: Any, indices: Any, *, axis: int, group_size: int | None = None, **hints: Any) -> TensorSpec:
+    of_integers(indices, "indices")
     at = one_axis(axis, len(t.shape))
     if group_size is not None and at == 0:
         raise PopxlError(

@@ -413,7 +413,7 @@ class _Reader:
         return self._ir.remote_buffers[number - 1]
 
     _made: Mapping[str, Callable[[_Reader, Any], Any]] = {
-        "array": lambda self, name: self._arrays[name],
+        "array": lambda self, name: self._arrays[name][()],  # an array without dimensions was a number of NumPy
         "float": lambda self, text: float(text),
         "dtype": lambda self, name: dtype_.from_name(name),
         "spec": _spec,

@@ -26,6 +26,7 @@ from popxl.program.saved import FORMAT, SavedBuffer, SavedGraph, SavedOp, SavedP
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.streams import Stream
+from popxl.transforms.from_jax import Function
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -211,6 +212,13 @@ class _Writer:
         for container in (tuple, list, frozenset):
             if type(value) is container:
                 return {container.__name__: [self.value(v, what) for v in value]}
+        if isinstance(value, Function):
+            raise PopxlError(
+                f"Ir.save: {what} is {value!r}, code of JAX, which cannot be saved: a loop, a branch, or a function "
+                "with a derivative of its own. Write it with other functions, such as `jnp.maximum(x, 0)` for "
+                "`jax.nn.relu`, or with `ops.repeat` and `ops.conditional`; or keep what was compiled, with "
+                "`session.save` or `popxl.export`."
+            )
         raise PopxlError(
             f"Ir.save: {what} is {value!r} ({type(value).__name__}), which cannot be saved. Attributes of ops that are "
             "saved are numbers, strings, arrays, dtypes, specs, graphs, streams, remote buffers, and tuples, lists and "

@@ -56,7 +56,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     A function that you have jitted becomes a graph of its own within the Ir, and is called wherever `fn` calls it; so a
     jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
     written out. `scan`, `while_loop`, `cond` and functions with their own derivative (`jax.custom_jvp`,
-    `jax.custom_vjp`) are one op each. What `fn` closes over becomes constants.
+    `jax.custom_vjp`, and so `jax.nn.relu`) are one op each, which `Ir.save` refuses: it saves no code. What `fn` closes
+    over becomes constants.
 
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
@@ -370,9 +371,14 @@ def _attribute(name: str, value: Any) -> Any:
         return dtype.as_dtype(value)
     if isinstance(value, Enum) and hasattr(jax.lax, type(value).__name__):
         return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, tuple):  # dimension numbers of JAX are tuples of a type of their own
-        parts = tuple(_attribute(name, part) for part in value)
-        return parts if type(value) is tuple else (type(value).__name__, *parts)
+    if isinstance(value, np.generic):  # `vmap` counts axes in NumPy's numbers
+        return value.item()
+    if isinstance(value, tuple) and type(value) is not tuple:
+        if not hasattr(jax.lax, type(value).__name__):  # it could not be found again: the code of a solver, say
+            return Function(type(value).__name__, value)
+        return type(value).__name__, *(_attribute(name, part) for part in value)  # dimension numbers
+    if isinstance(value, tuple):
+        return tuple(_attribute(name, part) for part in value)
     if isinstance(value, ClosedJaxpr | Jaxpr):
         about = (value.jaxpr if isinstance(value, ClosedJaxpr) else value).debug_info
         return Function(about.func_name, value)

@@ -35,6 +35,14 @@ def integers(values: Any, what: str, gaps: bool = False) -> tuple[Any, ...]:
     return tuple(entry if gaps and entry is None else integer(entry, what, "hold integers") for entry in entries)
 
 
+def sizes(values: Any, what: str) -> tuple[int, ...]:
+    """An argument that has to be a shape: a sequence of integers of 0 or more."""
+    shape = integers(values, what)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{what} is {shape}; sizes are not negative.")
+    return shape
+
+
 def integer_or_integers(value: Any, what: str, gaps: bool = False) -> int | tuple[Any, ...]:
     """An argument that has to be an integer or a sequence of them."""
     if isinstance(value, int):
@@ -61,6 +69,12 @@ def given(**hints: Any) -> dict[str, Any]:
 def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
     """The spec of the first operand."""
     return TensorSpec(first.shape, first.dtype, first.meta_shape)
+
+
+def of_integers(t: Any, name: str) -> None:
+    """An operand that says where: nothing is rounded."""
+    if not t.dtype.is_int:
+        raise PopxlError(f"`{name}` has to be of integers, and is of {t.dtype.name}; convert it with `ops.cast`.")
 
 
 def same_dtype(first: Any, *others: Any) -> None:

@@ -11,6 +11,7 @@ import popxl
 torch = pytest.importorskip("torch")
 
 # ruff: noqa: E402 - poptorch needs torch
+import poptorch
 from poptorch.base.custom_types import ICustomArgParser, parser_of, registerCustomArgParser
 from poptorch.base.replica_groups import ReplicaGroups
 from poptorch.base.structures import structure_of
@@ -490,6 +491,31 @@ def test_types_on_the_device(given, expected):
 def test_a_type_that_the_device_does_not_have():
     with pytest.raises(Error, match="Unsupported dtype torch.float8_e5m2: .*float32, float16.*tensor.to"):
         Feeder(batching()).arrays([ones(1).to(torch.float8_e5m2)], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.tensor([3, 2**31]), "x has the number 2147483648, which does not fit in int32"),
+        (torch.tensor([-(2**40), 3]), "x has the number -1099511627776, which does not fit in int32"),
+        (ones(2, 3).to_sparse(), "x has the layout torch.sparse_coo; expected .*`tensor.to_dense.."),
+        (torch.empty(2, 3, device="meta"), "x has no numbers: it is on the device meta; .* on the CPU"),
+    ],
+)
+def test_numbers_that_the_device_cannot_be_given(given, message):
+    model = poptorch.inferenceModel(lambda x: x + 1)
+    with pytest.raises(Error, match=message):
+        model(given)
+    fitting = torch.zeros(given.shape, dtype=given.dtype)
+    assert (model(fitting) == 1).all()
+    with pytest.raises(Error, match=message):
+        model(given)
+    assert (model(fitting) == 1).all()
+
+
+@pytest.mark.parametrize("number", [-(2**31), 2**31 - 1])
+def test_the_largest_numbers_that_fit(number):
+    assert Feeder(batching()).arrays([torch.tensor([number])], ["x"])[0].tolist() == [number]
 
 
 def test_what_is_not_contiguous_is_copied_with_one_warning(warnings):

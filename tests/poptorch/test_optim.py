@@ -68,6 +68,9 @@ def test_what_is_refused(w: torch.nn.Parameter) -> None:
             kind([w], amsgrad=True)
     with pytest.raises(ValueError, match="`max_grad_norm` is NaN; expected a number"):
         optim.SGD([w], lr=0.1, max_grad_norm=math.nan)
+    for number in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"`loss_scaling` is {number}; expected a positive number"):
+            optim.AdamW([w], loss_scaling=number)
     for kind in ALL:
         with pytest.raises(
             AssertionError, match=f"{kind.__name__}: `accum_type` is torch.int32; expected torch.float32"

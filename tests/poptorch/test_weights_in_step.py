@@ -167,6 +167,119 @@ def test_inference_does_not_see_what_users_write(transfers: Transfers) -> None:
     assert inference(X).tolist() == [5, 5]
 
 
+@pytest.mark.parametrize("wrap", [trained, lambda module: poptorch.inferenceModel(module.eval())])
+def test_what_users_write_is_told_once(wrap, caplog: pytest.LogCaptureFixture) -> None:
+    module = Model()
+    model = wrap(module)
+    model(X)
+    assert module.w.item() < 2  # what comes home is no write
+    model(X)
+    module.load_state_dict(Model().state_dict())
+    assert not caplog.text
+    model(X), model(X)
+    (record,) = caplog.records
+    assert "w and 2 other tensors have been changed on the host" in record.message
+    assert "`copyWeightsToDevice()`" in record.message
+
+
+def test_what_users_write_and_send_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = Model()
+    model = trained(module)
+    model(X)
+    module.load_state_dict(Model().state_dict())
+    model.copyWeightsToDevice()
+    model.load_state_dict(Model().state_dict())
+    assert model(X).item() == 2
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrap", "mode", "told"),
+    [
+        (poptorch.inferenceModel, True, "`module.eval()` before `poptorch.inferenceModel(module)`"),
+        (poptorch.trainingModel, False, "`module.train()` before `poptorch.trainingModel(module)`"),
+    ],
+)
+def test_a_mode_that_comes_after_the_wrapper_is_told_once(wrap, mode, told, caplog: pytest.LogCaptureFixture) -> None:
+    class Mode(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+            return poptorch.identity_loss(super().forward(x).sum(), "sum"), self.training
+
+    module = Mode(2, 1).train(mode)
+    model = wrap(module)
+    assert model(X)[1] is mode and not caplog.text  # a module that nobody has asked to change does as in PyTorch
+    module.train(not mode)
+    assert [model(X)[1] for _ in range(2)] == [mode, mode]
+    (record,) = caplog.records
+    assert told in record.message
+
+
+def test_a_number_that_changes_after_the_wrapper_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.0)
+            self.temperature, self.calls = 2.0, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.dropout(x) * self.temperature
+
+    module = Scaled()
+    model = poptorch.inferenceModel(module)
+    for _ in range(2):
+        assert model(X).tolist() == [2, 2]
+    assert not caplog.text  # what `forward` itself sets is not the user's
+    module.temperature = 0.5
+    for _ in range(2):
+        assert model(X).tolist() == [2, 2]
+    (record,) = caplog.records
+    assert "`temperature` is 0.5, and was 2.0" in record.message
+    module.temperature, module.dropout.p = 2.0, 0.9
+    again = poptorch.inferenceModel(module)
+    module.dropout.p = 0.8
+    again(X)
+    assert "`dropout.p` is 0.8, and was 0.9" in caplog.text
+
+
+def test_trainings_follow_each_other() -> None:
+    """Two tasks with a part in common, in turns, as those of a GAN: each finds what the other has trained."""
+
+    class Task(torch.nn.Module):
+        def __init__(self, common: torch.nn.Module, own: torch.nn.Module) -> None:
+            super().__init__()
+            self.common, self.own = common, own
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return poptorch.identity_loss(self.own(torch.tanh(self.common(x))).square().mean(), "none")
+
+    def losses(wrap) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        common = torch.nn.Linear(3, 4)
+        tasks = [Task(common, torch.nn.Linear(4, n)) for n in (2, 5)]
+        only_own = [common.parameters(), tasks[1].own.parameters()]  # the second reads the common part, as a GAN does
+        steps = [
+            wrap(task, torch.optim.SGD(parameters, lr=0.5)) for task, parameters in zip(tasks, only_own, strict=True)
+        ]
+        x = torch.randn(6, 3)
+        found = [steps[i](x).item() for i in (0, 1, 0, 0, 1, 1, 0)]
+        return found, [p.detach().clone() for task in tasks for p in task.parameters()]
+
+    def in_pytorch(module: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        def step(x: torch.Tensor) -> torch.Tensor:
+            module.zero_grad()
+            loss = module(x)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    torch.testing.assert_close(
+        losses(lambda module, optimizer: poptorch.trainingModel(module, None, optimizer)), losses(in_pytorch)
+    )
+
+
 def test_inference_of_a_wrapper_is_of_its_model() -> None:
     module = Model()
     training = trained(module)

@@ -127,6 +127,13 @@ def test_names_that_are_patterns(tmp_path: Path) -> None:
     assert {*others} < {*names(tmp_path)} and len(names(tmp_path)) == len(others) + 2
 
 
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+    with popxl.Ir().main_graph as main:
+        popxl.variable(1.0)
+    with pytest.raises(FileNotFoundError, match="There is no such folder to write to; make it before: '.*/missing'"):
+        main.ir.save(tmp_path / "missing" / "program.popxl")
+
+
 def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     replace_file(path, b"old")

@@ -160,6 +160,20 @@ def test_graph_input(ir):
         popxl.graph_input((), popxl.float32)
 
 
+@pytest.mark.parametrize(
+    ("shape", "error", "message"),
+    [
+        ((2.7,), TypeError, r"must hold integers; got 2\.7"),
+        ((3, -1), ValueError, r"is \(3, -1\); sizes are not negative"),
+    ],
+)
+def test_shapes_of_inputs_that_cannot_be(ir, shape, error, message):
+    graph = ir.create_empty_graph()
+    with graph, pytest.raises(error, match=f"The shape of 'k' {message}"):
+        popxl.graph_input(shape, popxl.float32, "k")
+    assert graph.inputs == ()
+
+
 def test_graph_output(ir):
     with ir.main_graph:
         foreign = popxl.variable(1.0)

@@ -83,7 +83,7 @@ def test_a_part_of_a_file(tmp_path: Path) -> None:
 
 def test_what_is_refused() -> None:
     for make, message in {
-        lambda: initial.normal((2, -1), seed=0): "`shape` is .2, -1.; expected no size below 0",
+        lambda: initial.normal((2, -1), seed=0): "`shape` is .2, -1.; sizes are not negative",
         lambda: initial.normal(2, seed=-1): "`seed` is -1; expected 0 to 2",
         lambda: initial.stacked([initial.zeros(2), initial.zeros(3)]): "expected parts of one shape; got",
     }.items():

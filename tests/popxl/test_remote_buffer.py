@@ -169,6 +169,7 @@ def test_refusals(main):
     real = popxl.variable(0.0, name="real")
     before = len(main.tensors)
     cases: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, r"remote_buffer: `tensor_shape` is \(-3,\)", lambda: popxl.remote_buffer((-3,), F32)),
         (ValueError, r"^Tensor wide does not match buffer\. .*f32\[1, 3\].*f32\[3\]",
          lambda: ops.remote_store(b, 0, wide)),
         (ValueError, r"^Tensor whole does not match buffer\.", lambda: ops.remote_store(b, 0, whole)),

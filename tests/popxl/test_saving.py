@@ -79,6 +79,17 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert_same(runs(loaded, *streams(loaded)), runs(ir, x_in, y_out))
 
 
+def test_numbers_of_numpy_stay_numbers(tmp_path: Path) -> None:
+    repeated = OpKind("RepeatedOfTheTests", lambda x, *, times, scale: jnp.concatenate([x] * times) * scale)
+    ir = popxl.Ir()
+    with ir.main_graph:
+        repeated(popxl.variable([1.0, 2.0], name="x"), times=np.int64(3), scale=np.float32(2))
+    ir.save(tmp_path / "program")
+    (op,) = popxl.Ir.load(tmp_path / "program").main_graph.ops
+    assert op.attributes == {"times": 3, "scale": 2}
+    assert isinstance(op.attributes["times"], np.int64) and isinstance(op.attributes["scale"], np.float32)
+
+
 def test_the_host_values_of_now_are_saved(tmp_path: Path) -> None:
     """After training: what the session has brought back."""
     ir, x_in, y_out = trained()

@@ -15,7 +15,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError, PopxlWarning
+from popxl.errors import LostUpdateWarning, PopxlError, PopxlWarning
 from runtime.targets.devices import model_device
 from tests.popxl.evaluate import evaluate
 
@@ -743,7 +743,9 @@ def test_the_hazard_of_writing(counter):
     v, w = counter.v, counter.w
     with popxl.Session(counter) as session:
         session.run()
-        session.write_variable_data(v, 50)
+        with pytest.warns(LostUpdateWarning, match=r"those of w are .*`session.weights_to_host..`") as told:
+            session.write_variable_data(v, 50)
+        assert told[0].filename == __file__
         assert (on_device(session, v), on_device(session, w)) == (50, [5, 5])
         session.run()
         session.weights_to_host()

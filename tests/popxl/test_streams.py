@@ -40,6 +40,8 @@ def test_the_shape_is_a_sequence_of_integers(ir, make):
         for shape in (2, (2.5,)):
             with pytest.raises(TypeError, match="The shape of 'x' must"):
                 make(shape, F32, "x")
+        with pytest.raises(ValueError, match=r"The shape of 'x' is \(2, -1\); sizes are not negative"):
+            make((2, -1), F32, "x")
     assert ir.main_graph.tensors == ()
 
 

@@ -122,6 +122,10 @@ def test_what_is_refused() -> None:
         for wrong, how in (("accumulate", {"accumulate": 2.0}), ("precision", {"precision": popxl.float16})):
             with pytest.raises(TypeError, match=f"train_step: `{wrong}` "):
                 addons.train_step(Classifier(), x, y, optimizer=optimizers.sgd, **how)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="train_step: `module` must be a Module; got <function"):
+            addons.train_step(lambda x: x, x, optimizer=optimizers.sgd)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"train_step: `inputs\[1\]` must be a HostToDeviceStream.*\(ndarray\)"):
+            addons.train_step(Classifier(), x, Y[0], optimizer=optimizers.sgd)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="sgd: `loss_scaling` is 0.0; expected a positive number"):
             addons.train_step(Classifier(), x, y, optimizer=partial(optimizers.sgd, lr=0.1), loss_scaling=0.0)
         stream = popxl.h2d_stream((3, 5), popxl.float32)

@@ -130,7 +130,7 @@ class PoplarExecutor:
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = Trainings(self._host.module)
         self._host_writes = HostWrites(self._host.module)
-        self._has_told_of_mode = self._has_told_of_writes = False
+        self._has_told_of_mode = self._has_told_of_numbers = self._has_told_of_writes = False
         self._instrumented: Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -200,7 +200,7 @@ class PoplarExecutor:
                 here,
                 wrap,
             )
-        if not self._has_told_of_numbers and (changed := self._attributes.changed_number()) is not None:
+        if not self._has_told_of_numbers and (changed := self._host.attributes.changed_number()) is not None:
             self._has_told_of_numbers = True
             logger.warning(
                 "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "

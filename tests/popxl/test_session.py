@@ -817,7 +817,7 @@ def test_writing_what_is_read_from_all_replicas():
         v = popxl.variable(1.0, retrieval_mode="all_replicas")
         ops.add_(v, popxl.constant(1.0))
     with pytest.raises(NotImplementedError, match="all replicas"):
-        popxl.Session(ir).write_variable_data(v, 2.0)
+        popxl.Session(ir, "ipu_model").write_variable_data(v, 2.0)
 
 
 # After errors ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def uploads(monkeypatch):
     from runtime.program.program import Program
 
     original, counted = Program.upload, []
-    monkeypatch.setattr(Program, "upload", lambda self: (counted.append(self), original(self))[1])
+    monkeypatch.setattr(Program, "upload", lambda self, given: (counted.append(self), original(self, given))[1])
     return counted
 
 

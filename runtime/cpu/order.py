@@ -31,12 +31,13 @@ class Order:
     def note(self, storage: Tensor, result: Tensor, value: Array) -> None:
         """Note that a result was computed from a storage.
 
-        If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts.
+        If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts,
+        too. If it also has the same dimensions, only that: an update takes many steps over numbers of one shape.
         """
         source = self._source(storage)
         if result.nelms == source.nelms:
             self._made_of[result] = source
-        else:
+        if sorted(result.shape) != sorted(source.shape):
             self._computed[source] = value
 
     def note_within(self, storage: Tensor, value: Array) -> None:
@@ -47,15 +48,20 @@ class Order:
         """What was computed last from storages, by position."""
         return {i: self._computed[t] for i, t in enumerate(storages) if t in self._computed}
 
-    def overwriting(self, storage: Tensor, value: Array) -> Array:
-        """A value that a storage is overwritten with, computed after what was computed from the storage."""
-        return after(value, self._computed.pop(storage, None))
+    def overwriting(self, storage: Tensor, value: Array, rows: int) -> Array:
+        """A value that a storage is overwritten with, computed after what was computed from the storage.
+
+        Args:
+            storage: one of so many `rows` of an array, all of which XLA would copy.
+            value: what it is overwritten with.
+        """
+        return after(value, self._computed.pop(storage, None), rows)
 
     def _source(self, storage: Tensor) -> Tensor:
         return self._made_of.get(storage, storage)
 
 
-def after(value: Array, earlier: Array | None) -> Array:
+def after(value: Array, earlier: Array | None, rows: int = 1) -> Array:
     """The same value, computed after another one.
 
     XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
@@ -66,11 +72,12 @@ def after(value: Array, earlier: Array | None) -> Array:
     Args:
         value: what an array is overwritten with.
         earlier: what was last computed from the array, if that is known.
+        rows: how many values like this one the array has.
     """
     if (
         earlier is None
         or not isinstance(value, jax.core.Tracer)
-        or value.size < LARGE
+        or value.size * rows < LARGE
         or not earlier.size
         or not jnp.issubdtype(value.dtype, jnp.floating)
         or value.dtype.itemsize not in _BITS

@@ -69,12 +69,22 @@ def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
 
 
 class Environment:
-    """The current value of every storage of one graph, while it runs; or the row of a stack that has it."""
+    """The current value of every storage of one graph, while it runs; or the row of a stack that has it.
 
-    def __init__(self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor]) -> None:
+    Args:
+        values: those of storages that have one before.
+        order: keeps the order of updates.
+        same: tensors that stand for others.
+        turns: how many turns the loop has that the graph runs in: values may be cut out of as many rows.
+    """
+
+    def __init__(
+        self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor], turns: int
+    ) -> None:
         self.values = dict(values)
         self._order = order
         self._same = same
+        self._turns = turns
 
     def note(self, op: Op) -> None:
         """Note that an op has read its operands: what overwrites them comes after its result."""
@@ -126,7 +136,9 @@ class Environment:
                 (value,) = view.put([base], value)
             joined = view_of(storage)
             if joined is None:
-                value, place = self._order.overwriting(storage, value), self.values.get(storage)
+                place = self.values.get(storage)
+                rows = len(place.stack.array) if isinstance(place, Row) else self._turns
+                value = self._order.overwriting(storage, value, rows)
                 if isinstance(place, Row):
                     place.write(value)
                 else:
@@ -234,6 +246,7 @@ class Lowering:
         self._function = cache(self._function_of)
         self._ran_on: WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array] = WeakValueDictionary()  # the first
         self._around: list[Sequence[Array | Row]] = [()]  # the inputs of the graphs that are being run
+        self._turns = 1
         self._scopes = Scopes()
 
     @cached_property
@@ -253,7 +266,7 @@ class Lowering:
         self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
     ) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values, self._machine.order(), self.scheduling.same)
+        environment = Environment(values, self._machine.order(), self.scheduling.same, self._turns)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
@@ -344,13 +357,16 @@ class Lowering:
         )
 
     @contextmanager
-    def within(self, inputs: Sequence[Array | Row]) -> Iterator[None]:
-        """While a graph with these inputs is run; or the turn of a loop, which sees nothing of what is around it."""
+    def within(self, inputs: Sequence[Array | Row], turns: int = 1) -> Iterator[None]:
+        """While a graph with these inputs is run; or one of the turns of a loop, which sees nothing around it."""
+        around = self._turns
         self._around.append(inputs)
+        self._turns *= turns
         try:
             yield
         finally:
             self._around.pop()
+            self._turns = around
 
     def _apart(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
         """Inputs of a graph; where it has run on the same, XLA takes them for others.

@@ -28,8 +28,9 @@ class Order(Protocol):
     def computed_from(self, storages: Sequence[Tensor]) -> dict[int, Array]:
         """What was computed last from storages, by position."""
 
-    def overwriting(self, storage: Tensor, value: Array) -> Array:
-        """A value that a storage is overwritten with, computed after what was computed from the storage."""
+    def overwriting(self, storage: Tensor, value: Array, rows: int) -> Array:
+        """A value that a storage, one of so many rows of an array, is overwritten with, computed after what was
+        computed from the storage."""
 
 
 class AnyOrder:
@@ -45,7 +46,7 @@ class AnyOrder:
         """Nothing was noted."""
         return {}
 
-    def overwriting(self, storage: Tensor, value: Array) -> Array:
+    def overwriting(self, storage: Tensor, value: Array, rows: int) -> Array:
         """The value as it is."""
         return value
 

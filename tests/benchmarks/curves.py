@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,45 @@ def curves(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]
 
 
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
-    """Three panels, both axes logarithmic: a straight line is a power of L."""
-    from matplotlib.figure import Figure  # takes a second, in each process of the tests
+    """What was measured for rows of called blocks."""
+    draw_panels(curves(rows), PARTIES, "blocks", picture)
 
-    found = curves(rows)
+
+def draw_panels(
+    found: Mapping[str, Mapping[str, Mapping[int, float]]],
+    parties: Mapping[str, tuple[str, str, str]],
+    counted: str,
+    picture: Path,
+) -> None:
+    """Three panels, both axes logarithmic: a straight line is a power of the number of what is `counted`.
+
+    Args:
+        found: measures by panel, party and number.
+        parties: of each the label, the colour and the style of its line.
+        counted: what there are more and more of.
+        picture: the file.
+    """
+    from matplotlib.figure import Figure  # takes a second, in each process of the tests
+    from matplotlib.ticker import LogLocator
+
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     axes = figure.subplots(1, len(PANELS))
+    lines: dict[str, Any] = {}
     for axis, (what, (title, unit, scale)) in zip(axes, PANELS.items(), strict=True):
-        for party, (label, colour, style) in PARTIES.items():
-            points = sorted(found[what][party].items())
-            if not points:
-                continue
-            axis.plot([n for n, _ in points], [scale * y for _, y in points], style, color=colour, label=label)
-        axis.set(title=f"{title} [{unit}]", xlabel="blocks", xscale="log", yscale="log")
-        counts = sorted({n for points in found[what].values() for n in points})
+        of_panel = found.get(what, {})
+        for party, (label, colour, style) in parties.items():
+            points = sorted(of_panel.get(party, {}).items())
+            if points:
+                values = [scale * y for _, y in points]
+                (lines[label],) = axis.plot([n for n, _ in points], values, style, color=colour, label=label)
+        axis.set(title=f"{title} [{unit}]", xlabel=counted, xscale="log", yscale="log")
+        counts = sorted({n for points in of_panel.values() for n in points})
         axis.set_xticks(counts, [str(n) for n in counts])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTIES), frameon=False, fontsize=9)
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=len(parties), frameon=False, fontsize=9
+    )
     figure.savefig(picture, metadata={"Date": None})

@@ -37,6 +37,7 @@ import torch
 
 import poptorch
 from popxl.utils import table_to_string
+from tests.benchmarks.page import markdown, put
 from tests.poptorch import models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,13 +260,7 @@ def lines(kept: dict[str, Any]) -> list[list[str]]:
 
 def write(page: Path, kept: dict[str, Any]) -> None:
     """Write the table into a page."""
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page}: expected a line {BEGIN!r} and a line {END!r}, with what is to be replaced between.")
-    rows = [HEADER, ["---"] * len(HEADER), *lines(kept)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    before, _, rest = text.partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    put(page, BEGIN, END, [markdown([HEADER, *lines(kept)])])
 
 
 def main() -> None:

@@ -47,15 +47,28 @@ def keep(page: Path, machine: dict[str, Any], circumstances: dict[str, Any], res
 
 def write(page: Path, rows: Sequence[Row]) -> None:
     """Write the page and its pictures from all that was kept."""
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page}: expected a line {BEGIN!r} and a line {END!r}, with what is to be replaced between.")
     all_kept = [json.loads(file.read_text(encoding="utf-8")) for file in folder_of(page).glob("measured-*.json")]
     all_kept.sort(key=lambda kept: (kept["machine"]["cores"], kept["machine"]["processor"]))
-    parts = [section(kept, rows, page) for kept in all_kept]
-    before, _, rest = text.partition(BEGIN)
-    measured = "\n\n".join([before + BEGIN, *parts, END + rest.partition(END)[2]])
-    page.write_text(measured, encoding="utf-8")
+    put(page, BEGIN, END, [section(kept, rows, page) for kept in all_kept])
+
+
+def put(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
+    """Put paragraphs between two lines of a page, in place of what is there.
+
+    Raises:
+        ValueError: if the page does not have these lines.
+    """
+    text = page.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ValueError(f"{page}: expected a line {begin!r} and a line {end!r}, with what is to be replaced between.")
+    before, _, rest = text.partition(begin)
+    page.write_text("\n\n".join([before + begin, *parts, end + rest.partition(end)[2]]), encoding="utf-8")
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first row is its header."""
+    header, *others = rows
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *others))
 
 
 def folder_of(page: Path) -> Path:
@@ -110,12 +123,12 @@ def pictures(names: str, results: Sequence[Result], machine: dict[str, Any], pag
 
 def table(results: Sequence[Result], rough: Collection[str]) -> str:
     """As Markdown: a line for each rival."""
-    lines = [HEADER, ["---"] * len(HEADER)]
+    lines = [HEADER]
     for result in results:
         for _, ours, theirs, compared, spread, *_ in result.lines():
             mark = " \\*" if result.row.name in rough else ""
             lines.append([result.row.about + mark, ours, theirs, compared, spread])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def draw_ratios(results: Sequence[Result], picture: Path) -> bool:

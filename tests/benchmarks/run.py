@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -45,6 +41,7 @@ from tests.benchmarks import (
     remote,
 )
 from tests.benchmarks.harness import HEADER, Result, Row, Size, measure, progress
+from tests.benchmarks.machine import machine, now
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
@@ -64,33 +61,6 @@ FILES = (
 ROWS = tuple(row for file in FILES for row in file.ROWS)
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers are measured on."""
-    versions = {}
-    for package in ("jax", "jaxlib", "numpy", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    devices = sorted({device.device_kind for device in jax.devices()})
-    about = {"processor": processor(), "cores": cores(), "devices": ", ".join(devices)}
-    return {**about, "python": platform.python_version(), **versions}
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def processor() -> str:
-    """Its name, as the system says it."""
-    about = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.+)$", about.read_text(encoding="utf-8"), re.M) if about.is_file() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", default="", help="rows in whose names this pattern is found")
@@ -107,11 +77,7 @@ def main() -> None:
         parser.error(f"no row is called {args.only!r}; there are {', '.join(row.name for row in ROWS)}")
     here = [row for row in rows if row.devices <= jax.device_count()]
     elsewhere = [row for row in rows if row not in here]
-    circumstances = {
-        "day": datetime.date.today().isoformat(),
-        "load": round(os.getloadavg()[0] / cores(), 1),  # of others, as nothing has been measured yet
-        "quick": args.quick,
-    }
+    circumstances = {**now(), "quick": args.quick}
 
     results: list[Result] = []
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured until then is shown

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from popxl_addons.transforms import PipelineSchedule
-from tests.benchmarks import curves, language_model, network, page, run, schedules, variants
+from tests.benchmarks import curves, language_model, network, page, run, schedules, variants, ways
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
@@ -153,6 +153,59 @@ def test_the_page(tmp_path):
     assert "a step of a network" not in text
     assert re.findall("^## (.+)", text, re.M) == ["On A processor, 2 cores", "On Another(R) processor, 2 cores"]
     assert "(page/blocks-another-processor-2.svg)" in text
+
+
+def test_ways_on_the_page(tmp_path):
+    """A row for each number of layers; others of the same machine stay, and are no longer shown beside another one."""
+    file = tmp_path / "page.md"
+    file.write_text(f"before\n\n{ways.BEGIN}\nold\n{ways.END}\n\nafter\n")
+    machine = {"processor": "A processor", "cores": 2, "jax": "0.10"}
+    quiet, busy = {"day": "2026-01-02", "load": 0.1}, {"day": "2026-01-03", "load": 2.0}
+
+    def found(layers, more=1.0):
+        told = {way: way for way in (*ways.WAYS, *ways.JAX)} | {"auto": "auto: rolled"}
+        return [ways.Measured(layers, way, told[way], more, 0.02 * layers, 3_000_000, 7) for way in told]
+
+    blocks, plain = (ways.Sizes(model, 2, width=16, rows=8) for model in ("blocks", "plain"))
+    ways.keep(file, machine, quiet, replace(blocks, layers=16), found(16)[:3])
+    ways.keep(file, machine, quiet, blocks, found(2))
+    ways.write(file)
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("\n\nafter\n") and "old" not in text
+    assert "A processor, 2 cores." in text and "Measured on 2026-01-02." in text and "rough" not in text
+    header, _, two, sixteen = re.findall(r"^\|.*", text, re.M)
+    assert (
+        header == "| layers | `auto` | `rolled` | `kept` | `dispatched` | `inlined` | JAX, unrolled | JAX, lax.scan |"
+    )
+    assert two == f"| 2 | rolled: 1 s, 40 ms, 3 MB |{' 1 s, 40 ms, 3 MB |' * 6}"
+    assert sixteen == f"| 16 | rolled: 1 s, 320 ms, 3 MB |{' 1 s, 320 ms, 3 MB |' * 2}{' – |' * 4}"
+    (picture,) = re.findall(r"\]\((.+?)\)", text)
+    assert picture == "page/ways-blocks-with-four-heads-8-rows-of-width-16.svg"
+    assert "</svg>" in (tmp_path / picture).read_text(encoding="utf-8")
+
+    ways.keep(file, machine, busy, blocks, found(2, more=5.0))
+    ways.write(file)
+    text = file.read_text(encoding="utf-8")
+    assert "| 2 | rolled: 5 s" in text and "| 16 | rolled: 1 s" in text
+    assert "Measured from 2026-01-02 to 2026-01-03. These figures are rough" in text
+    ways.keep(file, {**machine, "jax": "0.11"}, quiet, plain, found(2))
+    ways.write(file)
+    assert re.findall("^(.+?), 8 rows", file.read_text(encoding="utf-8"), re.M) == ["Plain blocks"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["blocks", "plain", "gpt"])
+def test_ways(model, tmp_path, monkeypatch, capsys):
+    """Each is compiled and makes steps; the table has a row for each, and the page a picture."""
+    file = tmp_path / "page.md"
+    file.write_text(f"{ways.BEGIN}\n{ways.END}\n")
+    sizes = ["--layers", "2", "--width", "16", "--rows", "64"]
+    monkeypatch.setattr("sys.argv", ["ways.py", "--model", model, *sizes, "--page", str(file)])
+    assert ways.main() == 0
+    told = [line.split(" | ")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("2 ")]
+    assert told == ["auto: kept", *ways.WAYS[1:], *(ways.JAX if model != "gpt" else ())]
+    text = file.read_text(encoding="utf-8")
+    assert text.count("ms, ") + text.count("µs, ") >= len(told) and len([*tmp_path.glob("page/ways-*.svg")]) == 1
 
 
 def test_rows_of_the_page():

@@ -14,6 +14,7 @@ import popart
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
+from runtime.cpu.order import LARGE
 from runtime.plan.decision import ROLLED, Decision, decide
 from runtime.targets.replicas import Replicas
 
@@ -226,6 +227,33 @@ def test_narrow_rows_of_a_turn_lie_side_by_side() -> None:
         trained.session,
         {v: theirs[v.name] for v in reading.session.ir.main_graph.variables if v.name[:4] in ("bias", "scal")},
     )
+
+
+@pytest.mark.parametrize("rows", [(2,), (6, 10)])
+def test_stacks_of_narrow_weights_are_not_copied(rows: tuple[int, ...]) -> None:
+    """Each row is small, and the stack is not; the gradient that a weight gives has another or as many numbers."""
+    width = 60
+    count = LARGE // width**2 + 1
+
+    def build(x: popxl.Tensor) -> Sequence[popxl.Tensor]:
+        ws = weights(count=count, shape=(width, width))
+        h = popxl.constant(np.resize(X, (*rows, width)), popxl.float32) + ops.mean(x)
+        graph = h.ir.create_graph(layer, h, ws[0])
+        backward = autodiff(graph)
+        sites = []
+        for w in ws:
+            sites.append(ops.call_with_info(graph, h, w))
+            h = sites[-1].outputs[0]
+        h = ops.tanh(h)
+        for w, site in zip(reversed(ws), reversed(sites), strict=True):
+            h, g = ops.call(backward.graph, h, inputs_dict=backward.inputs_dict(site))
+            ops.scaled_add_(w, g, b=-1e-6)
+        return [h]
+
+    run = rolled(build, [count, count])
+    text = run.session.program.executable.as_text()
+    assert f"f32[{count},{width},{width}]" in text
+    assert not re.search(rf"f32\[{count},{width},{width}\]\S* copy\(", text)
 
 
 def test_some_layers_are_updated() -> None:

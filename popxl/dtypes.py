@@ -269,6 +269,11 @@ def _letter_of_as_dtype(value: Any) -> str:
         return f"dtype.as_dtype: `type_value` is {value!r}, which is a popxl dtype already. Use it as it is."
     own = getattr(value, "dtype", None)
     came = repr(value) if own is None else f"a {type(value).__name__} of dtype {own}"
+    if (numpy := _numpy_dtype(value if own is None else own)) is not None and numpy.newbyteorder("=") in _BY_NUMPY:
+        return (
+            f"dtype.as_dtype: {came:.200} has the byte order of another machine. Convert data, with "
+            "`array.astype(array.dtype.newbyteorder('='))`."
+        )
     return (
         f"dtype.as_dtype: no popxl dtype corresponds to `type_value`, {came:.200}. Expected a name "
         f"({', '.join(_BY_NAME)}), a type or dtype of Python, NumPy or PyTorch, or an array of such a dtype. "

@@ -112,6 +112,7 @@ class HostArrays:
         """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped."""
         if array.shape == shape:
             return array
+        given = array.shape
         transfers = self._layout.room[stream]
         own = stream.has_own_transfers
         if transfers > 1:
@@ -125,9 +126,7 @@ class HostArrays:
         one_number_each = len(array.squeeze().shape) <= len(shape) - len(stream.shape)
         if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
             reason = f" The stream has a number of transfers of its own: {transfers} a run." if own else ""
-            raise ValueError(
-                f"Session.run: the array for {stream} has the shape {array.shape}; expected {shape}.{reason}"
-            )
+            raise ValueError(f"Session.run: the array for {stream} has the shape {given}; expected {shape}.{reason}")
         return array.reshape(shape)
 
     # Out ------------------------------------------------------------------------------------------------------------

@@ -180,6 +180,16 @@ def test_refused_data(ir, make, data, options, error):
 
 
 @makers
+def test_data_in_the_byte_order_of_another_machine(ir, make):
+    data = np.array([1.0, 2.5], np.dtype(np.float32).newbyteorder())
+    with ir.main_graph:
+        with pytest.raises(ValueError, match=r"ndarray of dtype .f4 has the byte order .*newbyteorder"):
+            make(data)
+        assert make(data.astype(data.dtype.newbyteorder("="))).data.tolist() == [1, 2.5]
+        assert make(data, popxl.float32).data.tolist() == [1, 2.5]
+
+
+@makers
 def test_float8(ir, make):
     with ir.main_graph:
         t = make([1.0, 300.0], popxl.float8_143, log2_scale=-1, nan_on_overflow=False)

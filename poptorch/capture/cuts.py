@@ -104,7 +104,7 @@ class Cuts:
         given: list[Value],
         run: Callable[[Sequence[torch.Tensor]], Any],
         source: SourceLocation,
-        tracked: bool = False,
+        tracked: bool,
     ) -> tuple[Cut, Any]:
         """Cut here. Returns the cut, whose `made` is to be filled, and what was made.
 

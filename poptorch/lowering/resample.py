@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
-from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from popxl.ops.kernels.elements import computed_once
 from popxl.ops.precision import rounded_once, widened
@@ -230,15 +229,14 @@ def _columns(image: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) 
 
 @jax_op("aten.im2col", title="Unfold")
 def im2col(input: Any, *, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    return _columns(input, *(per_axis(sizes, 2) for sizes in (kernel_size, dilation, padding, stride)))
+    return _columns(input, kernel_size, dilation, padding, stride)
 
 
 @jax_op("aten.col2im", title="Fold")
 def col2im(input: Any, *, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     """The transpose: patches are added up where they overlap."""
-    how = [per_axis(sizes, 2) for sizes in (kernel_size, dilation, padding, stride)]
-    channels = input.shape[-2] // math.prod(how[0])
+    channels = input.shape[-2] // math.prod(kernel_size)
     wide = widened(input)
     image = jax.ShapeDtypeStruct((*input.shape[:-2], channels, *output_size), wide.dtype)
-    (out,) = jax.linear_transpose(lambda t: _columns(t, *how), image)(wide)
+    (out,) = jax.linear_transpose(lambda t: _columns(t, kernel_size, dilation, padding, stride), image)(wide)
     return out

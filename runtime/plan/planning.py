@@ -291,8 +291,6 @@ class Steps:
 
     def _bring_to(self, step: Entry, way: Way) -> None:
         """Have the steps of an entry find what is passed to them where they need it, in each turn."""
-        if step.condition is not None:
-            self._touch(step.condition, step.place)
         starts, at = way.inside.starts, way.inside.at
         keys: list[Key] = []
         for origin, t in way.given:

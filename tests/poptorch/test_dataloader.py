@@ -571,6 +571,37 @@ def test_worker_dies():
         next(it)
 
 
+class Gated(Numbers):
+    """Elements from 2 on are there once a file is."""
+
+    def __init__(self, size, gate):
+        super().__init__(size)
+        self.gate = gate
+
+    def __getitem__(self, i):
+        while i >= 2 and not self.gate.exists():
+            time.sleep(0.01)
+        return super().__getitem__(i)
+
+
+def test_an_interrupt_while_waiting_loses_nothing(tmp_path):
+    def interrupt(*_):
+        (tmp_path / "gate").touch()
+        raise KeyboardInterrupt
+
+    batches = accessor(Gated(4, tmp_path / "gate"))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        assert [next(batches)[1].item(), next(batches)[1].item()] == [0, 1]
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [next(batches)[1].item(), next(batches)[1].item()] == [2, 3]
+
+
 def test_worker_of_a_dead_worker_does_not_hold_us():
     """Processes that the worker has forked have its end of the pipe, too."""
     it = iter(loader(Options(), Squares(1000), 2, num_workers=1))

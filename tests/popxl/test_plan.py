@@ -145,6 +145,19 @@ def test_how_many_pieces_are_one(count: int, calls: int, pieces: int) -> None:
     assert sum(plan.runs.values()) == pieces
 
 
+def test_pieces_are_named_by_what_they_call() -> None:
+    """By three graphs at most."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(X)
+        graphs = [ir.create_graph(f, x) for f in (ops.tanh, ops.sin, ops.gelu, ops.relu)]
+        for _ in range(5):
+            for graph in graphs:
+                (x,) = ops.call(graph, x)
+    names = {piece.name for piece in session_of(ir, "dispatched").report.pieces}
+    assert names == {"tanh_subgraph(0), sin_subgraph(1), gelu_subgraph(2), 1 more"}
+
+
 def test_pieces_of_several_places_are_not_one() -> None:
     """Those of each place are taken together."""
     ir = popxl.Ir()

@@ -271,11 +271,11 @@ def test_free_functions(replicated_ir):
     with replicated_ir.create_empty_graph("g"):
         t, f = add_variable_input("w", lambda: np.zeros((2, 3)), popxl.float32, by_ref=True)
         s, sf = add_replica_sharded_variable_input("s", lambda: np.zeros((4, 6)), popxl.float32)
-        h, _ = add_replica_sharded_variable_input("h", lambda: np.zeros((4, 6)), popxl.float32, shard_over=2)
+        h, _ = add_replica_sharded_variable_input("h", lambda: np.zeros((4, 6)), popxl.float32, True, shard_over=2)
         whole, wf = add_replica_sharded_variable_input(
             "u", lambda: np.zeros((4, 6)), replica_grouping=replicated_ir.replica_grouping(group_size=1)
         )
     assert (t.name, t.shape, t.by_ref, f.name) == ("w", (2, 3), True, "w")
     assert (s.shape, s.meta_shape, sf.replica_sharded) == ((6,), (4, 6), True)
-    assert h.shape == (12,)
+    assert (s.by_ref, h.by_ref, h.shape) == (False, True, (12,))
     assert (whole.shape, whole.meta_shape, wf.replica_sharded) == ((4, 6), (), False)

@@ -18,6 +18,7 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlError
 from popxl.op import Overwrites, View
+from popxl.ops import utils
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 
@@ -414,3 +415,29 @@ def test_a_jitted_function() -> None:
     total, gradient = value_and_gradients(popxl.OpKind("Cube", jax.jit(lambda t: t**3)), X)
     np.testing.assert_allclose(total, (X**3).sum(), rtol=1e-6)
     np.testing.assert_allclose(gradient, 3 * X**2, rtol=1e-6)
+
+
+# Checks that ops written elsewhere import ---------------------------------------------------------------------------
+
+
+def test_checks_of_operands(ir: popxl.Ir) -> None:
+    with ir.main_graph as main:
+        x, y = popxl.variable(X, name="x"), popxl.variable(X, name="y")
+        with popxl.ipu(1):
+            elsewhere = y + 1
+    (inner,) = ir.create_graph(lambda t: None, x).inputs
+    utils.check_in_graph(main, x=x, y=y)
+    utils.check_tensor_ipu_and_tile_set(x=x, z=elsewhere)
+    with pytest.raises(ValueError, match="check_in_graph: `b` is .* not in the main graph"):
+        utils.check_in_graph(main, a=x, b=inner)
+    with pytest.raises(TypeError, match="check_in_graph: `b`"):
+        utils.check_in_graph(main, a=x, b=[y])  # type: ignore[arg-type]
+    with main, popxl.ipu(0):
+        here = x + 1
+    with pytest.raises(ValueError, match="`a` and `c` are located on different IPUs: 0 and 1"):
+        utils.check_tensor_ipu_and_tile_set(a=here, b=x, c=elsewhere)
+    with pytest.raises(ValueError, match="no tensors to check"):
+        utils.check_tensor_ipu_and_tile_set()
+    for check in (utils.check_tensor_ipu_and_tile_set, lambda t: utils.check_in_graph(main, t)):
+        with pytest.raises(Exception, match="pass tensors as keyword arguments"):
+            check(x)

@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -29,13 +31,15 @@ from tests.popxl_addons.gpt.variants import VARIANTS
 
 TARGETS = ("tpu v5e", "gpu h100")
 
+LIBTPU = version("libtpu") if find_spec("libtpu") is not None else "(none)"
+
 HEAD = f"""\
 # What programs cost, beside the same by hand in JAX
 
-Written by `python -m tests.targets.compared`, with popxl {VERSION} and jax {jax.__version__}: on one chip, read off
-what was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are computed in
-float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a hundred steps.
-Compile seconds are of one process beside others, and compare little.
+Written by `python -m tests.targets.compared`, with popxl {VERSION}, jax {jax.__version__} and libtpu {LIBTPU}: on one
+chip, read off what was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are
+computed in float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a
+hundred steps. Compile seconds are of one process beside others, and compare little.
 
 What is written by hand computes the same: AdamW counts the steps of each weight, and the seed goes on. But rotary
 positions round each product before it is added here, as PopXL does: that is what the GPT has more flops for. The
@@ -43,9 +47,9 @@ copies of poptorch's programs are made once for a hundred steps: of their counte
 
 Nothing moves more than 1.02 × the bytes of what is written by hand, or has more than 1.02 × its code or kernels. The
 *encoder* cuts out the heads of all queries, keys and values at once: on a v5e that takes fewer kernels and cycles, and
-as many bytes. The *GPT of 12 layers on H100* moves 1.02 ×: rotary positions swap the channels of a pair, for which a GPU
-reads them once more. Strided halves, as by hand, would spare a GPU 17 % of the bytes of an attention's scores and their
-gradient, and cost a TPU 26 %. On a v5e temporaries and what is fetched early lie in the core's own memory.
+as many bytes. The *GPT of 12 layers on H100* moves 1.02 ×: rotary positions swap the channels of a pair, for which a
+GPU reads them once more. Strided halves, as by hand, would spare a GPU 17 % of the bytes of an attention's scores and
+their gradient, and cost a TPU 26 %. On a v5e temporaries and what is fetched early lie in the core's own memory.
 
 LeNet is missing for v5e, where XLA takes long for it, ours or by hand.
 """

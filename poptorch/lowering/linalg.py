@@ -17,6 +17,7 @@ from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.ops.complex import conjugate
 from popxl.ops.families import REAL
+from popxl.ops.kernels import products
 from popxl.ops.precision import rounded_once
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -73,11 +74,18 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
     return ops.reshape(t, (-1, t.shape[-1]))
 
 
+@jax_op(title="LinearWeightsGrad")
+def _weights_gradient(g: Any, input: Any) -> Any:
+    # Its rows are not made one dimension here: XLA would, of operands that another product takes as they are, make a
+    # second copy for TPUs.
+    return products.weights_gradient(g, input).astype(g.dtype)
+
+
 @jax_op(
     title="Linear",
     gradient={
         "input": lambda g, weight: product(g, weight),
-        "weight": lambda g, input: product(ops.transpose(_rows(g)), _rows(input)),
+        "weight": lambda g, input: _weights_gradient(g, input),
         "bias": lambda g: ops.sum(_rows(g), 0),
     },
 )

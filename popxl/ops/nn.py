@@ -36,8 +36,7 @@ def _softmax_lowering(t: Any, *, axis: int) -> Any:
 
 
 def _softmax_backward(g: Any, out: Any, *, axis: int) -> Any:
-    y, dy = _rows(widened(out), axis), _rows(widened(g), axis)
-    return (y * (dy - summed(y * dy, (1,), keepdims=True))).reshape(g.shape)
+    return sums.softmax_gradient(_rows(widened(g), axis), _rows(widened(out), axis), 1).reshape(g.shape)
 
 
 def _has_axis(t: Any, *, axis: int) -> TensorSpec:

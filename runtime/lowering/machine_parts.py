@@ -1,6 +1,6 @@
 """What the lowering takes from the machine that it lowers for: other forms of kernels, and an order of updates.
 
-`runtime.cpu` and `runtime.tpu` are imported for CPUs and TPUs only. Elsewhere there is nothing to add.
+`runtime.cpu`, `runtime.gpu` and `runtime.tpu` are imported for these machines only.
 """
 
 from __future__ import annotations
@@ -76,4 +76,8 @@ def parts_for(platform: str) -> MachineParts:
         from runtime.tpu import forms as of_tpus
 
         return MachineParts(of_tpus.FORMS)
+    if platform == "gpu":
+        from runtime.gpu import forms as of_gpus
+
+        return MachineParts(of_gpus.FORMS)
     return MachineParts()

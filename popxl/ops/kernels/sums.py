@@ -32,6 +32,12 @@ def softmax(t: Any, axis: int) -> Any:
     return powers / summed(powers, (axis,), keepdims=True)
 
 
+@Kernel
+def softmax_gradient(g: Any, out: Any, axis: int) -> Any:
+    """The gradient of `softmax` with respect to its operand, of that of its result and of the result."""
+    return out * (g - summed(out * g, (axis,), keepdims=True))
+
+
 def log_softmax(t: Any, axis: int) -> Any:
     """`jax.nn.log_softmax`."""
     if not t.size:

@@ -7,7 +7,9 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.ops.kernels import products
 from popxl.transforms import autodiff
+from runtime.cpu import products as of_cpus
 from tests.popxl.evaluate import evaluate
 
 SHAPES = [
@@ -56,3 +58,14 @@ def test_weights_get_their_gradient_from_one_product() -> None:
         info = autodiff(graph, grads_required=graph.inputs[1:])
     made = [op.op_type for op in info.graph.ops]
     assert made.count("MatMul") == 1 and "ReduceSum" not in made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_form_of_cpus_computes_the_same_gradient_of_weights(dtype: str) -> None:
+    random = np.random.default_rng(1)
+    g, t = (random.integers(-4, 5, (2, 5, columns)).astype(dtype) for columns in (3, 7))
+    expected = np.einsum("abi,abj->ij", g, t, dtype=np.float32)
+    for form in (products.weights_gradient.plain, of_cpus.weights_gradient):
+        found = form(g, t)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, expected)

@@ -11,6 +11,9 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.ops.kernels import sums
+from popxl.transforms import autodiff
+from runtime.gpu import sums as of_gpus
 from tests.popxl.evaluate import evaluate
 
 REDUCTIONS = {
@@ -93,3 +96,35 @@ def test_derivatives() -> None:
 
     for found, expected in zip(derivatives(ours), derivatives(lambda t, w: functions(t, w, OfJax)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+# Gradients of softmax on GPUs ----------------------------------------------------------------------------------------
+
+
+def test_the_form_of_gpus_computes_the_same() -> None:
+    """To the bit, also where several elements of a row are the largest; and so do its derivatives."""
+    random = np.random.default_rng(3)
+    g, out = random.normal(size=(2, 5, 7)).astype(np.float32)
+    out = np.array(jax.nn.softmax(out.round(), axis=1))
+    assert (out == out.max(1, keepdims=True)).sum() > 5
+
+    def with_derivatives(form: Any) -> Any:
+        return jax.jit(lambda: jax.jvp(lambda g, out: form(g, out, 1), (g, out), (out, g)))()
+
+    found, expected = with_derivatives(of_gpus.softmax_gradient), with_derivatives(sums.softmax_gradient.plain)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("length", [197, 1024])
+def test_gpus_read_rows_once(length: int) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.zeros((64, length)), popxl.float32, name="x")
+        graph = ir.create_graph(lambda t: ops.softmax(t, 1), x)
+        info = autodiff(graph)
+        out, g = (popxl.variable(np.ones((64, length)), popxl.float32, name=name) for name in ("out", "g"))
+        (dx,) = ops.call(info.graph, g, out)
+        ops.var_updates.copy_var_update_(x, dx)
+    cost = popxl.Session(ir, "gpu h100").cost()
+    assert (cost.kernels, cost.bytes_accessed) == (1, 3 * 4 * 64 * length)

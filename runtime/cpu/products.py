@@ -1,0 +1,15 @@
+"""Products of matrices for CPUs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from popxl.ops.kernels.products import weights_gradient as plain
+
+Array = Any
+
+
+def weights_gradient(g: Array, t: Array) -> Array:
+    """`popxl.ops.kernels.products.weights_gradient`. Of several dimensions of rows, XLA would copy `g` for CPUs."""
+    return plain.plain(*(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in (g, t)))

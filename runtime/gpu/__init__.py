@@ -1,0 +1,1 @@
+"""All that is there for GPUs, and for nothing else."""

@@ -1,0 +1,39 @@
+"""Sums along rows, in a form that XLA makes one kernel of for GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from popxl.ops.kernels.sums import largest
+from popxl.ops.kernels.sums import softmax_gradient as plain
+
+Array = Any
+
+LONGEST = 16384
+"""Longer rows do not fit into a block of threads, and take several kernels in any form."""
+
+
+def softmax_gradient(g: Array, out: Array, axis: int) -> Array:
+    """`popxl.ops.kernels.sums.softmax_gradient`: a row is read once, for its sum and for its elements.
+
+    XLA keeps a row in a block of threads from where a reduction of it meets the row itself, as in a softmax, and takes
+    what follows into that kernel. Here the sum is of products, and meets neither of their factors alone.
+    """
+    if 0 < out.shape[axis] <= LONGEST:
+        out = _met(out, axis)
+    return plain.plain(g, out, axis)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _met(t: Array, axis: int) -> Array:
+    """The array as it is, after its rows have met their largest elements."""
+    return jnp.minimum(t, largest(t, (axis,), keepdims=True))
+
+
+@_met.defjvp
+def _met_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _met(*primals, axis), tangents[0]

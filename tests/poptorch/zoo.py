@@ -45,6 +45,7 @@ class Found:
         difference: the largest one between results, relative to the largest result.
         first_inference, first_training: CPU seconds of the first call.
         rounding: how far rounding alone moves eager's losses, of what they are, where that decides; see `tried`.
+        is_short: whether one of equal layers in a row was kept, where the model is else tried whole.
     """
 
     package: str
@@ -56,6 +57,7 @@ class Found:
     first_inference: float = 0.0
     first_training: float = 0.0
     rounding: float = 0.0
+    is_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,9 @@ def shorten(module: torch.nn.Module) -> None:
 
 def _description(module: torch.nn.Module) -> tuple[Any, ...]:
     """What two modules have in common that do the same with other numbers of the same shapes."""
-    plain = (bool, int, float, str, tuple)
+    plain = (bool, int, float, str, tuple, list)
     settings = {name: value for name, value in vars(module).items() if isinstance(value, plain) and "drop" not in name}
+    settings.pop("p", None)  # how much is dropped, which grows with depth
     of_its_own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     shapes = [(name, tensor.shape) for name, tensor in of_its_own]
     return type(module), settings, shapes, [(name, _description(child)) for name, child in module.named_children()]
@@ -335,7 +338,8 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "MobileNetV1ForImageClassification": (VISION, {"image_size": 64}),
     "MobileNetV2ForImageClassification": (VISION, {"image_size": 64}),
-    "EfficientNetForImageClassification": (VISION, {"image_size": 64, "hidden_dim": 2560}),
+    "EfficientNetForImageClassification": (VISION, {"image_size": 64, "width_coefficient": 0.25, "hidden_dim": 320,
+                                                    "depth_coefficient": 1.0, "num_block_repeats": [1] * 7}),
     "ResNetForImageClassification": (VISION, {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
     "RegNetForImageClassification": (VISION, {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1],
                                               "groups_width": 8}),
@@ -552,12 +556,14 @@ def _floats(result: Any) -> list[torch.Tensor]:
     return [t for value in values for t in _floats(value)]
 
 
-def tried(model: Model) -> Iterator[Found]:
+def tried(model: Model, is_short: bool = False) -> Iterator[Found]:
     """What comes of trying a model, more and more of it."""
     torch.manual_seed(0)
-    found: dict[str, Any] = {"package": model.package, "name": model.name}
+    found: dict[str, Any] = {"package": model.package, "name": model.name, "is_short": is_short}
     yield Found(**found, inference="Eager fails here, too.")
     module, inputs, training_inputs = model.make()
+    if is_short:
+        shorten(module)
     found["millions"] = round(sum(p.numel() for p in module.parameters()) / 1e6, 2)
     for each in module.modules():
         if isinstance(each, torch.nn.modules.dropout._DropoutNd) or type(each).__name__ == "StochasticDepth":
@@ -572,12 +578,13 @@ def tried(model: Model) -> Iterator[Found]:
     result = _floats(wrapped(**inputs))
     found["first_inference"] = round(time.process_time() - start, 1)
     wrapped.destroy()
+    del wrapped, module  # some have weights of half a gigabyte
     pairs = list(zip(result, expected, strict=True))
     found["difference"] = float(f"{max((_difference(*pair) for pair in pairs), default=0.0):.1e}")
     wrong = found["difference"] > 1e-2
     found["inference"] = f"The numbers differ by {found['difference']:.0e}." if wrong else ""
     yield Found(**found, training="It took too long.")
-    eager, eager_in_doubles = WithLoss(copy.deepcopy(trained)), WithLoss(copy.deepcopy(trained).double())
+    eager, first = WithLoss(copy.deepcopy(trained)), WithLoss(copy.deepcopy(trained))
     wanted = _losses(eager, torch.optim.SGD(eager.parameters(), lr=1e-3), training_inputs)
     ours = WithLoss(trained)
     optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
@@ -589,6 +596,7 @@ def tried(model: Model) -> Iterator[Found]:
     far = _apart(losses, wanted)
     if far > TOLERANCE:  # steps may be such that rounding decides: then eager, too, is as far from what doubles give
         doubles = _doubled(training_inputs)
+        eager_in_doubles = first.double()
         moved = _moved(copy.deepcopy(eager_in_doubles))
         exact = _losses(eager_in_doubles, torch.optim.SGD(eager_in_doubles.parameters(), lr=1e-3), doubles)
         others = _losses(moved, torch.optim.SGD(moved.parameters(), lr=1e-3), doubles)
@@ -643,7 +651,7 @@ def _difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return float(apart.max() / expected[finite].abs().max().clamp_min(1e-6)) if apart.numel() else 0.0
 
 
-def _in_a_process(model: Model, write: Callable[[Found], None]) -> None:
+def _in_a_process(model: Model, is_short: bool, write: Callable[[Found], None]) -> None:
     """Try a model, in a process of its own. What is found last is written."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -653,7 +661,7 @@ def _in_a_process(model: Model, write: Callable[[Found], None]) -> None:
         last = Found(model.package, model.name)
         with os.fdopen(writing, "w") as pipe:
             try:
-                for last in tried(model):
+                for last in tried(model, is_short):
                     print(json.dumps(asdict(last)), file=pipe, flush=True)
             except Exception as problem:  # whatever a model raises is what the table says
                 part = "training" if last.training == "It took too long." else "inference"
@@ -702,7 +710,7 @@ def kept() -> dict[tuple[str, str], Found]:
 
 def _row(found: Found) -> dict[str, Any]:
     """What is kept of a model."""
-    return {name: value for name, value in asdict(found).items() if name != "rounding" or value}
+    return {name: value for name, value in asdict(found).items() if name not in ("rounding", "is_short") or value}
 
 
 def page(all_found: Sequence[Found]) -> str:
@@ -722,7 +730,8 @@ def page(all_found: Sequence[Found]) -> str:
             cells = [f"{seconds:.0f}" if not why else _cell(why) for why, seconds in parts]
             if found.rounding and not found.training:
                 cells[1] += f" (± {found.rounding:.0e})"
-            text += f"| `{found.name}` | {found.millions:g} | {' | '.join(cells)} |\n"
+            name = f"`{found.name}`" + ", short" * found.is_short
+            text += f"| {name} | {found.millions:g} | {' | '.join(cells)} |\n"
     return text
 
 
@@ -737,6 +746,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes of a processor")
     parser.add_argument("--again", action="store_true", help="try once more what has failed")
     parser.add_argument("--every", type=int, default=1, help="only each so many-th of the models that are left")
+    parser.add_argument("--short", action="store_true", help="keep one of equal layers in a row")
     given = parser.parse_args(arguments)
     found = kept()
 
@@ -747,6 +757,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return known is None or given.again and bool(known.inference or known.training)
 
     def write(one: Found) -> None:
+        found.update(kept())  # another process may try other models meanwhile
         found[one.package, one.name] = one
         print(f"{one.package} {one.name}: {one.inference or 'ok'} / {one.training or 'ok'}", flush=True)
         KEPT.write_text("".join(json.dumps(_row(each)) + "\n" for each in found.values()), encoding="utf-8")
@@ -757,8 +768,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model in models:
         if resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > 60 * given.minutes:
             break
-        _in_a_process(model, write)
-    PAGE.write_text(page(list(found.values())), encoding="utf-8")
+        _in_a_process(model, given.short, write)
+    PAGE.write_text(page(list(kept().values())), encoding="utf-8")
     return 0
 
 

@@ -78,7 +78,7 @@ def reshape(t: Tensor, shape: Iterable[int]) -> Tensor:
         A new tensor (a copy). A meta-shape is dropped.
 
     Raises:
-        ValueError: for a size of 0 or below -1, or several -1.
+        ValueError: for a size below -1, or of 0 where `t` has elements or a size is to be inferred; for several -1.
         PopxlError: if the number of elements would change.
 
     See also: `numpy.reshape`.

@@ -88,6 +88,9 @@ def test_of_equal_layers_in_a_row_one_is_kept() -> None:
     assert [getattr(layer, "out_features", 0) for layer in same] == [3, 0, 4, 4]
     assert same(torch.ones(2, 3)).shape == (2, 4)
     assert list(map(len, module)) == [4, 2, 2]
+    recurrent = parts(torch.nn.LSTM(3, 3), torch.nn.LSTM(3, 3))  # with lists of tensors
+    zoo.shorten(recurrent)
+    assert len(recurrent) == 1
 
 
 def test_the_page_is_made_of_what_was_found() -> None:

@@ -266,6 +266,8 @@ class Tracer:
         """An op of PyTorch."""
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
+        if op._opname in ("index_put", "index_put_") and _is_mixed(args[1]) and (places := self._places(args[1])):
+            args = (args[0], places, *args[2:])
         given = _by_name(op, args, kwargs)
         generator = given.pop("generator", None)
         if generator is not None and generator is not torch.default_generator:
@@ -404,6 +406,11 @@ class Tracer:
             with self._ops:
                 t, indices = torch.broadcast_tensors(t, indices)
             indices = [indices]
+        places = self._places(indices)
+        return None if places is None else self.op(torch.ops.aten.index.Tensor, (t, places), {})
+
+    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+        """Indices with places for masks; `None` if it is not known where one is true."""
         places: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -418,7 +425,7 @@ class Tracer:
             with without_modes():
                 found = _places_of(mask)
             places += [self._constant(numbers) for numbers in found]
-        return self.op(torch.ops.aten.index.Tensor, (t, places), {})
+        return places
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites tensors of the user's that are none of the model's: these keep their numbers."""
@@ -496,6 +503,12 @@ _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__fo
 
 _NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
 """Those whose result says nothing to the program, or something else in each run."""
+
+
+def _is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a mask stands beside other indices."""
+    dtypes = [index.dtype for index in indices if index is not None]
+    return len(dtypes) > 1 and (torch.bool in dtypes or torch.uint8 in dtypes)
 
 
 def _places_of(mask: torch.Tensor) -> list[torch.Tensor]:

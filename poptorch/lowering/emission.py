@@ -17,7 +17,7 @@ import popxl
 from poptorch.base.dtypes import device_dtype
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.operands import broadcast, reshaped
+from poptorch.lowering.operands import broadcast
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
 from popxl.base.source import DebugRecord
@@ -262,7 +262,7 @@ def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
         t = ops.cast(t, wanted.dtype)
     if t.shape == wanted.shape:
         return t
-    return reshaped(t, wanted.shape) if t.nelms == prod(wanted.shape) else broadcast(t, shape=wanted.shape)
+    return ops.reshape(t, wanted.shape) if t.nelms == prod(wanted.shape) else broadcast(t, shape=wanted.shape)
 
 
 def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, axis_of, broadcast, lined, reshaped, together
+from poptorch.lowering.operands import Number, axis_of, broadcast, lined, together
 from poptorch.lowering.registry import jax_op, lowers
-from popxl import dtypes
+from popxl import dtypes, ops
 from popxl.ops.precision import widened
 
 
@@ -79,7 +79,7 @@ def index_select(input: popxl.Tensor, dim: int, index: popxl.Tensor) -> popxl.Te
 
 @lowers("aten.take")
 def take(input: popxl.Tensor, index: popxl.Tensor) -> popxl.Tensor:
-    return picked(reshaped(input, (input.nelms,)), index, dims=(0,))
+    return picked(ops.reshape(input, (input.nelms,)), index, dims=(0,))
 
 
 @jax_op("aten.nonzero_static", gradient=None)
@@ -246,7 +246,7 @@ lowers("aten.index_add")(partial(index_update, reduce="sum"))
 
 @lowers("aten.put")
 def put(input: popxl.Tensor, index: popxl.Tensor, source: popxl.Tensor, accumulate: bool = False) -> popxl.Tensor:
-    flat, content = reshaped(input, (input.nelms,)), reshaped(source, index.shape)
+    flat, content = ops.reshape(input, (input.nelms,)), ops.reshape(source, index.shape)
     return _scatter(flat, content, index, dims=(0,), reduce="sum" if accumulate else "set")
 
 
@@ -273,7 +273,7 @@ def index_put(
 def masked_scatter(input: popxl.Tensor, mask: popxl.Tensor, source: popxl.Tensor) -> popxl.Tensor:
     shape = emission().wanted[0].shape
     t, where = (each if each.shape == shape else broadcast(each, shape=shape) for each in (input, mask))
-    return masked_update(t, reshaped(source, (source.nelms,)), where, axis=0, accumulate=False)
+    return masked_update(t, ops.reshape(source, (source.nelms,)), where, axis=0, accumulate=False)
 
 
 @jax_op(title="MaskedUpdate")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 import popxl
 from popxl import OpKind, ops
 
 __all__ = [
-    "axes_of", "axis_of", "broadcast", "lined", "promoted", "reshaped", "together",
+    "axes_of", "axis_of", "broadcast", "lined", "promoted", "together",
 ]  # fmt: skip
 
 Number = bool | int | float
@@ -71,11 +70,6 @@ def axes_of(t: popxl.Tensor, dim: int | Iterable[int] | None) -> tuple[int, ...]
     named = (dim,) if isinstance(dim, int) else tuple(dim or ())
     axes = tuple(range(len(t.shape)))
     return tuple(axis_of(t, d) for d in named if axes) or axes
-
-
-def reshaped(t: popxl.Tensor, shape: Sequence[int]) -> popxl.Tensor:
-    """A tensor in another shape, which has as many numbers: none, perhaps, unlike in popxl."""
-    return ops.reshape(t, shape) if 0 not in shape else popxl.constant(np.zeros(shape), t.dtype)
 
 
 def lined(t: popxl.Tensor) -> popxl.Tensor:

@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import axes_of, axis_of, lined, promoted, reshaped, together
+from poptorch.lowering.operands import axes_of, axis_of, lined, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
 from popxl.ops.precision import rounded_once, widened
@@ -101,7 +101,7 @@ picking("min.dim min.dim_min", "Min", partial(jnp.argmin, axis=-1))
 def _place(name: str) -> None:
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) -> popxl.Tensor:
-        lines = reshaped(input, (input.nelms,)) if dim is None else lined(input)
+        lines = ops.reshape(input, (input.nelms,)) if dim is None else lined(input)
         return getattr(ops, name)(lines, axis_of(lines, dim or 0))
 
 

@@ -18,7 +18,7 @@ from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.lowering.complex import PUT_BACK
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, reshaped, together
+from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.ops.precision import rounded_once, widened
@@ -41,7 +41,7 @@ def _view(*names: str) -> tuple[str, ...]:
 
 @lowers(*_view("view", "unsqueeze", "squeeze"), "aten._unsafe_view", "aten.reshape")
 def reshape(input: popxl.Tensor, **how: Any) -> popxl.Tensor:
-    return reshaped(input, emission().wanted[0].shape)
+    return ops.reshape(input, emission().wanted[0].shape)
 
 
 @lowers("aten.view.dtype")
@@ -137,7 +137,7 @@ def as_strided(
     order = _order(size, stride, input.nelms)
     if order is None:
         return strided(input, size=tuple(size), stride=tuple(stride), offset=storage_offset or 0)
-    return ops.transpose(reshaped(input, [size[d] for d in order]), np.argsort(order).tolist())
+    return ops.transpose(ops.reshape(input, [size[d] for d in order]), np.argsort(order).tolist())
 
 
 def _order(size: Sequence[int], stride: Sequence[int], count: int) -> list[int] | None:
@@ -195,13 +195,13 @@ def _put(
     seen = pytree.tree_leaves(function(**given | {"self": torch.empty(base.shape, device="meta")}))[result]
     order = _order(seen.shape, seen.stride(), base.nelms)
     if order is not None:
-        return reshaped(ops.transpose(content, order) if order != sorted(order) else content, base.shape)
+        return ops.reshape(ops.transpose(content, order) if order != sorted(order) else content, base.shape)
     if op not in _PARTS:
         return strided_update(base, content, stride=seen.stride(), offset=seen.storage_offset())
     axis = axis_of(base, arguments.get("dim", 0))
     row = prod(base.shape[axis + 1 :])
     is_whole = len(seen.shape) == len(base.shape)
-    block = content if is_whole else reshaped(content, (*base.shape[:axis], 1, *base.shape[axis + 1 :]))
+    block = content if is_whole else ops.reshape(content, (*base.shape[:axis], 1, *base.shape[axis + 1 :]))
     step = seen.stride(axis) // row if is_whole else 1
     return slice_update(base, block, axis=axis, start=seen.storage_offset() // row, step=step)
 

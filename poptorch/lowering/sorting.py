@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from poptorch.lowering.operands import Number, axis_of, lined, promoted, reshaped, together
+from poptorch.lowering.operands import Number, axis_of, lined, promoted, together
 from poptorch.lowering.reductions import picking
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
@@ -90,7 +90,7 @@ def _of_all(name: str, title: str, find: Callable[[Any], Any]) -> None:
 
     @lowers(f"aten.{name}.default")
     def lowering(input: popxl.Tensor) -> popxl.Tensor:
-        return kind(reshaped(input, (input.nelms,)))
+        return kind(ops.reshape(input, (input.nelms,)))
 
 
 _of_all("median", "MedianOfAll", _median)

@@ -35,8 +35,11 @@ def _reshaped(t: Any, *, shape: tuple[int, ...]) -> TensorSpec:
 
 def _wanted(t: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
     """The shape as a tuple, after the checks that are made before all others."""
+    if not isinstance(t, Tensor):
+        raise not_a_tensor("reshape", "t", t)
     sizes = integers(shape, "reshape: `shape`")
-    if any(size == 0 or size < -1 for size in sizes):
+    fewest = 0 if 0 in t.shape and -1 not in sizes else 1  # of nothing, what a size is cannot be inferred beside a 0
+    if any(size < fewest and size != -1 for size in sizes):
         raise ValueError(
             f"Invalid shape value in reshape: {shape}, for {t!r}; sizes are positive, or -1 for the one to infer."
         )
@@ -75,7 +78,7 @@ def reshape(t: Tensor, shape: Iterable[int]) -> Tensor:
         A new tensor (a copy). A meta-shape is dropped.
 
     Raises:
-        ValueError: for a size of 0 or below -1, or several -1.
+        ValueError: for a size below -1, or of 0 where `t` has elements or a size is to be inferred; for several -1.
         PopxlError: if the number of elements would change.
 
     See also: `numpy.reshape`.

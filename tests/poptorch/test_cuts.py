@@ -86,6 +86,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "norms, attention, a loss": (wholes, [(X,)]),
     "one_hot": (lambda n: F.one_hot(n) * 2, [(LENGTHS,), (LENGTHS - 1,)]),
     "arrays": (lambda x: x + torch.from_numpy(x.numpy()), [(LONG,), (LONG.roll(1),)]),
+    "a mask beside places": (lambda x, n: x.index_put((k := n > 1, n[k] - 1), x[0, 0] * 2), [(X, LENGTHS)]),
     "tolist": (lambda x, n: [part * 2 for part in x.flatten().split(n.tolist())], [(X[:3], LENGTHS)]),
 }
 

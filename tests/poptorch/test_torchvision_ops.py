@@ -101,10 +101,10 @@ X = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
 ROIS = torch.tensor([[0, 1.0, 1, 6, 5], [1, -3, 2, 12, 9.5], [1, 2.5, 0.5, 8.75, 6.9], [1, 30, 30, 40, 40]])
 
 
-@pytest.mark.parametrize(("ratio", "aligned"), [(2, False), (-1, True)])
-def test_roi_align(ratio: int, aligned: bool) -> None:
-    settings = (0.5, 2, 3, ratio, aligned)
-    expected = roi_aligned(X.double().numpy(), ROIS.double().numpy(), *settings)
+@pytest.mark.parametrize(("ratio", "aligned", "boxes"), [(2, False, 4), (-1, True, 4), (2, False, 0)])
+def test_roi_align(ratio: int, aligned: bool, boxes: int) -> None:
+    settings, rois = (0.5, 2, 3, ratio, aligned), ROIS[:boxes]
+    expected = roi_aligned(X.double().numpy(), rois.double().numpy(), *settings)
 
     class Aligning(torch.nn.Module):
         def __init__(self) -> None:
@@ -116,10 +116,10 @@ def test_roi_align(ratio: int, aligned: bool) -> None:
             return found, poptorch.identity_loss(found[..., 0].square(), "sum")
 
     model = Aligning()
-    found, _ = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))(ROIS)
+    found, _ = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))(rois)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     units = np.eye(X.numel()).reshape(-1, *X.shape)  # it is linear, so this is its derivative
-    derivative = np.stack([roi_aligned(unit, ROIS.double().numpy(), *settings) for unit in units])
+    derivative = np.stack([roi_aligned(unit, rois.double().numpy(), *settings) for unit in units])
     gradient = np.einsum("ukcp,kcp->u", derivative[..., 0], expected[..., 0]).reshape(X.shape)
     np.testing.assert_allclose(X - model.x.detach(), gradient, atol=1e-5)
 

@@ -59,11 +59,12 @@ def test_losses_that_rounding_decides_on(steps: int, is_rounding: bool) -> None:
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def try_it(model: Model, write: Any) -> None:
+    def try_it(model: Model, is_short: bool, write: Any) -> None:
         tried.append(model.name)
         if len(tried) == 2:
             raise KeyboardInterrupt
-        write(Found("ours", model.name, 1.5, "", "Error: a | b" * (model.name == "a"), 0.0, 3.2, 4.0))
+        reason = "Error: a | b" if model.name == "a" else ""
+        write(Found("ours", model.name, 1.5, "", reason, 0.0, 3.2, 4.0, is_short=is_short))
 
     monkeypatch.setattr(zoo, "KEPT", tmp_path / "models.jsonl")
     monkeypatch.setattr(zoo, "PAGE", tmp_path / "models.md")
@@ -75,8 +76,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert tried == ["a", "b", "b", "c"]
     page = (tmp_path / "models.md").read_text()
     assert "| `ours` | 3 | 3 | 2 |" in page and "| `a` | 1.5 | 3 | Error: a \\| b |" in page
-    zoo.main(["--again", "a"])
-    assert tried[4:] == ["a"]
+    zoo.main(["--again", "--short", "a"])
+    assert tried[4:] == ["a"] and "| `a`, short | 1.5 |" in (tmp_path / "models.md").read_text()
 
 
 def test_of_equal_layers_in_a_row_one_is_kept() -> None:
@@ -87,6 +88,9 @@ def test_of_equal_layers_in_a_row_one_is_kept() -> None:
     assert [getattr(layer, "out_features", 0) for layer in same] == [3, 0, 4, 4]
     assert same(torch.ones(2, 3)).shape == (2, 4)
     assert list(map(len, module)) == [4, 2, 2]
+    recurrent = parts(torch.nn.LSTM(3, 3), torch.nn.LSTM(3, 3))  # with lists of tensors
+    zoo.shorten(recurrent)
+    assert len(recurrent) == 1
 
 
 def test_the_page_is_made_of_what_was_found() -> None:

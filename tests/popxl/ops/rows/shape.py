@@ -19,10 +19,11 @@ from tests.popxl.ops.rows.schema import (
 SHAPE = [
     Row("reshape", lambda t, shape: t.reshape(shape),
         [*over(ANY, (2, 6), shape=(3, 4)), *over("float32", (2, 6), shape=[-1, 3]), *over("float32", (), shape=(1, 1)),
-         *over("float32", (1,), shape=())],
+         *over("float32", (1,), shape=()), *over("float32", (0, 6), shape=(3, 0, 2))],
         "Reshape", "{0}_reshaped", differentiable=(0,), keeps=0, tolerance=0,
         inplace=Inplace("reshape_", "ReshapeInplace", "{0}_reshaped", view=True),
         bad=[bad(ValueError, r"Invalid shape value in reshape.*\(0, 4\)", X, (0, 4)),
+             bad(ValueError, r"Invalid shape value in reshape.*\(0, -1\)", values("float32", (0, 6)), (0, -1)),
              bad(ValueError, r"Invalid shape value in reshape.*\[-2, 3\]", X, [-2, 3]),
              bad(ValueError, r"Reshape shape can contain at most one '-1' value.*\(-1, -1\)", X, (-1, -1)),
              bad(PopxlError, r"a tensor of 6 elements cannot have the shape \(2, 4\)", X, (2, 4)),

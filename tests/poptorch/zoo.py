@@ -31,7 +31,7 @@ import poptorch
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEPT, PAGE = DOCS / "models.jsonl", DOCS / "models.md"
-SECONDS = 200
+SECONDS = 600
 """How much of a processor one model may take."""
 
 

@@ -14,7 +14,8 @@ from jax import lax
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.ops.host import init
-from popxl.values.shapes import integers, like_first, of_integers, one_axis
+from popxl.ops.index import whole
+from popxl.values.shapes import integers, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
 
@@ -31,13 +32,11 @@ def _block(shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]
 
 
 def _sliced(t: Any, index: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...]) -> TensorSpec:
-    of_integers(index, "index")
     block = _block(t.shape, axes, sizes)
     return TensorSpec(tuple(block.get(d, size) for d, size in enumerate(t.shape)), t.dtype)
 
 
 def _updated(t: Any, index: Any, t_update: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...]) -> TensorSpec:
-    of_integers(index, "index")
     _block(t.shape, axes, sizes)
     return like_first(t)
 
@@ -47,8 +46,7 @@ def _place(t: Any, index: Any, axes: tuple[int, ...], sizes: tuple[int, ...]) ->
     block = _block(t.shape, axes, sizes)
     if index.size != len(block):
         raise ValueError(f"`index` has {index.size} elements for {len(block)} axes; expected a start for each of them.")
-    # 8 bits may not hold the largest start, and 64 may only be narrowed once that is known to fit.
-    given = (index if index.dtype.itemsize >= 4 else index.astype(jnp.int32)).reshape(-1)
+    given = whole(index).reshape(-1)  # 64 bits may only be narrowed once that is known to fit
     starts: list[Any] = [jnp.zeros((), jnp.int32)] * t.ndim
     extents = list(t.shape)
     for i, (axis, size) in enumerate(block.items()):

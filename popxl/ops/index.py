@@ -16,8 +16,19 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.precision import widened
-from popxl.values.shapes import given, integer, of_integers, one_axis
+from popxl.values.shapes import given, integer, one_axis
 from popxl.values.spec import TensorSpec
+
+
+def whole(indices: Any) -> Any:
+    """Indices, of at least 32 bits, as 8 may not hold a size.
+
+    Raises:
+        ValueError: if they are no integers: nothing is rounded.
+    """
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(f"the indices are {indices.dtype}; expected integers: convert them with `ops.cast`.")
+    return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
 
 
 def or_beyond(indices: Any, size: int) -> Any:
@@ -26,13 +37,11 @@ def or_beyond(indices: Any, size: int) -> Any:
     There JAX's `mode="drop"` drops what is written, and `mode="fill"` fills in what is read; by itself it would count
     negative indices from the back.
     """
-    # Only in range may 64 bits be narrowed, which wraps; 8 bits may not hold the size.
-    wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
-    return jnp.where((wide >= 0) & (wide < size), indices.astype(jnp.int32), size)
+    wide = whole(indices)  # only in range may 64 bits be narrowed, which wraps
+    return jnp.where((wide >= 0) & (wide < size), wide.astype(jnp.int32), size)
 
 
 def _gathered(t: Any, indices: Any, *, axis: int, group_size: int | None = None, **hints: Any) -> TensorSpec:
-    of_integers(indices, "indices")
     at = one_axis(axis, len(t.shape))
     if group_size is not None and at == 0:
         raise PopxlError(
@@ -49,7 +58,7 @@ def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, group_size: int 
         return jax.vmap(functools.partial(_gather, axis=axis - 1, zero_OOR=zero_OOR))(t, indices)
     if zero_OOR:
         return jnp.take(t, or_beyond(indices, t.shape[axis]), axis=axis, mode="fill", fill_value=0)
-    return jnp.take(t, indices.astype(jnp.int32), axis=axis, mode="clip")
+    return jnp.take(t, whole(indices).astype(jnp.int32), axis=axis, mode="clip")
 
 
 def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group_size: int | None = None) -> Any:

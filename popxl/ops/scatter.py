@@ -18,7 +18,7 @@ from popxl.errors import PopxlError
 from popxl.ops.host import init
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import widened
-from popxl.values.shapes import integer, like_first, of_integers, one_axis
+from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
 # Where indices point ------------------------------------------------------------------------------------------------
@@ -78,7 +78,6 @@ def _address(shape: tuple[int, ...], indices: Any, block: tuple[int, ...], axis:
 
 
 def _scattered(t: Any, indices: Any, values: Any, *, axis: int) -> TensorSpec:
-    of_integers(indices, "indices")
     at = one_axis(axis, len(t.shape))
     if not len(t.shape) == len(indices.shape) == len(values.shape):
         raise PopxlError("`t`, `indices` and `values` have to have the same rank.")
@@ -151,7 +150,6 @@ def scatter(
 
 
 def _hot_spec(t: Any, num_classes: Any, values: Any, *, axis: int, classes: int | None) -> TensorSpec:
-    of_integers(t, "t")
     if math.prod(num_classes.shape) != 1 or not num_classes.dtype.is_int:
         raise PopxlError("`num_classes` has to be a single integer.")
     if classes is None:

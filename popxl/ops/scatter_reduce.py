@@ -19,7 +19,7 @@ from popxl.ops.host import init
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widened
 from popxl.ops.scatter import leading, padded, put, read
-from popxl.values.shapes import integer, of_integers, one_axis
+from popxl.values.shapes import integer, one_axis
 from popxl.values.spec import TensorSpec
 
 Reduction = Literal["sum", "min", "max", "none"]
@@ -66,7 +66,6 @@ def _reduced(
     group_size: int | None,
     **reduction: str,
 ) -> TensorSpec:
-    of_integers(indices, "indices")
     at = one_axis(axis, len(data.shape))
     shapes = {"data": data.shape, "indices": indices.shape}
     if initial_values is not None:

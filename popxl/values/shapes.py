@@ -71,12 +71,6 @@ def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
     return TensorSpec(first.shape, first.dtype, first.meta_shape)
 
 
-def of_integers(t: Any, name: str) -> None:
-    """An operand that says where: nothing is rounded."""
-    if not t.dtype.is_int:
-        raise PopxlError(f"`{name}` has to be of integers, and is of {t.dtype.name}; convert it with `ops.cast`.")
-
-
 def same_dtype(first: Any, *others: Any) -> None:
     """There is no implicit promotion: operands of arithmetic have one dtype."""
     for other in others:

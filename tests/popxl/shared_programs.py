@@ -128,6 +128,7 @@ def sharded_variables(replication: Replication, share: Share, buffers: Any = "de
     with popxl.Session(ir, "ipu_hw") as session:
         fed = share(data).reshape(session.host_shape((10,)))
         session.run({into: fed})
+        session.weights_to_host()
         session.write_variable_data(each, each.data + 1)  # keeps the other slot
         stored = np.asarray(session.run({into: fed})[out]).reshape(-1, 10)
     return {"w": session.get_tensor_data(w), "each": session.get_tensor_data(each)}, {"stored": stored}

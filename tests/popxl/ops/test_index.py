@@ -341,6 +341,7 @@ def test_an_update_in_a_called_graph(by_ref) -> None:
 # What is refused, and when ------------------------------------------------------------------------------------------
 
 CUBE = values("float32", (3, 5, 7))
+NO_INTEGERS = "the indices are float32; expected integers: convert them with `ops.cast`"
 LATE: dict[str, tuple[Callable[..., Any], str]] = {
     "update": (
         lambda t: ops.dynamic_update(t, popxl.constant([1, 2]), popxl.constant(CUBE[0, :1, :3]), [0, 2], [1, 3], True),
@@ -361,6 +362,17 @@ LATE: dict[str, tuple[Callable[..., Any], str]] = {
     "dtype of values": (
         lambda t: ops.scatter(t, popxl.constant(np.zeros((1, 1, 1), np.int32)), popxl.constant([[[1]]])),
         "`values` is int32 and `t` is float32; expected one dtype",
+    ),
+    "gather at floats": (lambda t: ops.gather(t, popxl.constant([1.5])), NO_INTEGERS),
+    "slice at floats": (lambda t: ops.dynamic_slice(t, popxl.constant([1.5]), [0], [1], False), NO_INTEGERS),
+    "scatter at floats": (lambda t: ops.scatter(t, popxl.constant([[[1.5]]]), t), NO_INTEGERS),
+    "reduce at floats": (
+        lambda t: ops.scatter_reduce(t, popxl.constant([0.0, 1.0, 1.5]), "sum", axis_size=2),
+        NO_INTEGERS,
+    ),
+    "gather at truth values": (
+        lambda t: ops.gather(t, popxl.constant([True])),
+        "the indices are bool; expected integers",
     ),
 }
 

@@ -85,8 +85,6 @@ PICKED_BAD = [
     bad(PopxlError, "axis 2 does not exist", X, i32(0), 2),
     bad(PopxlError, "axis -3", X, i32(0), -3),
     bad(PopxlError, "rank 0", scalar(1, "float32"), i32(0)),
-    bad(PopxlError, "`indices` has to be of integers, and is of float32; .*`ops.cast`", X, f32(0, 1.5)),
-    bad(PopxlError, "`indices` has to be of integers, and is of bool", X, values("bool", (2,))),
 ]
 
 
@@ -117,7 +115,6 @@ def blocks_bad(*more: Array) -> list[Any]:
         bad(TypeError, r"`axes` must be a sequence of integers; got 0 \(int\)", X, i32(0), *more, 0, [1], True),
         bad(TypeError, r"`sizes` must hold integers; got 1\.0 \(float\)", X, i32(0), *more, [0], [1.0], True),
         bad(ValueError, r"`sizes` is \(-1,\); sizes are not negative", X, i32(0), *more, [0], [-1], True),
-        bad(PopxlError, "`index` has to be of integers, and is of float32", X, f32(0.5), *more, [0], [1], True),
     ]
 
 

@@ -98,8 +98,8 @@ def _torchvision(name: str) -> Any:
     elif not name.startswith("raft"):
         settings |= {"num_classes": 5}
     if name.startswith(("vit_", "maxvit")):
-        size = 56 if name == "vit_h_14" else 64
-        settings |= {"input_size": (64, 64)} if name == "maxvit_t" else {"image_size": size}
+        size = {"vit_h_14": 56, "maxvit_t": 224}.get(name, 64)
+        settings |= {"input_size": (size, size)} if name == "maxvit_t" else {"image_size": size}
     if name.startswith(("inception", "googlenet")):
         size, settings["init_weights"], settings["aux_logits"] = 96, False, False
     if name == "swin3d" or name.startswith(("swin3d", "mvit", "r3d", "mc3", "r2plus1d", "s3d")):

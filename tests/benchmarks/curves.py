@@ -79,4 +79,12 @@ def draw_panels(
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=len(parties), frameon=False, fontsize=9
     )
-    figure.savefig(picture, metadata={"Date": None})
+    save(figure, picture)
+
+
+def save(figure: Any, picture: Path) -> None:
+    """Write a picture. The same one has the same bytes, so only what is measured anew changes in the repository."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": picture.stem}):
+        figure.savefig(picture, metadata={"Date": None})

@@ -161,5 +161,5 @@ def draw_ratios(results: Sequence[Result], picture: Path) -> bool:
     axis.set_yticks(range(len(names)), reversed(names), fontsize=8)
     axis.grid(alpha=0.3, axis="x")
     figure.legend(loc="outside lower center", ncols=len(rivals), frameon=False, fontsize=8)
-    figure.savefig(picture, metadata={"Date": None})
+    curves.save(figure, picture)
     return True

@@ -138,6 +138,9 @@ def test_the_page(tmp_path):
     for picture in re.findall(r"\]\((.+?)\)", text):
         assert "</svg>" in (tmp_path / picture).read_text(encoding="utf-8")
     assert re.findall(r"\]\((.+?)\)", text) == ["page/blocks-a-processor-2.svg", "page/train-a-processor-2.svg"]
+    pictures = {picture: picture.read_bytes() for picture in (tmp_path / "page").glob("*.svg")}
+    page.write(file, rows)  # what was not measured anew stays as it is
+    assert all(picture.read_bytes() == before for picture, before in pictures.items()) and len(pictures) == 2
 
     page.keep(file, machine, {**circumstances, "load": 2.0}, Result(rows[2], {OURS: [3.0], "JAX": [5.0]}))
     page.write(file, rows)

@@ -33,6 +33,7 @@ from runtime.costs.hlo import Instruction, Module, read
 from runtime.costs.work import account_of
 from runtime.targets.devices import OFFLINE_DEVICE
 from tests.benchmarks import blocks, gpt
+from tests.benchmarks.curves import save
 from tests.benchmarks.harness import Size, progress
 from tests.popxl_addons.gpt.model import batches
 from tests.popxl_addons.gpt.variants import VARIANTS
@@ -317,7 +318,7 @@ def draw(found: Mapping[tuple[str, int, str, str], Found], picture: Path) -> Non
             axis.minorticks_off()
             axis.grid(alpha=0.3)
     figure.legend(styles.values(), styles.keys(), loc="outside lower center", ncols=len(styles), frameon=False)
-    figure.savefig(picture, metadata={"Date": None})
+    save(figure, picture)
 
 
 def main() -> int:

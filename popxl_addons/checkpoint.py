@@ -33,26 +33,11 @@ import numpy as np
 from popxl.base.files import CHECKSUMS, check_checksums, current, discard, replacing, write_checksums
 from popxl.errors import UnreadableFileError
 from popxl_addons import _wandb
-from popxl_addons.array_files import MODEL, TENSORS, Elements, Format, InMemory, begun, files_in, map_file, write_arrays
-from popxl_addons.pieces import (
-    INDEX,
-    PIECES,
-    Divided,
-    Index,
-    Piece,
-    Share,
-    arrays_of,
-    cut,
-    join,
-    whole,
-    write_index,
-    write_pieces,
-)
+from popxl_addons.array_files import MODEL, TENSORS, files_in
+from popxl_addons.pieces import INDEX, PIECES, arrays_of, whole
 
-__all__ = ["INFO", "LOADER", "MODEL", "TENSORS", "Divided", "Elements", "Format", "InMemory", "Index", "Piece"]
-__all__ += ["Share", "Writer", "arrays_of", "as_path", "begun", "check_maps", "created", "cut", "forget", "join"]
-__all__ += ["located", "map_file", "read_arrays", "read_info", "whole", "write_arrays", "write_index", "write_info"]
-__all__ += ["write_pieces"]
+__all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "created", "forget", "located", "read_arrays"]
+__all__ += ["read_info", "write_info"]
 
 INFO = "session_info.json"
 LOADER = "dataloader.bin"

@@ -23,7 +23,7 @@ from popxl.base.distributed import Instance, launched
 from popxl.base.files import replaced_file
 from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
-from popxl_addons import _wandb, checkpoint
+from popxl_addons import _wandb, array_files, checkpoint, pieces
 from popxl_addons.array_munging import unshard
 from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
@@ -172,18 +172,18 @@ class TaskSession(popxl.Session):
         """
         # Copies: sessions of one Ir share the host copies of its variables.
         theirs = src._values(_readable(src.state), copied=True)
-        arrays = {name: checkpoint.InMemory(a.copy() if checkpoint.map_file(a) else a) for name, a in theirs.items()}
+        arrays = {name: array_files.InMemory(a.copy() if array_files.map_file(a) else a) for name, a in theirs.items()}
         what = f"TaskSession.load_from_session, from {src!r}"
         values, missing = self._matched(what, "Source", arrays, report_missing)
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
             warnings.warn(text, MissingStateWarning, stacklevel=2)
-        self._write({v: checkpoint.whole(array) for v, array in values.items()})
+        self._write({v: pieces.whole(array) for v, array in values.items()})
 
     # Checkpoints
 
     def save_checkpoint(
-        self, checkpoint_dir: str | os.PathLike[str], format: checkpoint.Format = "npz", wait: bool = True
+        self, checkpoint_dir: str | os.PathLike[str], format: array_files.Format = "npz", wait: bool = True
     ) -> None:
         """Write the state, `session_state` and the position of the data loader to a directory.
 
@@ -249,13 +249,13 @@ class TaskSession(popxl.Session):
         writer.do(complete, f"the checkpoint `{place}`", wait)
 
     def _begun(
-        self, stack: ExitStack, place: str, format: checkpoint.Format, arrays: Mapping[str, np.ndarray]
+        self, stack: ExitStack, place: str, format: array_files.Format, arrays: Mapping[str, np.ndarray]
     ) -> tuple[Path, Callable[[], None]]:
         """The draft of a checkpoint, which has all but the arrays, and what writes these."""
         self._check_maps_elsewhere(place, arrays)
         directory = stack.enter_context(checkpoint.created(place))
         checkpoint.write_info(directory, self.session_state)
-        write = checkpoint.begun(directory, arrays, format)
+        write = array_files.begun(directory, arrays, format)
         if self._dataloader is not None:
             self._dataloader.save(str(directory / checkpoint.LOADER))
         return directory, write
@@ -264,7 +264,7 @@ class TaskSession(popxl.Session):
         self,
         stack: ExitStack,
         place: str,
-        format: checkpoint.Format,
+        format: array_files.Format,
         arrays: Mapping[str, np.ndarray],
         divided: Mapping[str, Variable],
     ) -> Callable[[], None]:
@@ -289,17 +289,17 @@ class TaskSession(popxl.Session):
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
             raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
-        share = checkpoint.Share(Path(told[0]["directory"]), number, count, self._notes)
+        share = pieces.Share(Path(told[0]["directory"]), number, count, self._notes)
         with share.told():
             parts = self._own_parts([*divided.values()])
-            pieces = {name: parts[v] for name, v in divided.items()}
+            own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
-            return partial(share.write, pieces, format)
-        index = checkpoint.Index(writers=count, arrays={name: _in_pieces(v) for name, v in divided.items()})
+            return partial(share.write, own, format)
+        index = pieces.Index(writers=count, arrays={name: _in_pieces(v) for name, v in divided.items()})
 
         def finish() -> None:
             try:
-                share.write(pieces, format)
+                share.write(own, format)
             finally:  # as long as anybody writes to the draft, it has to be there
                 problems = share.problems()
             if problems:
@@ -307,7 +307,7 @@ class TaskSession(popxl.Session):
                     f"TaskSession.save_checkpoint: `{place}` is not complete, and is not there. {' '.join(problems)}"
                 )
             write()
-            checkpoint.write_index(share.directory, index)
+            pieces.write_index(share.directory, index)
 
         return finish
 
@@ -371,8 +371,8 @@ class TaskSession(popxl.Session):
                 directory = stack.enter_context(checkpoint.located(place, *share))
                 info = checkpoint.read_info(directory)
                 differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
-                maps = {path.name for path in (directory / checkpoint.MODEL).glob("*")}
-                arrays = checkpoint.arrays_of(directory)
+                maps = {path.name for path in (directory / array_files.MODEL).glob("*")}
+                arrays = pieces.arrays_of(directory)
                 values, missing = self._matched(what, "Checkpoint", arrays, report_missing, differences, maps)
                 if missing and report_missing == "warn":
                     _log.warning("%s: %s.", what, missing)
@@ -381,7 +381,7 @@ class TaskSession(popxl.Session):
                     if hasattr(self._dataloader, "get_state"):
                         _log.info("The data loader goes on at %s.", self._dataloader.get_state())
                 if not together:
-                    read = {v: checkpoint.whole(array) for v, array in values.items()}
+                    read = {v: pieces.whole(array) for v, array in values.items()}
             if together and values:
                 self._write_parts({v: array.elements for v, array in values.items()})
         if not together:
@@ -407,11 +407,11 @@ class TaskSession(popxl.Session):
         self,
         what: str,
         source: str,
-        stored: Mapping[str, checkpoint.Elements],
+        stored: Mapping[str, array_files.Elements],
         report_missing: ReportMissingMethods,
         differences: Iterable[str] = (),
         maps: AbstractSet[str] = frozenset(),
-    ) -> tuple[dict[Variable, checkpoint.Elements], str]:
+    ) -> tuple[dict[Variable, array_files.Elements], str]:
         """The arrays by the variables that they are for, and what is missing. All that does not fit is told at once.
 
         Memory-mapped variables whose files are among `maps` are not expected in `stored`.
@@ -457,13 +457,13 @@ class TaskSession(popxl.Session):
             wholes = {name: _whole(t, data[t]) for name, t in named.items()}
             if copied:
                 for name, t in named.items():
-                    if wholes[name] is data[t] and checkpoint.map_file(data[t]) is None:
+                    if wholes[name] is data[t] and array_files.map_file(data[t]) is None:
                         wholes[name] = data[t].copy()
         return wholes
 
     def _check_maps_elsewhere(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
-            file = checkpoint.map_file(array)
+            file = array_files.map_file(array)
             if file is not None and checkpoint.as_path(place) in file.resolve().parents:
                 raise ValueError(
                     f"TaskSession.save_checkpoint: the state `{name}` is mapped to `{file}`, which is in `{place}`, "
@@ -545,7 +545,7 @@ def initialise_memmap_dir_from_checkpoint(
     with checkpoint.located(os.fspath(checkpoint_dir)) as directory:
         checkpoint.check_maps(directory)
         target.mkdir(parents=True, exist_ok=True)
-        for source in sorted((directory / checkpoint.MODEL).glob("*.npy")):
+        for source in sorted((directory / array_files.MODEL).glob("*.npy")):
             with replaced_file(
                 target / source.name, partial(shutil.copyfile, source)
             ):  # a program that maps the old file keeps it, whole
@@ -558,26 +558,26 @@ def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
 
 def _is_saved_in_pieces(t: Variable | Constant) -> bool:
     """Whether each process saves a part of the value: not of what is the same file for all, or known to all."""
-    if not isinstance(t, Variable) or (t.initial is None and checkpoint.map_file(t.data) is not None):
+    if not isinstance(t, Variable) or (t.initial is None and array_files.map_file(t.data) is not None):
         return False
     return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
 
 
-def _in_pieces(v: Variable) -> checkpoint.Divided:
+def _in_pieces(v: Variable) -> pieces.Divided:
     has_groups = v.replica_grouping.num_groups > 1
-    return checkpoint.Divided(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
+    return pieces.Divided(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
 
 
 def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
     """The value that groups of replicas have parts of; another array as it is, and so a memory map."""
     if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
         return array
-    if array.shape != t.shape_on_host or checkpoint.map_file(array):
+    if array.shape != t.shape_on_host or array_files.map_file(array):
         return array
     return unshard(array, t.group_axis)
 
 
-def _in_groups(t: Variable | Constant, array: checkpoint.Elements) -> checkpoint.Elements:
+def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_files.Elements:
     """A whole value, or a row for each of any groups, with a row for each group of `t`. Another array as it is."""
     axis = t.group_axis if isinstance(t, Variable) else None
     if not isinstance(t, Variable) or axis is None or array.shape == t.shape_on_host:
@@ -585,10 +585,10 @@ def _in_groups(t: Variable | Constant, array: checkpoint.Elements) -> checkpoint
     groups = t.replica_grouping.num_groups
     expected = (*t.shape[:axis], groups * t.shape[axis], *t.shape[axis + 1 :])
     has_rows = len(array.shape) == len(expected) + 1 and array.shape[0] > 0
-    whole = checkpoint.join(array, axis) if has_rows else array
+    whole = pieces.join(array, axis) if has_rows else array
     if whole.shape != expected:
         return array
-    return checkpoint.cut(whole, groups, axis) if groups > 1 else whole
+    return pieces.cut(whole, groups, axis) if groups > 1 else whole
 
 
 def _may_be_divided(t: Variable | Constant, shape: tuple[int, ...]) -> bool:
@@ -610,7 +610,7 @@ def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str
 def _is_mapped_to(t: Variable | Constant, names: AbstractSet[str]) -> bool:
     if isinstance(t, Variable) and t.initial is not None:
         return False
-    file = checkpoint.map_file(t.data)
+    file = array_files.map_file(t.data)
     return file is not None and file.name in names
 
 

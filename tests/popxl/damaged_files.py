@@ -25,7 +25,7 @@ from popxl import ops
 from popxl.base import log
 from popxl.errors import PopxlError
 from popxl.tensor import Constant, Variable
-from popxl_addons import checkpoint
+from popxl_addons import array_files, checkpoint
 from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
 from runtime.plan import structure
 
@@ -72,7 +72,7 @@ class Kind:
     mended: bool = False
 
 
-def write_checkpoint(folder: Path, format: checkpoint.Format) -> None:
+def write_checkpoint(folder: Path, format: array_files.Format) -> None:
     maps = folder / "elsewhere"
     maps.mkdir()
     mapped = np.memmap(maps / "table.npy", np.float32, "w+", shape=(5, 2))
@@ -86,7 +86,7 @@ def write_checkpoint(folder: Path, format: checkpoint.Format) -> None:
     }
     with checkpoint.created(str(folder / "c")) as directory:
         checkpoint.write_info(directory, {"steps": 7, "lr": 0.5})
-        checkpoint.write_arrays(directory, arrays, format)
+        array_files.write_arrays(directory, arrays, format)
         (directory / checkpoint.LOADER).write_bytes(b"at row 1234")
     shutil.rmtree(maps)
 

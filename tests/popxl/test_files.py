@@ -15,14 +15,14 @@ import popxl
 from popxl.base.files import drafted, parsed, remove_abandoned, replace_file, replaced_file, sealed, unsealed
 from popxl.base.pages import Picture
 from popxl.program import writing
-from popxl_addons import checkpoint
+from popxl_addons import array_files, checkpoint
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
 import popxl
-from popxl_addons import checkpoint
+from popxl_addons import array_files, checkpoint
 
 folder, what, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -41,7 +41,7 @@ if what == "ir":
     ir.save(folder / "program")
 else:
     with checkpoint.created(str(folder / "c")) as directory:
-        checkpoint.write_arrays(directory, {"v": np.full(2, 2.0)}, "safetensors")
+        array_files.write_arrays(directory, {"v": np.full(2, 2.0)}, "safetensors")
 """
 
 
@@ -79,7 +79,7 @@ def test_a_save_of_a_program_that_is_killed(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_killed(tmp_path: Path) -> None:
     def write(value: float) -> None:
         with checkpoint.created(str(tmp_path / "c")) as directory:
-            checkpoint.write_arrays(directory, {"v": np.full(2, value)}, "safetensors")
+            array_files.write_arrays(directory, {"v": np.full(2, value)}, "safetensors")
 
     write(1.0)
     killed(tmp_path, "checkpoint", 0)

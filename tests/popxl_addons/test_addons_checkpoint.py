@@ -15,7 +15,7 @@ import pytest
 
 import popxl
 from popxl.errors import UnreadableFileError
-from popxl_addons import checkpoint
+from popxl_addons import array_files, checkpoint, pieces
 from popxl_addons.array_munging import shard
 from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
 from tests.popxl_addons import killed_training
@@ -35,7 +35,7 @@ ARRAYS = {
 def write(place, arrays, format="npz", info=None, loader=None):
     with checkpoint.created(str(place)) as directory:
         checkpoint.write_info(directory, info or {"steps": 1})
-        checkpoint.write_arrays(directory, arrays, format)
+        array_files.write_arrays(directory, arrays, format)
         if loader is not None:
             (directory / checkpoint.LOADER).write_bytes(loader)
 
@@ -117,18 +117,18 @@ def write_in_pieces(place, arrays, format="npz", shapes=None):
     notes = Notes()
     with checkpoint.created(str(place)) as directory:
         checkpoint.write_info(directory, {"steps": 1})
-        checkpoint.write_arrays(directory, {"known to all": np.arange(3)}, format)
-        shares = [checkpoint.Share(directory, number, 2, notes) for number in range(2)]
+        array_files.write_arrays(directory, {"known to all": np.arange(3)}, format)
+        shares = [pieces.Share(directory, number, 2, notes) for number in range(2)]
         for number, share in enumerate(shares):
-            pieces = {}
+            own = {}
             for name, array in arrays.items():
                 flat, third = array.reshape(-1), array.size // 3
                 cuts = [third, 2 * third] if number else [0, third, 2 * third, array.size]
-                pieces[name] = [(start, flat[start:stop]) for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
-            share.write(pieces, format)
+                own[name] = [(start, flat[start:stop]) for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+            share.write(own, format)
         assert shares[0].problems() == [] and not notes
-        shapes = shapes or {name: checkpoint.Divided(shape=array.shape) for name, array in arrays.items()}
-        checkpoint.write_index(directory, checkpoint.Index(writers=2, arrays=shapes))
+        shapes = shapes or {name: pieces.Divided(shape=array.shape) for name, array in arrays.items()}
+        pieces.write_index(directory, pieces.Index(writers=2, arrays=shapes))
 
 
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
@@ -146,17 +146,17 @@ def test_pieces_are_put_together(tmp_path, format):
 def test_parts_of_groups_are_joined_along_their_axis(tmp_path):
     table = np.arange(24).reshape(2, 12)
     stacked = np.stack(np.split(table, 3, 1))
-    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": checkpoint.Divided(shape=stacked.shape, axis=1)})
+    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": pieces.Divided(shape=stacked.shape, axis=1)})
     np.testing.assert_array_equal(read(tmp_path)[0]["a"], table)
     with pytest.raises(ValueError, match=r"parts of the shape \(2, 4\) have no axis 2"):
-        checkpoint.Divided(shape=stacked.shape, axis=2)
+        pieces.Divided(shape=stacked.shape, axis=2)
 
 
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_only_the_pieces_that_are_asked_for_are_read(tmp_path, format):
     write_in_pieces(tmp_path, ARRAYS, format)
     with checkpoint.located(str(tmp_path)) as directory:
-        arrays = checkpoint.arrays_of(directory)
+        arrays = pieces.arrays_of(directory)
     shutil.rmtree(tmp_path / "pieces/0")
     for name, expected in ARRAYS.items():
         assert arrays[name].shape == expected.shape and arrays[name].dtype == expected.dtype
@@ -173,10 +173,10 @@ def test_elements_of_parts_that_are_cut_anew(axis):
     for stored, parts in [(2, 4), (4, 2), (1, 2), (2, 2)]:
         if whole.shape[axis] % stored or whole.shape[axis] % parts:
             continue
-        there = checkpoint.InMemory(shard(whole, stored, axis))
-        joined = checkpoint.join(there, axis)
-        np.testing.assert_array_equal(checkpoint.whole(joined), whole)
-        expected, found = shard(whole, parts, axis), checkpoint.cut(joined, parts, axis)
+        there = array_files.InMemory(shard(whole, stored, axis))
+        joined = pieces.join(there, axis)
+        np.testing.assert_array_equal(pieces.whole(joined), whole)
+        expected, found = shard(whole, parts, axis), pieces.cut(joined, parts, axis)
         assert found.shape == expected.shape
         for start, stop in [(0, expected.size), (5, 6), (7, 61), (expected.size, expected.size)]:
             np.testing.assert_array_equal(found.elements(start, stop), expected.reshape(-1)[start:stop])
@@ -239,7 +239,7 @@ def test_a_changed_byte_of_pieces(tmp_path, name):
 
 def test_who_cannot_write_says_so(tmp_path):
     notes = Notes()
-    first, second = (checkpoint.Share(tmp_path / "c", number, 2, notes) for number in range(2))
+    first, second = (pieces.Share(tmp_path / "c", number, 2, notes) for number in range(2))
     with pytest.raises(FileNotFoundError, match="Choose a place for checkpoints that all processes have in common"):
         second.write({}, "npz")
     with pytest.raises(KeyboardInterrupt), first.told():
@@ -434,7 +434,7 @@ INTERRUPTED = """
 import os, shutil, sys
 from pathlib import Path
 import numpy as np
-from popxl_addons import checkpoint
+from popxl_addons import array_files, checkpoint, pieces
 
 how, format, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile"}
@@ -458,13 +458,13 @@ def save(place, value, format):
         checkpoint.write_info(directory, {"value": value})
         arrays = {f"only_{value}": np.full(3, value), "both": np.full(2, value)}
         if format == "pieces":
-            checkpoint.write_arrays(directory, {})
-            checkpoint.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
-            checkpoint.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
-            shapes = {name: checkpoint.Divided(shape=array.shape) for name, array in arrays.items()}
-            checkpoint.write_index(directory, checkpoint.Index(writers=2, arrays=shapes))
+            array_files.write_arrays(directory, {})
+            pieces.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
+            pieces.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
+            shapes = {name: pieces.Divided(shape=array.shape) for name, array in arrays.items()}
+            pieces.write_index(directory, pieces.Index(writers=2, arrays=shapes))
         else:
-            checkpoint.write_arrays(directory, arrays, format)
+            array_files.write_arrays(directory, arrays, format)
         if value == 1:
             (directory / "dataloader.bin").write_bytes(b"1")
 

@@ -31,6 +31,7 @@ from poptorch.capture.torch_private import (
     with_tensors,
     without_compile,
 )
+from poptorch.capture.torchvision_ops import choosing
 from poptorch.capture.trace import Trace, Value
 from poptorch.capture.tracer import CANNOT_READ, Again, Tracer, going_on
 from poptorch.errors import createPoptorchError
@@ -160,6 +161,7 @@ def _capture(
         stack.enter_context(unvalidated_distributions())
         stack.enter_context(unlogged_errors())
         stack.enter_context(one_by_one())
+        stack.enter_context(choosing())
         stack.enter_context(without_compile())
         stack.enter_context(tracer.listening())
         try:

@@ -1,16 +1,19 @@
-"""What the ops of torchvision's library are made of. It need not be there: these are found by name.
+"""What the ops of torchvision's library are made of, and its choices. It need not be there: they are found by name.
 
 Boxes that are thrown out (`nms`) are no op of a program. How many are left depends on numbers, so the host does that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-__all__ = ["OF_TORCHVISION"]
+__all__ = ["OF_TORCHVISION", "choosing"]
 
 
 def _roi_align(
@@ -101,3 +104,25 @@ OF_TORCHVISION: Mapping[str, Callable[..., torch.Tensor]] = {
     "deform_conv2d": _deform_conv2d,
 }
 """What gives the result of an op of this name, for the same arguments."""
+
+
+@contextmanager
+def choosing() -> Iterator[None]:
+    """Have detectors that are trained draw which size an image gets as an integer.
+
+    They read a float that they have drawn, and round it. A program would be for that float, which never comes again.
+    """
+    module = sys.modules.get("torchvision.models.detection.transform")
+    if module is None:
+        yield
+        return
+    transform = module.GeneralizedRCNNTransform
+    before, transform.torch_choice = transform.torch_choice, _choice
+    try:
+        yield
+    finally:
+        transform.torch_choice = before
+
+
+def _choice(transform: Any, sizes: Sequence[int]) -> int:
+    return sizes[int(torch.randint(len(sizes), ()))] if len(sizes) > 1 else sizes[0]

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -86,20 +87,20 @@ class Part:
     """The program between two cuts.
 
     Attributes:
-        content: what the program does.
+        content: what the program does; `None` if that could not be found out.
         ops: what `forward` does there, by name.
-        compiled: the program; `None` if there is nothing to do.
-        is_made: whether these are there.
+        make: makes the program; `None` if that has been done, or there is nothing to do.
+        compiled: the program.
         cut: what the host does after it, and with what; `None` at the end.
         after: what comes then.
         way: at the end, how the model was captured to there.
         used: the number of the run that it was used in last.
     """
 
-    content: Content = field(default_factory=lambda: Content([], [], []))
+    content: Content | None = None
     ops: list[str] = field(default_factory=list)
+    make: Callable[[], Compiled] | None = None
     compiled: Compiled | None = None
-    is_made: bool = False
     cut: Cut | None = None
     asked: list[Place] = field(default_factory=list)
     after: dict[tuple[Any, ...], Part] = field(default_factory=dict)
@@ -176,17 +177,22 @@ class InParts:
         self._has_told = False
         self._check(way)
         self._grow(way)
+        for part in self._root.all():
+            self._program(part)
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def _grow(self, way: Way) -> bool:
-        """Make the programs of a way that are missing. Returns whether one that was there before gives more now."""
+        """Say what the parts of a way do. Returns whether a program has to give more than one that there was.
+
+        Each is made when a run comes to it: what the host will make on the rest of the way is a guess so far.
+        """
         parts = [self._root]
         for cut in way.cuts:
             parts[-1].cut = parts[-1].cut or cut
             parts.append(parts[-1].after.setdefault(cut.key, Part(used=self._runs)))
         for part, ops in zip(parts, _ops(way), strict=True):
-            if part.is_made and part.ops != ops:
+            if part.content is not None and part.ops != ops:
                 raise createPoptorchError(
                     f"`forward` does something else than before, up to where the host looks ({way.cuts[0].source}), "
                     "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
@@ -197,20 +203,26 @@ class InParts:
             part.asked = [places[value] for value in cut.given]
         needed = self._needed(way, places, parts)
         changed = False
-        for number, (part, content) in enumerate(zip(parts, needed, strict=True), 1):
-            if part.is_made and part.content.wanted == content.wanted:
+        for number, (part, content) in enumerate(zip(parts, needed, strict=True)):
+            if part.content is not None and part.content.wanted == content.wanted:
                 continue
+            changed |= part.content is not None and part.make is None
+            self._close(part)
+            part.content, part.compiled = content, None
             if part is parts[-1]:
-                made = self._made_end(way, places, content)
+                part.make = self._maker_of_end(way, places, content)
             else:
-                made = self._made(way, places, content, number) if content.wanted else None
-            if part.is_made:
-                changed = True
-                self._close(part)
-            part.content, part.compiled, part.is_made = content, made, True
+                part.make = partial(self._made, way, places, content, number + 1) if content.wanted else None
         parts[-1].way = way
         self._forget_some()
         return changed
+
+    def _program(self, part: Part) -> Compiled | None:
+        """The program of a part, made if it is not there yet."""
+        if part.make is not None:
+            part.compiled = part.make()
+            part.make = None
+        return part.compiled
 
     def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
         """The content of each part."""
@@ -242,7 +254,9 @@ class InParts:
             ops += trace.nodes[begins[i] : ends[i]]
             here = {id(value) for node in ops for value in node.results}
             here |= {id(value) for value in needed if places[value][0] == "state"}
-            wanted = {places[value] for value in needed if id(value) in here} | set(parts[i].content.wanted)
+            wanted = {places[value] for value in needed if id(value) in here}
+            if (before := parts[i].content) is not None:
+                wanted |= set(before.wanted)
             ordered_wanted = sorted(wanted, key=ordered.__getitem__)
             values = [places.value[place] for place in ordered_wanted]
             nodes = Trace(nodes=ops).without_unused(values, with_effects)
@@ -273,7 +287,8 @@ class InParts:
             read={},
             frozen=[],
         )
-        host = {name: array for name, array in self._host().items() if name in state}
+        known = {**self._host(), **(self.weights() if self._is_attached else {})}  # the device's, where it has some
+        host = {name: array for name, array in known.items() if name in state}
         compiled = Compiled.of(
             popxl.Ir(replication=1),
             captured,
@@ -288,9 +303,9 @@ class InParts:
             compiled.attach(host)
         return compiled
 
-    def _made_end(self, way: Way, places: Places, content: Content) -> Compiled | None:
-        """The program of the last part."""
-        return self._made(way, places, content) if content.wanted else None
+    def _maker_of_end(self, way: Way, places: Places, content: Content) -> Callable[[], Compiled] | None:
+        """What makes the program of the last part."""
+        return partial(self._made, way, places, content) if content.wanted else None
 
     def _forget_some(self) -> None:
         """Keep the ends that were used last, as many as the options say."""
@@ -370,7 +385,7 @@ class InParts:
             known |= {("cut", len(answers), j): t for j, t in enumerate(Cut.tensors_in(made))}
             answers.append(made)
             key = Cut.key_of(made)
-            if key not in part.after or not part.after[key].is_made:  # it was tried, and could not be compiled
+            if key not in part.after or part.after[key].content is None:  # it was tried, and could not be captured
                 with self._capturing():
                     way = self._capture(tensors, answers)
                     if self._grow(way):
@@ -379,10 +394,10 @@ class InParts:
 
     def _run_part(self, part: Part, known: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
         """What a part gives."""
-        if part.compiled is None:
+        program, content = self._program(part), part.content
+        if program is None or content is None:
             return {}
-        made = part.compiled.run([known[place].detach() for place in part.content.given])
-        return dict(zip(part.content.wanted, made, strict=True))
+        return dict(zip(content.wanted, program.run([known[place].detach() for place in content.given]), strict=True))
 
     def _end(
         self,

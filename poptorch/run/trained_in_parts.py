@@ -11,8 +11,9 @@ one that comes next, by way of the host. Nothing is copied as long as the same o
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,10 @@ class TrainedInParts(InParts):
                     raise _cannot_be_done_twice(f"{node} draws random numbers", way)
         return compiled
 
-    def _made_end(self, way: Way, places: Places, content: Content) -> Compiled:
+    def _maker_of_end(self, way: Way, places: Places, content: Content) -> Callable[[], Compiled]:
+        return partial(self._made_step, way, places, content)
+
+    def _made_step(self, way: Way, places: Places, content: Content) -> Compiled:
         captured = way.captured
         inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
         tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in inputs)
@@ -119,21 +123,22 @@ class TrainedInParts(InParts):
     # Running --------------------------------------------------------------------------------------------------------
 
     def _run_part(self, part: Part, known: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        if part.compiled is not None and (names := part.compiled.ends.variables):
-            part.compiled.write_weights(self.weights(names))
+        program = self._program(part)
+        if program is not None and (names := program.ends.variables):
+            program.write_weights(self.weights(names))
         return super()._run_part(part, known)
 
     def _end(
         self, part: Part, way: Way, known: dict[Any, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Any
     ) -> Any:
-        step = part.compiled
-        assert step is not None
+        step, content = self._program(part), part.content
+        assert step is not None and content is not None
         if step is not self._newest:
             self._leave()
             step.write_lasting(self._left)
             self._newest = step
         try:
-            return step.run([*tensors, *(known[place].detach() for place in part.content.given)], objects)
+            return step.run([*tensors, *(known[place].detach() for place in content.given)], objects)
         finally:
             self.times = step.times
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 import poptorch  # noqa: E402
+from popxl.session import CompilationProgress, compilation_progress  # noqa: E402
 
 X = torch.tensor([[1.5, -2.0, 0.5], [-1.0, 3.0, 2.5], [0.25, -0.5, -4.0], [2.0, 1.0, 1.0]])
 LENGTHS = torch.tensor([2, 3, 1, 3])
@@ -242,6 +243,38 @@ def test_layers_that_numbers_choose() -> None:
         model.router.bias.zero_()
     to_one = X.abs()
     steps_agree(model, [(X,), (to_one,), (-to_one,), (X,)])
+
+
+class Drawn(nn.Module):
+    """Rows are drawn, then rows of these: how many there are is something else in each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        some = x[torch.rand(len(x)) < 0.8]
+        fewer = some[torch.rand(len(some)) < 0.8]
+        return fewer, poptorch.identity_loss(self.layer(fewer).square(), "sum")
+
+
+def test_only_programs_that_run_are_compiled() -> None:
+    """What the host will find on the rest of a way is a guess, and nothing is compiled for it."""
+    compiled: list[CompilationProgress] = []
+    torch.manual_seed(0)
+    model, rows = Drawn(), torch.arange(60.0).reshape(20, 3) / 60
+    options = poptorch.Options().showCompilationProgressBar(False).randomSeed(1).keptPrograms(2)
+    wrapped = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
+    wrapped.compile(rows)
+    for _ in range(4):
+        compiled.clear()
+        layer = copy.deepcopy(model.layer)
+        with compilation_progress(compiled.append):
+            fewer, loss = wrapped(rows)
+        assert sum(each.done == each.total for each in compiled) <= 2  # that of some rows, and that of fewer
+        assert 0 < len(fewer) < 20
+        agree(loss, layer(fewer).square().sum())
+        wrapped.copyWeightsToHost()
 
 
 class Packed(nn.Module):

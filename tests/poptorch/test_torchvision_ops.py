@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from math import ceil, floor
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ if find_spec("torchvision") is not None:
     import torchvision  # noqa: F401  (it declares them, if its library can be loaded)
 
 import poptorch  # noqa: E402  (it needs torch)
+from popxl.session import CompilationProgress, compilation_progress  # noqa: E402
 
 Array = np.ndarray
 
@@ -162,3 +165,29 @@ def test_boxes_that_are_thrown_out() -> None:
     found, likely = wrapped(boxes, scores)
     assert found.tolist() == [[0, 2, 8, 10], [10, 10, 18, 16]] and likely.tolist() == [0.75, 0.375]
     assert [len(t) for t in wrapped(boxes, scores + 0.25)] == [3, 3]
+
+
+def test_sizes_that_detectors_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detector draws a size for each image. There is a program for each size that it may be, and no more."""
+
+    class GeneralizedRCNNTransform(torch.nn.Module):
+        def torch_choice(self, sizes: list[int]) -> int:
+            return sizes[int(torch.empty(1).uniform_(0.0, float(len(sizes))).item())]
+
+        def forward(self, image: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+            size = self.torch_choice(sizes)
+            return torch.nn.functional.interpolate(image, (size, size + 1))
+
+    library = ModuleType("torchvision.models.detection.transform")
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    monkeypatch.setattr(library, "GeneralizedRCNNTransform", GeneralizedRCNNTransform, raising=False)
+    image = torch.arange(12.0).reshape(1, 2, 2, 3)
+    options = poptorch.Options().showCompilationProgressBar(False).randomSeed(2)
+    compiled: list[CompilationProgress] = []
+    with compilation_progress(compiled.append):
+        wrapped = poptorch.inferenceModel(GeneralizedRCNNTransform(), options)
+        found = [wrapped(image, [4, 6]) for _ in range(8)]
+        assert {tuple(t.shape) for t in found} == {(1, 2, 4, 5), (1, 2, 6, 7)}
+        assert sum(each.done == each.total for each in compiled) <= 3  # that which draws, and one for each size
+        only = poptorch.inferenceModel(GeneralizedRCNNTransform(), options)(image, [4])
+    assert torch.equal(only, torch.nn.functional.interpolate(image, (4, 5)))

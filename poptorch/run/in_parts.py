@@ -81,6 +81,10 @@ class Content:
     given: list[Place]
     wanted: list[Place]
 
+    def given_of(self, known: Mapping[Place, torch.Tensor]) -> list[torch.Tensor]:
+        """What it takes, of all that is known so far, laid out as programs take it."""
+        return [known[place].detach().contiguous() for place in self.given]
+
 
 @dataclass(eq=False)
 class Part:
@@ -177,7 +181,7 @@ class InParts:
         self._has_told = False
         self._check(way)
         self._grow(way)
-        for part in self._root.all():
+        for part in self._root.all():  # the host has looked at the numbers of a call: most often the guess is right
             self._program(part)
 
     # Parts ----------------------------------------------------------------------------------------------------------
@@ -397,7 +401,7 @@ class InParts:
         program, content = self._program(part), part.content
         if program is None or content is None:
             return {}
-        return dict(zip(content.wanted, program.run([known[place].detach() for place in content.given]), strict=True))
+        return dict(zip(content.wanted, program.run(content.given_of(known)), strict=True))
 
     def _end(
         self,

@@ -138,7 +138,7 @@ class TrainedInParts(InParts):
             step.write_lasting(self._left)
             self._newest = step
         try:
-            return step.run([*tensors, *(known[place].detach() for place in content.given)], objects)
+            return step.run([*tensors, *content.given_of(known)], objects)
         finally:
             self.times = step.times
 

@@ -47,6 +47,12 @@ class Chosen(nn.Module):
         return self.after(chosen) * torch.arange(2) + hidden.sum(), x.new_ones(2)
 
 
+def test_what_the_host_makes_is_no_argument_of_the_users(caplog: pytest.LogCaptureFixture) -> None:
+    found = poptorch.inferenceModel(lambda x: x[:, 0] * x.nonzero().T.sum(1)[0])(X)
+    agree(found, X[:, 0] * X.nonzero().T.sum(1)[0])
+    assert "contiguous" not in caplog.text
+
+
 def test_rows_that_are_chosen() -> None:
     torch.manual_seed(0)
     model = Chosen()

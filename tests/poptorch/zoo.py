@@ -100,8 +100,11 @@ def _torchvision(name: str) -> Any:
     if name.startswith(("vit_", "maxvit")):
         size = {"vit_h_14": 56, "maxvit_t": 224}.get(name, 64)
         settings |= {"input_size": (size, size)} if name == "maxvit_t" else {"image_size": size}
+    if name.startswith(("densenet", "regnet", "resnext")):
+        size = 128  # their last norms would have eight values each
     if name.startswith(("inception", "googlenet")):
         size, settings["init_weights"], settings["aux_logits"] = 96, False, False
+    size = 224 if name == "s3d" else size
     if name == "swin3d" or name.startswith(("swin3d", "mvit", "r3d", "mc3", "r2plus1d", "s3d")):
         shape = (3, 16, 224, 224) if name.startswith("mvit") else (3, 14 if name == "s3d" else 8, size, size)
         inputs = {"x": _normal(2, *shape)}

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import poptorch
 
@@ -635,7 +636,8 @@ def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
 
 
 def _doubled(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
+    doubled: dict[str, Any] = pytree.tree_map(lambda value: value.double() if _is_float(value) else value, inputs)
+    return doubled
 
 
 def _moved(model: torch.nn.Module, seed: int) -> torch.nn.Module:

@@ -359,6 +359,8 @@ def test_what_is_given_and_not_used_is_told(ir, capfd):
     assert "exp_out of `grads_provided` are no outputs" in capfd.readouterr().err
     autodiff(graph, grads_required=[graph.inputs[0]])
     assert "Gradient___sin_out are not used" in capfd.readouterr().err
+    autodiff(graph_of(ir, lambda x: x))  # whose gradient is the one that is given
+    assert "not used" not in capfd.readouterr().err
 
 
 def test_gradients_of_tensors_that_callers_do_not_see(ir):

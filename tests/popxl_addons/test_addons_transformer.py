@@ -201,6 +201,37 @@ def _placed(rows: popxl.Tensor, room: int) -> popxl.Tensor:
     return ops.concat([rows, rest], 2)
 
 
+def test_the_gradient_of_a_norm_has_a_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    x, w, v = text(2, 3, WIDTH), text(WIDTH, seed=1), text(2, 3, WIDTH, seed=2)
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        given = [popxl.variable(array) for array in (x, w)]
+        _, graph = RMSNorm().create_graph(given[0])
+        back = addons.autodiff(graph, grads_required=graph.graph.inputs[:1])
+
+        def slope(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+            site = graph.call_with_info(x, w)
+            seed = popxl.constant(np.ones(x.shape), popxl.float32)
+            (dx,) = back.call(seed, args=back.grad_graph_info.inputs_dict(site))
+            return ops.sum(dx * popxl.constant(v))
+
+        whole = ir.create_graph(slope, *given)
+        again = addons.autodiff(whole, grads_provided=whole.outputs[:1])
+        site = ops.call_with_info(whole, *given)
+        outs = []
+        for t in again.call(1.0, args=again.grad_graph_info.inputs_dict(site)):
+            outs.append(popxl.d2h_stream(t.shape, t.dtype))
+            ops.host_store(outs[-1], t)
+    with popxl.Session(ir, "cpu") as session:
+        found = session.run()
+    leaves = [torch.tensor(array, dtype=torch.float64, requires_grad=True) for array in (x, w)]
+    y = torch.nn.functional.rms_norm(leaves[0], (WIDTH,), leaves[1], 1e-6)
+    (dx,) = torch.autograd.grad(y.sum(), leaves[0], create_graph=True)
+    for out, wish in zip(outs, torch.autograd.grad((dx * torch.tensor(v)).sum(), leaves), strict=True):
+        np.testing.assert_allclose(found[out], wish.numpy(), rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_refused() -> None:
     spec = popxl.TensorSpec((2, LENGTH, WIDTH), popxl.float32)
     with popxl.Ir().main_graph:

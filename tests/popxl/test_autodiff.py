@@ -130,6 +130,26 @@ def test_second_derivatives(ir, run):
         graph = ir.create_graph(lambda x, info, graph: _gradient(info, graph, x), SCALAR, info, graph)
 
 
+@pytest.mark.parametrize(
+    ("fn", "x", "expected"),
+    [
+        (lambda x: x**3.0 + x**2.0, 0.0, 2),
+        (lambda x: x**1.0 + x**0.0, 0.0, 0),
+        (lambda x: x**2.5, 4.0, 7.5),
+        (lambda x: ops.pow(popxl.constant(0.0), x), 2.0, 0),
+        (lambda x: ops.pow(popxl.constant(3.0), x), 2.0, 9 * np.log(3) ** 2),
+        (lambda x: ops.abs(ops.complex(x, x * x)), 1.5, 1.920116),  # of √(x² + x⁴)
+    ],
+)
+def test_second_derivatives_of_powers_and_lengths(ir, run, fn, x, expected):
+    """Also where JAX's formulas for them have none."""
+    graph = graph_of(ir, fn)
+    slope = ir.create_graph(_gradient, autodiff(graph), graph, SCALAR)
+    np.testing.assert_allclose(
+        gradients(ir, run, slope, [x], [1.0], autodiff(slope, slope.outputs[:1])), [expected], 1e-5
+    )
+
+
 def _gradient(info, graph, x):
     """The gradient of a graph of one scalar, as a function of it."""
     site = ops.call_with_info(graph, x)

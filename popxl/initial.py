@@ -49,7 +49,7 @@ class Initial(BaseModel, ABC):
     Example:
         >>> zeros = popxl.initial.zeros((2, 3))
         >>> zeros.elements(4, 6), np.asarray(zeros).shape
-        (array([0., 0.], dtype=float32), (2, 3))
+        (array([0., 0.]), (2, 3))
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -104,7 +104,7 @@ class Full(Initial):
     value: int | float
 
     def elements(self, start: int, stop: int) -> Array:
-        return np.full(stop - start, self.value, np.float32 if isinstance(self.value, float) else None)
+        return np.broadcast_to(self.value, stop - start)  # one number in memory
 
 
 class Random(Initial):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ import popxl
 from popxl.base.distributed import Instance, launched
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.streams import Stream
+from popxl.tensor import Variable
 from popxl_addons import _wandb
 
 __all__ = ["Metrics"]
@@ -64,8 +65,9 @@ class Metrics:
             self._wandb.log(numbers, step=step)
 
     def histograms(self, arrays: Mapping[str | Stream, np.ndarray], step: int) -> None:
-        """Log how the finite elements of each array are distributed, and how many are not finite. The names are
-        ``<name>/histogram`` and ``<name>/not_finite``; for Weights & Biases, with a colon."""
+        """Log how the finite elements of each array are distributed, and how many are not finite. Of complex ones the
+        absolute values count. The names are ``<name>/histogram`` and ``<name>/not_finite``; for Weights & Biases, with
+        a colon."""
         known = {_name(key): as_numbers(np.asarray(array)) for key, array in arrays.items()}
         if self._wandb is not None:
             _wandb.log_arrays(known, step)
@@ -77,8 +79,9 @@ class Metrics:
                     self._writer.add_histogram(f"{name}/histogram", finite, step)
 
     def variables(self, session: popxl.Session, step: int) -> None:
-        """Log `histograms` of all variables of a session's program, under their names."""
-        data = session.get_tensors_data(session.ir.main_graph.variables)
+        """Log `histograms` of all variables of a session's program, under their names: but those of int8 and uint8,
+        which a session does not read back."""
+        data = session.get_tensors_data(readable(session.ir.main_graph.variables))
         self.histograms({t.name: array for t, array in data.items()}, step)
 
     def close(self) -> None:
@@ -95,11 +98,16 @@ class Metrics:
         self.close()
 
 
+def readable(variables: Iterable[Variable]) -> list[Variable]:
+    """Those that a session reads back."""
+    return [v for v in variables if v.dtype not in (popxl.int8, popxl.uint8, popxl.complex128)]
+
+
 def as_numbers(array: np.ndarray) -> np.ndarray:
-    """A float8 array as float32, others as they are."""
-    if array.dtype.names is None:
-        return array
-    return host_pow2scale_cast_from_fp8(array, popxl.float32)
+    """A float8 array as float32, a complex one as its absolute values, others as they are."""
+    if array.dtype.names is not None:
+        return host_pow2scale_cast_from_fp8(array, popxl.float32)
+    return np.abs(array) if np.iscomplexobj(array) else array
 
 
 def _writer(folder: str | os.PathLike[str]) -> Any:
@@ -117,9 +125,12 @@ def _name(key: str | Stream) -> str:
 
 
 def _mean(name: str, value: Any) -> float:
-    array = as_numbers(np.asarray(value))
-    if array.dtype.kind in "OSU":
-        raise TypeError(f"Metrics.log: `{name}` is {value!r} ({type(value).__name__}); expected a number, or an array.")
+    given = np.asarray(value)
+    if given.dtype.kind in "OSUc":
+        raise TypeError(
+            f"Metrics.log: `{name}` is {value!r} ({type(value).__name__}); expected a number, or an array: real ones."
+        )
+    array = as_numbers(given)
     if not array.size:
         raise ValueError(f"Metrics.log: `{name}` is an array without elements, which has no mean.")
     return float(np.mean(array, dtype=np.float64))

@@ -25,7 +25,7 @@ from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
 from popxl_addons.array_munging import unshard
-from popxl_addons.metrics import as_numbers
+from popxl_addons.metrics import as_numbers, readable
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
 from popxl_addons.utils import timer
@@ -480,8 +480,8 @@ class TaskSession(popxl.Session):
         _wandb.log_arrays({name: as_numbers(data)}, step)
 
     def wandb_variable_histograms(self, step: int = 0) -> None:
-        """Log every variable of the main graph as `wandb_histogram` does, under its tensor name."""
-        data = self.get_tensors_data(self.ir.main_graph.variables)
+        """Log each variable of the main graph that can be read back as `wandb_histogram` does, under its name."""
+        data = self.get_tensors_data(readable(self.ir.main_graph.variables))
         _wandb.log_arrays({v.name: as_numbers(array) for v, array in data.items()}, step)
 
 

@@ -124,7 +124,7 @@ def new_data(v: Variable, data: Any) -> np.ndarray:
     """What a user gives a variable, as an array of its dtype and shape on the host; see `Session.write_variable_data`.
 
     Raises:
-        TypeError: for another dtype.
+        TypeError: for another dtype, or a complex number for a real variable.
         ValueError: for another shape, or a number that does not fit the dtype.
         AttributeError: for what is neither an array nor a number.
     """
@@ -132,6 +132,11 @@ def new_data(v: Variable, data: Any) -> np.ndarray:
     if isinstance(data, numbers.Number):
         if wanted.names:
             raise TypeError(f"Session.write_variable_data: {v!r} is a float8; expected an array of dtype {wanted}.")
+        if np.asarray(data).dtype.kind == "c" and not v.dtype.is_complex:
+            raise TypeError(
+                f"Session.write_variable_data: the data for {v!r} is {data!r}, which is complex; expected a real "
+                "number."
+            )
         data = narrowed(np.asarray(data), wanted, f"Session.write_variable_data: the data for {v!r}")
     if not hasattr(data, "dtype"):
         raise AttributeError(

@@ -196,12 +196,17 @@ def _along(op: Op) -> list[str]:
 def _operand(t: Tensor) -> str:
     if not isinstance(t, Constant):
         return t.path
-    return _plain(t.data) if t.nelms <= 4 else f"constant {brief(t)}"
+    return _elements(t.data.view(t.dtype.as_jax())) if t.nelms <= 4 else f"constant {brief(t)}"
+
+
+def _elements(array: np.ndarray) -> str:
+    """All of an array, each number with as many digits as tell it from others of its dtype."""
+    return f"[{', '.join(map(_elements, array))}]" if array.ndim else str(array[()])
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, np.ndarray):
-        return str(value.tolist())
+        return _elements(value)
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Stream):

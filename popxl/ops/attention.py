@@ -112,8 +112,8 @@ class _Blocks:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is one pair of blocks."""
-        return len(self.pairs) == 1
+        """Whether all queries and all keys are in one pair of blocks."""
+        return (self.q.shape[3], self.k.shape[2]) == (self.rows, self.columns)
 
     def softmax(self) -> tuple[Any, Any]:
         """Of one pair of blocks: the share that each query gets of each value, and the logarithm of the sum of

@@ -34,7 +34,15 @@ from popxl.values.spec import TensorSpec
 # Gradients that are one op of their own -----------------------------------------------------------------------------
 
 zeros_grad = OpKind("ZerosGrad", jnp.zeros_like, shape=like_first)
-abs_grad = OpKind("AbsGrad", lambda g, t: g * jnp.conj(jnp.sign(t)), shape=lambda g, t: like_first(t))  # of complex t
+
+
+def _abs_pullback(g: Any, t: Any) -> Any:
+    """The gradient of the absolute value of complex `t`. To JAX, `jnp.sign` of that would have no derivative."""
+    length = jnp.abs(t)
+    return g * (jnp.conj(t) / jnp.where(length == 0, 1, length))
+
+
+abs_grad = OpKind("AbsGrad", _abs_pullback, shape=lambda g, t: like_first(t))
 relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out > 0, g, 0), shape=like_first)
 clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
@@ -46,14 +54,23 @@ softplus_grad = OpKind("SoftplusGrad", rounded_once(lambda g, t: g * jax.nn.sigm
 tanh_grad = OpKind("TanhGrad", rounded_once(lambda g, out: g * (1 - out * out)), shape=like_first)
 # Not (g · lhs) / rhs²: the square leaves the range of a float long before the quotients do.
 divisor_grad = OpKind("DivisorGrad", rounded_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
-pow_base_grad = OpKind(
-    "PowBaseGrad", rounded_once(lambda g, t, e: jnp.where(e == 0, 0, g * e * t ** (e - 1))), shape=like_first
-)
-pow_exponent_grad = OpKind(
-    "PowExponentGrad",
-    rounded_once(lambda g, t, e, out: g * jnp.where((t == 0) & (jnp.real(e) >= 0), 0, out * jnp.log(t))),
-    shape=like_first,
-)
+
+
+# The branch that `where` leaves out is differentiated as well, by zero, and so has to have a derivative.
+@rounded_once
+def _pow_base_pullback(g: Any, t: Any, e: Any) -> Any:
+    base = jnp.where((t == 0) & ((e == 0) | (e == 1)), 1, t)
+    return jnp.where(e == 0, 0, g * e * base ** (e - 1))
+
+
+@rounded_once
+def _pow_exponent_pullback(g: Any, t: Any, e: Any, out: Any) -> Any:
+    is_flat = (t == 0) & (jnp.real(e) >= 0)
+    return g * jnp.where(is_flat, 0, out * jnp.log(jnp.where(is_flat, 1, t)))
+
+
+pow_base_grad = OpKind("PowBaseGrad", _pow_base_pullback, shape=like_first)
+pow_exponent_grad = OpKind("PowExponentGrad", _pow_exponent_pullback, shape=like_first)
 
 # One operand --------------------------------------------------------------------------------------------------------
 

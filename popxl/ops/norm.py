@@ -12,6 +12,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED
 from popxl.errors import PopxlError
+from popxl.ops.elementwise import add
 from popxl.ops.families import REAL
 from popxl.ops.kernels.sums import summed
 from popxl.ops.precision import wide_dtype
@@ -161,15 +162,28 @@ def _group_norm_backward(
 
 
 def _group_norm_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """One op makes all three."""
-    op = forward.op
-    if gs[0] is None:
-        return {}
-    t, weight, mean = (forward.read(x) for x in (*op.inputs[:2], op.outputs[1]))
-    gradients = _group_normalization_grad(gs[0], t, weight, mean, **op.attributes)
-    return {i: gradient for i, gradient in enumerate(gradients) if forward.wants(i)}
+    """One op makes all three. The mean has a gradient where this op is differentiated, which reads it."""
+    op, (g, of_mean, _) = forward.op, gs
+    found = {}
+    if g is not None:
+        t, weight, mean = (forward.read(x) for x in (*op.inputs[:2], op.outputs[1]))
+        gradients = _group_normalization_grad(g, t, weight, mean, **op.attributes)
+        found = {i: gradient for i, gradient in enumerate(gradients) if forward.wants(i)}
+    if of_mean is not None and forward.wants(0):
+        part = _group_norm_mean_grad(of_mean, shape=op.inputs[0].shape)
+        found[0] = part if g is None else add(found[0], part)
+    return found
 
 
+def _shared_out(g: Any, *, shape: tuple[int, ...]) -> Any:
+    """The gradient of what a mean is made of, for each mean in rows of equal length."""
+    count = math.prod(shape) // g.size
+    return jnp.broadcast_to(g[:, None] / count, (g.size, count)).reshape(shape)
+
+
+_group_norm_mean_grad = OpKind(
+    "GroupNormalizationMeanGrad", _shared_out, shape=lambda g, *, shape: TensorSpec(shape, g.dtype)
+)
 _group_normalization = OpKind(
     "GroupNormalization",
     _group_norm,

@@ -232,7 +232,7 @@ class _Differentiation:
         for t in activations:
             if t not in known:
                 self.forward_graph.add_output(t)
-        read = {t for op in self.graph.ops for t in op.inputs} | set(outputs)
+        read = {t for op in self.graph.ops for t in op.inputs} | set(self.graph.outputs)
         if unused := [t.name for t in self.graph.inputs[:count] if self.complete and t not in read]:
             _log.warn(f"autodiff: {', '.join(unused)} are not used by {self.graph.title}.")
         info = make_grad_graph_info(

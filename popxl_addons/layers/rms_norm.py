@@ -57,7 +57,6 @@ _rms_norm_grad = OpKind(
     _pulled_back,
     shape=lambda g, t, weight, *, eps: tuple(popxl.TensorSpec(s.shape, s.dtype) for s in (t, weight)),
     result=("rms_norm_t_grad", "rms_norm_weight_grad"),
-    gradient=None,
     key="popxl_addons.RMSNormGrad",
 )
 

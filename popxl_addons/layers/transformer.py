@@ -161,7 +161,8 @@ class Attention(Module):
 
         Args:
             x: the text, or with a `cache` what follows the text that has been read.
-            mask: what each place sees, as of `ops.attention`.
+            mask: what each place sees of what there is for it to see, as of `ops.attention`. With a `cache` of which
+                something is known, keys are all places of it.
             cache: what has been read. The keys and values of `x` are added to it, in place; its count is left to the
                 caller, as the layers of a model share it.
             seed: for dropout.
@@ -202,8 +203,7 @@ class Attention(Module):
             )
             if known is not None:
                 k, v = all_keys, all_values
-                seen = _seen(length, k.shape[-2], first) if causal else None
-                mask, causal = seen if mask is None else mask, False
+                mask, causal = _among(_seen(length, k.shape[-2], first, causal), mask), False
         mixed = ops.attention(
             q, k, v, mask, causal, dropout=self.dropout if seed is not None else 0.0, seed_tensor=seed
         )
@@ -233,12 +233,18 @@ def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot:
     return ops.dynamic_update_(known, index.reshape((1,)), new, axes=[2], sizes=[new.shape[2]], no_overlap=True)
 
 
-def _seen(length: int, room: int, first: popxl.Tensor) -> popxl.Tensor:
-    """Which places of a cache the rows from `first` on see: those before them, and themselves."""
-    rows = ops.arange(length).reshape((length, 1)) + first.astype(popxl.int32).reshape(
-        (*first.shape, *[1] * 3 * first.rank)
-    )
-    return rows >= ops.arange(room).reshape((1, room))
+def _seen(length: int, room: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
+    """Which places of a cache the rows from `first` on see: those that have been read, up to themselves if `causal`."""
+    last = ops.arange(length).reshape((length, 1)) if causal else popxl.constant(length - 1, popxl.int32)
+    last = last + first.astype(popxl.int32).reshape((*first.shape, *[1] * 3 * first.rank))
+    return last >= ops.arange(room).reshape((1, room))
+
+
+def _among(seen: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:
+    """What a mask leaves of what is seen."""
+    if mask is None:
+        return seen
+    return ops.logical_and(seen, mask) if mask.dtype is popxl.bool else ops.where(seen, mask, -math.inf)
 
 
 # Blocks -------------------------------------------------------------------------------------------------------------

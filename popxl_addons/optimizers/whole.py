@@ -521,6 +521,12 @@ def adafactor(
 ) -> NamedTensors:
     """One step of Adafactor on all variables, in place: of a matrix, the state is a row and a column.
 
+    The formula is PyTorch's, with its defaults for float32. Optax's has other ones: it takes as matrices only what has
+    two dimensions of at least 128, and of more than two dimensions the two largest, where this takes the last two; it
+    does not bound the learning rate by `1 / sqrt(t)`; and its smallest variance is 1e-30. The same numbers as here come
+    of `optax.adafactor(min_dim_size_to_factor=1)` for vectors and matrices, where neither bound is met; Optax's own of
+    `from_optax(optax.adafactor(lr))`.
+
     Args:
         lr: an upper bound of the learning rate, which is relative to the size of a variable.
         beta2_decay: the second moment forgets `1 - t ** beta2_decay` less in each step t.

@@ -130,6 +130,26 @@ def test_second_derivatives(ir, run):
         graph = ir.create_graph(lambda x, info, graph: _gradient(info, graph, x), SCALAR, info, graph)
 
 
+@pytest.mark.parametrize(
+    ("fn", "x", "expected"),
+    [
+        (lambda x: x**3.0 + x**2.0, 0.0, 2),
+        (lambda x: x**1.0 + x**0.0, 0.0, 0),
+        (lambda x: x**2.5, 4.0, 7.5),
+        (lambda x: ops.pow(popxl.constant(0.0), x), 2.0, 0),
+        (lambda x: ops.pow(popxl.constant(3.0), x), 2.0, 9 * np.log(3) ** 2),
+        (lambda x: ops.abs(ops.complex(x, x * x)), 1.5, 1.920116),  # of √(x² + x⁴)
+    ],
+)
+def test_second_derivatives_of_powers_and_lengths(ir, run, fn, x, expected):
+    """Also where JAX's formulas for them have none."""
+    graph = graph_of(ir, fn)
+    slope = ir.create_graph(_gradient, autodiff(graph), graph, SCALAR)
+    np.testing.assert_allclose(
+        gradients(ir, run, slope, [x], [1.0], autodiff(slope, slope.outputs[:1])), [expected], 1e-5
+    )
+
+
 def _gradient(info, graph, x):
     """The gradient of a graph of one scalar, as a function of it."""
     site = ops.call_with_info(graph, x)
@@ -359,6 +379,8 @@ def test_what_is_given_and_not_used_is_told(ir, capfd):
     assert "exp_out of `grads_provided` are no outputs" in capfd.readouterr().err
     autodiff(graph, grads_required=[graph.inputs[0]])
     assert "Gradient___sin_out are not used" in capfd.readouterr().err
+    autodiff(graph_of(ir, lambda x: x))  # whose gradient is the one that is given
+    assert "not used" not in capfd.readouterr().err
 
 
 def test_gradients_of_tensors_that_callers_do_not_see(ir):

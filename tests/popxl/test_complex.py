@@ -143,6 +143,16 @@ def test_what_complex_numbers_are_not_for(build: Any, message: str) -> None:
         assert len(main.ops) == 2
 
 
+def test_a_complex_number_is_not_written_to_a_real_variable() -> None:
+    with popxl.Ir().main_graph as main:
+        v = popxl.variable(3.0, name="v")
+        store(v * 1.0)
+    with popxl.Session(main.ir) as session:
+        with pytest.raises(TypeError, match=r"the data for Variable\[v .*\(1\+2j\), which is complex"):
+            session.write_variable_data(v, 1 + 2j)
+        assert session.get_tensor_data(v) == 3
+
+
 def test_complex128_is_for_graphs_that_are_only_built() -> None:
     ir = popxl.Ir()
     with ir.main_graph:

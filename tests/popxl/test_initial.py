@@ -22,6 +22,7 @@ from popxl.errors import PopxlError, UnreadableFileError
 from popxl.program.writing import fingerprint
 from popxl_addons.layers import Embedding, LayerNorm, Linear
 from runtime.targets.devices import Device
+from tests.popxl.evaluate import store
 
 
 def file_of(folder: Path, array: np.ndarray, before: bytes = b"head") -> Path:
@@ -50,6 +51,17 @@ def test_any_part_is_that_of_the_whole(described: initial.Initial) -> None:
     assert (whole.shape, described.size, whole.dtype) == ((7, 11), 77, np.float32)
     for start, stop in ((0, 77), (0, 1), (3, 4), (5, 5), (9, 25), (30, 77), (11, 22), (76, 77)):
         np.testing.assert_array_equal(described.elements(start, stop).astype(np.float32), whole.ravel()[start:stop])
+
+
+def test_a_number_is_rounded_to_the_dtype_of_the_variable_alone() -> None:
+    with popxl.Ir().main_graph as main:
+        variables = [popxl.variable(initial.full(2, 0.1), dtype) for dtype in (popxl.float64, popxl.float16)]
+        outs = store(v * 1.0 for v in variables)
+    with popxl.Session(main.ir) as session:
+        found = session.run()
+    for v, out in zip(variables, outs, strict=True):
+        expected = np.full(2, 0.1, v.dtype.as_numpy()).tolist()
+        assert found[out].tolist() == session.get_tensor_data(v).tolist() == expected
 
 
 def test_draws_are_of_their_distributions() -> None:

@@ -157,3 +157,20 @@ def test_small_graphs(ir):
     assert str(ir.main_graph) == "main graph:\n    pass"
     graph = ir.create_graph(lambda x: (x, x), popxl.TensorSpec((2,), F32))
     assert str(graph) == "test_small_graphs.<lambda>_subgraph(0)(x: f32[2]):\n    return x, x"
+
+
+def test_constants_have_the_digits_of_their_dtype(ir):
+    with ir.main_graph as main:
+        for dtype, text in {
+            F32: "[0.1, 1e-30]",
+            popxl.float16: "[0.1, 0.0]",
+            popxl.float64: "[0.1, 1e-30]",
+            popxl.bfloat16: "[0.100098, 9.98402e-31]",
+            popxl.float8_143: "[0.101562, 0]",
+            popxl.bool: "[True, True]",
+            popxl.complex64: "[(0.1+0j), (1e-30+0j)]",
+        }.items():
+            ops.identity(popxl.constant([0.1, 1e-30], dtype))
+            assert str(main).splitlines()[-1].endswith(f"Identity({text})")
+        _ = popxl.variable([1.0, 2.0], F32, "x") * 0.1
+        assert str(main).endswith("Mul(x, 0.1)")

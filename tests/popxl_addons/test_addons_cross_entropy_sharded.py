@@ -196,3 +196,22 @@ def test_what_is_refused_within_a_replica(ir: popxl.Ir) -> None:
     ):
         with pytest.raises(error, match=message):
             wr(logits, indices, ipus)
+
+
+def test_gradients_are_not_differentiated_again() -> None:
+    """Their ops read what the losses keep of the logits, which has no gradient of its own."""
+    x, labels = popxl.TensorSpec((3, 2), popxl.float32), popxl.TensorSpec((3,), popxl.int32)
+    for loss in (cross_entropy_sharded_loss, lambda x, labels: cross_entropy_sharded_wr_loss([x], [labels], [0])):
+        ir = popxl.Ir(replication=2)
+        graph = ir.create_graph(loss, x, labels)
+        back = popxl.transforms.autodiff(graph, grads_required=graph.inputs[:1])
+
+        def slope(x: popxl.Tensor, labels: popxl.Tensor, graph: Any, back: Any) -> popxl.Tensor:
+            site = ops.call_with_info(graph, x, labels)
+            seed = popxl.constant(np.ones(graph.outputs[0].shape), popxl.float32)
+            (dx,) = ops.call(back.graph, seed, inputs_dict=back.inputs_dict(site))
+            return ops.sum(dx)
+
+        whole = ir.create_graph(slope, x, labels, graph, back)
+        with pytest.raises(PopxlError, match="a gradient reaches the op CrossEntropyShardedGrad"):
+            popxl.transforms.autodiff(whole, grads_provided=whole.outputs[:1], grads_required=whole.inputs[:1])

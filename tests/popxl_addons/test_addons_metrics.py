@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
-from popxl_addons import Metrics
+from popxl_addons import Metrics, TaskSession
 
 
 @pytest.fixture
@@ -74,6 +75,26 @@ def test_wandb(session: popxl.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged == [(3, {"loss": 0.5}), (4, {"layer.w:histogram": [2, 4], "layer.w:not_finite": 1})]
 
 
+def test_variables_that_are_not_read_back_and_complex_ones(ir: popxl.Ir, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+    package = SimpleNamespace(log=lambda record, step: logged.append(record), Histogram=np.ndarray.tolist)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with ir.main_graph as main:
+        for name, value in {
+            "narrow": np.int8([1, 2]),
+            "z": np.complex64([3 + 4j, np.inf]),
+            "w": np.float32([5]),
+        }.items():
+            popxl.variable(value, name=name)
+        ops.host_store(popxl.d2h_stream((2,), popxl.complex64), main.variables[2] * 1.0)
+    state = addons.NamedTensors.pack(["w"], [main.variables[1]])
+    with Metrics(wandb=True) as metrics, TaskSession([], main.ir.get_all_d2h_streams(), state, ir=ir) as session:
+        metrics.variables(session, 0)
+        session.wandb_variable_histograms(0)
+    expected = {"z:histogram": [5.0], "z:not_finite": 1, "w:histogram": [5.0], "w:not_finite": 0}
+    assert logged == [expected] * 2
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere to log to"):
         Metrics()
@@ -82,6 +103,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         Metrics(wandb=True).log({"loss": []}, 0)
     with pytest.raises(TypeError, match=r"Metrics.log: `loss` is None \(NoneType\); expected a number"):
         Metrics(wandb=True).log({"loss": None}, 0)
+    with pytest.raises(TypeError, match=r"`loss` is 1j \(complex\); expected a number, or an array: real ones"):
+        Metrics(wandb=True).log({"loss": 1j}, 0)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match="Install it with `pip install tensorboardX`"):
         Metrics(tmp_path / "run")

@@ -81,6 +81,24 @@ def test_adafactor_as_torch() -> None:
     assert_close(trained(optimizers.adafactor, lr=0.3, weight_decay=0.1), expected)
 
 
+def test_adafactor_beside_optax() -> None:
+    """The same where Optax takes all matrices as such and the rate is below its bound; its defaults by `from_optax`."""
+    optax = pytest.importorskip("optax")
+
+    def by_optax(transformation: Any) -> dict[str, Array]:
+        params, state = STARTS, transformation.init(STARTS)
+        for gradients in GRADIENTS:
+            updates, state = transformation.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return {name: np.asarray(value) for name, value in params.items()}
+
+    assert_close(
+        trained(optimizers.adafactor, lr=0.3), by_optax(optax.adafactor(learning_rate=0.3, min_dim_size_to_factor=1))
+    )
+    defaults = optax.adafactor(learning_rate=0.3)
+    assert_close(trained(optimizers.from_optax(defaults)), by_optax(defaults))
+
+
 def test_lion() -> None:
     expected = {name: value.astype(np.float64) for name, value in STARTS.items()}
     momentum = {name: np.zeros(shape) for name, shape in SHAPES.items()}

@@ -126,15 +126,110 @@ def test_what_is_read_piece_by_piece_is_what_is_read_at_once() -> None:
 class Reader(addons.Module):
     """A layer that changes its cache, which is given by reference."""
 
-    def __init__(self) -> None:
+    def __init__(self, causal: bool = True) -> None:
         super().__init__()
-        self.inner = Attention(HEADS, KEY_HEADS, rotary=100.0)
+        self.inner = Attention(HEADS, KEY_HEADS, rotary=100.0, causal=causal)
 
     # No deferred annotations in this file: `TensorByRef` is read from them.
     def build(
-        self, x: popxl.Tensor, keys: popxl.TensorByRef, values: popxl.TensorByRef, count: popxl.Tensor
+        self,
+        x: popxl.Tensor,
+        keys: popxl.TensorByRef,
+        values: popxl.TensorByRef,
+        count: popxl.Tensor,
+        mask: popxl.Tensor | None = None,
     ) -> popxl.Tensor:
-        return self.inner(x, cache=(keys, values, count))
+        return self.inner(x, mask, cache=(keys, values, count))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", [None, np.bool_, np.float32])
+def test_a_cache_shows_what_has_been_read_of_it(causal: bool, kind: Any) -> None:
+    """Texts of which 3 and 2 places are in the cache and 2 are read now, beside all of each at once: with a mask, too,
+    which says nothing of the places that are still free."""
+    known, room, new = np.array([3, 2], np.int32), 9, 2
+    x = [text(1, n + new, WIDTH, seed=i) for i, n in enumerate(known)]
+    sees = np.random.default_rng(4).random((2, 1, new, room)) < 0.6
+    sees[..., 0] = True
+    masks = None if kind is None else sees if kind is np.bool_ else np.where(sees, 0.5, -2).astype(np.float32)
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        facts, _ = Attention(HEADS, KEY_HEADS, rotary=100.0).create_graph(
+            popxl.TensorSpec((1, 5, WIDTH), popxl.float32)
+        )
+        inner = NamedTensors(inner=facts.init())
+        outs = []
+
+        def read(of: Array, count: Any, mask: Array | None, keys: popxl.Tensor, values: popxl.Tensor) -> popxl.Tensor:
+            given = [popxl.constant(of), keys, values, popxl.constant(count, popxl.int32)]
+            given += [] if mask is None else [popxl.constant(mask)]
+            _, graph = Reader(causal).create_graph(*given)
+            (y,) = graph.bind(inner).call(*given)
+            return y
+
+        def cache(texts: int, places: int, fill: float) -> list[popxl.Tensor]:
+            return [popxl.variable(np.full((texts, KEY_HEADS, places, 2), fill), popxl.float32) for _ in range(2)]
+
+        kept = cache(2, room, 7.0)  # what free places hold may not matter
+        for i, n in enumerate(known):
+            own = cache(1, n, 0.0)
+            read(x[i][:, :n], 0, None, *own)
+            for all_texts, one in zip(kept, own, strict=True):
+                ops.dynamic_update_(all_texts, popxl.constant([i], popxl.uint32), _placed(one, room), [0], [1], True)
+        outs.append(read(np.concatenate([t[:, n:] for t, n in zip(x, known, strict=True)]), known, masks, *kept))
+        for i, n in enumerate(known):
+            whole = None
+            if masks is not None:
+                nothing = np.ones((n, n + new), bool) if kind is np.bool_ else np.zeros((n, n + new), np.float32)
+                whole = np.concatenate([nothing, masks[i, 0, :, : n + new]])
+            given = [popxl.constant(t) for t in (x[i], whole) if t is not None]
+            _, graph = Attention(HEADS, KEY_HEADS, rotary=100.0, causal=causal).create_graph(*given)
+            (y,) = graph.bind(inner.inner).call(*given)
+            outs.append(ops.slice(y, int(n), axis=1))
+        streams = [popxl.d2h_stream(t.shape, t.dtype) for t in outs]
+        for stream, t in zip(streams, outs, strict=True):
+            ops.host_store(stream, t)
+    with popxl.Session(ir, "cpu") as session:
+        found = session.run()
+    for i in range(2):
+        np.testing.assert_allclose(found[streams[0]][i], found[streams[1 + i]][0], rtol=1e-4, atol=1e-5)
+
+
+def _placed(rows: popxl.Tensor, room: int) -> popxl.Tensor:
+    """Some rows of a cache, and the free ones after them, with what must not matter."""
+    rest = popxl.constant(np.full((*rows.shape[:2], room - rows.shape[2], rows.shape[3]), 7), popxl.float32)
+    return ops.concat([rows, rest], 2)
+
+
+def test_the_gradient_of_a_norm_has_a_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    x, w, v = text(2, 3, WIDTH), text(WIDTH, seed=1), text(2, 3, WIDTH, seed=2)
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        given = [popxl.variable(array) for array in (x, w)]
+        _, graph = RMSNorm().create_graph(given[0])
+        back = addons.autodiff(graph, grads_required=graph.graph.inputs[:1])
+
+        def slope(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+            site = graph.call_with_info(x, w)
+            seed = popxl.constant(np.ones(x.shape), popxl.float32)
+            (dx,) = back.call(seed, args=back.grad_graph_info.inputs_dict(site))
+            return ops.sum(dx * popxl.constant(v))
+
+        whole = ir.create_graph(slope, *given)
+        again = addons.autodiff(whole, grads_provided=whole.outputs[:1])
+        site = ops.call_with_info(whole, *given)
+        outs = []
+        for t in again.call(1.0, args=again.grad_graph_info.inputs_dict(site)):
+            outs.append(popxl.d2h_stream(t.shape, t.dtype))
+            ops.host_store(outs[-1], t)
+    with popxl.Session(ir, "cpu") as session:
+        found = session.run()
+    leaves = [torch.tensor(array, dtype=torch.float64, requires_grad=True) for array in (x, w)]
+    y = torch.nn.functional.rms_norm(leaves[0], (WIDTH,), leaves[1], 1e-6)
+    (dx,) = torch.autograd.grad(y.sum(), leaves[0], create_graph=True)
+    for out, wish in zip(outs, torch.autograd.grad((dx * torch.tensor(v)).sum(), leaves), strict=True):
+        np.testing.assert_allclose(found[out], wish.numpy(), rtol=1e-3, atol=1e-4)
 
 
 def test_what_is_refused() -> None:

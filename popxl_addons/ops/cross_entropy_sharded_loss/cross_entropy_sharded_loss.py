@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec, ops
 from popxl.errors import PopxlError
-from popxl.op import BetweenReplicas
+from popxl.op import REFUSED, BetweenReplicas
 from popxl.ops.collectives import Group
 from popxl.ops.collectives.collectives import members
 from popxl.ops.precision import widened
@@ -81,6 +81,7 @@ _cross_entropy_sharded_grad = OpKind(
     "CrossEntropyShardedGrad",
     lambda g, logits, indices, normalizers: logits_gradient(g, logits, indices, normalizers),
     shape=lambda g, logits, indices, normalizers: TensorSpec(logits.shape, logits.dtype),
+    gradient=REFUSED,
     result="cross_entropy_logits_grad",
 )
 _cross_entropy_sharded = OpKind(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError, UndefinedValue
-from popxl.op import OnIpus
+from popxl.op import REFUSED, OnIpus
 from popxl.ops.precision import widened
 from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import (
     logits_gradient,
@@ -87,6 +87,7 @@ _cross_entropy_sharded_wr_grad = OpKind(
     "CrossEntropyShardedGradWR",
     _cross_entropy_grad,
     shape=lambda g, *tensors, ipus: [TensorSpec(t.shape, t.dtype) for t in tensors[: len(ipus)]],
+    gradient=REFUSED,
     result="cross_entropy_logits_grad_{i}",
     traits=[OnIpus("ipus")],
 )

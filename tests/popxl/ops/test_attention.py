@@ -84,6 +84,18 @@ def test_several_blocks_as_torch(causal: bool, mask: Array | None) -> None:
         np.testing.assert_allclose(array, wish.numpy(), rtol=2e-4, atol=2e-5)
 
 
+def test_a_short_text_before_many_keys() -> None:
+    """Of the blocks of keys, the queries see the first: results, and gradients, which are zero for the other keys."""
+    q, k, v, g = normal(2, 5, 3), normal(2, 700, 3, seed=1), normal(2, 700, 4, seed=2), normal(2, 5, 4, seed=3)
+    found = with_gradients(lambda q, k, v: ops.attention(q, k, v, causal=True), g, q, k, v)
+    seen = with_gradients(lambda q, k, v: ops.attention(q, k, v, causal=True), g, q, k[:, :5], v[:, :5])
+    np.testing.assert_allclose(found[0], attended(q, k, v, causal=True), rtol=1e-5, atol=1e-6)
+    for array, some in zip(found, seen, strict=True):
+        length = some.shape[1]
+        np.testing.assert_allclose(array[:, :length], some, rtol=1e-5, atol=1e-6)
+        assert not array[:, length:].any()
+
+
 def test_dropout_overlooks_the_same_keys_in_the_gradient() -> None:
     """With the values as a unit matrix the result is the weights: those that are left are twice as large."""
     length = 600

@@ -143,3 +143,33 @@ def test_builds_what_is_not_run() -> None:
         t, v = popxl.variable(values("int32", (2, 3, 4))), popxl.variable([1, 2, 3])
         assert ops.batch_norm_inference(t, v, v, v, v).spec == ops.group_norm(t, v, v, 2).spec == t.spec
         assert ops.layer_norm(t[0], t, t).spec == t[0].spec
+
+
+def test_gradients_of_gradients_as_in_torch() -> None:
+    """Of the gradient of `t`, which reads the mean."""
+    torch = pytest.importorskip("torch")
+    g, t, weight, bias = operands("float32", (2, 4, 3), 1, 2)
+    v = np.random.default_rng(1).normal(size=t.shape).astype(np.float32)
+
+    def build(g: Any, t: Any, weight: Any, bias: Any, v: Any) -> list[Any]:
+        ir = popxl.gcg().ir
+        graph = ir.create_graph(lambda *ts: ops.group_norm(*ts, num_groups=2), t, weight, bias)
+        back = autodiff(graph, grads_provided=graph.outputs[:1], grads_required=graph.inputs[:1])
+
+        def slope(g: Any, t: Any, weight: Any, bias: Any, v: Any) -> Any:
+            forward = ops.call_with_info(graph, t, weight, bias)
+            (dt,) = ops.call(back.graph, g, inputs_dict=back.inputs_dict(forward))
+            return ops.sum(dt * v)
+
+        whole = ir.create_graph(slope, g, t, weight, bias, v)
+        again = autodiff(whole, grads_provided=whole.outputs[:1], grads_required=whole.inputs[:3])
+        site = ops.call_with_info(whole, g, t, weight, bias, v)
+        return list(ops.call(again.graph, 1.0, inputs_dict=again.inputs_dict(site)))
+
+    found = evaluate(build, g, t, weight, bias, v)
+    exact = [torch.from_numpy(a.astype(np.float64)).requires_grad_() for a in (g, t, weight)]
+    out = torch.nn.functional.group_norm(exact[1], 2, exact[2], torch.from_numpy(bias.astype(np.float64)))
+    (dt,) = torch.autograd.grad(out, exact[1], exact[0], create_graph=True)
+    expected = torch.autograd.grad((dt * torch.from_numpy(v)).sum(), exact)
+    for array, wish in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, wish.numpy(), rtol=1e-4, atol=1e-5)

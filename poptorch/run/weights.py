@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.base.dtypes import from_numpy, to_numpy
+from poptorch.base.dtypes import fitted, from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
@@ -73,12 +73,12 @@ def read(
         names: read these only.
 
     Raises:
-        Error: for a name that the module does not have, or a dtype that the device does not have.
+        Error: for a name that the module does not have, or a dtype or an integer that the device does not have.
     """
     tensors = tensors_of(module)
     names = tensors if names is None else list(names)
     _check_names(names, tensors)
-    arrays = {name: to_numpy(tensors[name]) for name in names}
+    arrays = {name: to_numpy(fitted(tensors[name], f"`{name}`")) for name in names}
     return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
 
 

@@ -271,6 +271,52 @@ def test_a_loss_of_which_nothing_is_returned() -> None:
     torch.testing.assert_close(module.w.detach(), 1 - 0.5 * x)
 
 
+class _Scored(torch.nn.Module):
+    """Scores, and what a function makes of them."""
+
+    def __init__(self, judge: Function) -> None:
+        super().__init__()
+        self.linear, self.judge = torch.nn.Linear(4, 3), judge
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.judge(self.linear(x), labels)
+
+
+def _told_of_another(judge: Function, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    module = _Scored(judge)
+    poptorch.trainingModel(module)(_input(5, 4), torch.tensor([0, 2, 1, 1, 0]))
+    return [text for record in caplog.records if "trained by its loss" in (text := record.getMessage())]
+
+
+@pytest.mark.parametrize(
+    ("op", "judge"),
+    [
+        ("mul", lambda z, y: F.cross_entropy(z, y) * 0.5),
+        ("add", lambda z, y: (z, F.cross_entropy(z, y) + z.square().mean())),
+        ("mean", lambda z, y: F.cross_entropy(z, y, reduction="none").mean()),
+        ("add", lambda z, y: {"part": (part := F.cross_entropy(z, y)), "loss": part + z.mean()}),
+        ("add", lambda z, y: ((part := F.cross_entropy(z, y)).detach(), part + z.mean())),
+    ],
+)
+def test_what_is_done_to_a_loss_after_it_is_told(op: str, judge: Function, caplog: pytest.LogCaptureFixture) -> None:
+    (told,) = _told_of_another(judge, caplog)
+    assert f"aten.{op} (test_capture_corners.py:" in told and "torch.cross_entropy (test_capture_corners.py:" in told
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [
+        lambda z, y: F.cross_entropy(z, y).mean().float().reshape(1),
+        lambda z, y: F.cross_entropy(z, y, reduction="none").sum(),
+        lambda z, y: ((loss := F.cross_entropy(z, y)), loss.exp(), loss.detach() * 3, (z.argmax(-1) == y).sum()),
+        lambda z, y: (part := F.cross_entropy(z, y), poptorch.identity_loss(part + z.mean(), "none")),
+    ],
+)
+def test_what_may_be_returned_beside_a_loss(judge: Function, caplog: pytest.LogCaptureFixture) -> None:
+    assert not _told_of_another(judge, caplog)
+
+
 # Rows that a tensor says ----------------------------------------------------------------------------------------------
 
 

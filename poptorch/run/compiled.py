@@ -421,8 +421,15 @@ class Compiled:
                     f"The buffer {name} is not what it was when the model was compiled. `forward` has read its numbers "
                     "then (as `item()` does), so they are a part of the program. Call `destroy()` to compile it anew."
                 )
-        variables = self.ends.variables
-        self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items() if name in host})
+        variables = {name: v for name, v in self.ends.variables.items() if name in host}
+        for name, v in variables.items():
+            shape = host[name].shape
+            if v.shape_on_host[len(v.shape_on_host) - len(shape) :] != shape:
+                raise createPoptorchError(
+                    f"{name} has the shape {list(shape)} on the host and {list(v.shape)} on the device. It must keep "
+                    "its shape while the model is compiled; call `destroy()`, and wrap the module anew."
+                )
+        self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items()})
 
     def state(self) -> dict[str, np.ndarray]:
         """The state of the optimiser, by name."""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.cuts import Cuts
+from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.seeding import seeding
@@ -78,6 +79,7 @@ def capture(
     excludes: Sequence[str] = (),
     with_scopes: bool = True,
     cuts: Cuts | None = None,
+    derives: bool = False,
 ) -> Captured:
     """Write down what a function does.
 
@@ -95,6 +97,7 @@ def capture(
         excludes: files that no user wants to be pointed to.
         with_scopes: whether ops know the path of the module that runs them.
         cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
+        derives: whether it is to be differentiated.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
@@ -102,7 +105,7 @@ def capture(
 
     def once(keeps_whole: bool) -> Captured:
         tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
-        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts)
+        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts, derives)
 
     try:
         return once(keeps_whole=True)
@@ -120,6 +123,7 @@ def _capture(
     grouped: Collection[str],
     with_scopes: bool,
     cuts: Cuts | None,
+    derives: bool,
 ) -> Captured:
     recorder = tracer.recorder
 
@@ -161,6 +165,7 @@ def _capture(
         stack.enter_context(unlogged_errors())
         stack.enter_context(one_by_one())
         stack.enter_context(without_compile())
+        applications = stack.enter_context(deriving(tracer)) if derives else []
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
@@ -187,7 +192,13 @@ def _capture(
                     "is another one in each run."
                 )
         recorder.trace.outputs = leaves
-        trace = recorder.finish()
+        recorder.settle()
+        for application in applications:
+            if cuts is not None and cuts.found:  # they know ops by their places
+                application.give_up()
+            else:
+                derive(tracer, application)
+        trace = recorder.finish(derives)
         with tracer.suspended():
             for t in returned:
                 forget_history(t)

@@ -128,6 +128,10 @@ class Tracer:
         finally:
             self._suspended = before
 
+    def hears(self) -> bool:
+        """Whether what runs now is written down."""
+        return current() is self and not self._suspended and not in_transform()
+
     # What is heard --------------------------------------------------------------------------------------------------
 
     def record(

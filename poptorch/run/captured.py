@@ -70,6 +70,7 @@ def captured_model(
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
             cuts=cuts,
+            derives=training,
         )
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -54,6 +54,7 @@ class Captured:
         hooks: what has hooks on gradients, in words: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other tensors of the host of which the same is true.
+        carried: the attributes by which it means to carry numbers from run to run.
     """
 
     trace: Trace
@@ -65,6 +66,7 @@ class Captured:
     hooks: list[str]
     read: dict[str, torch.Tensor]
     frozen: list[Frozen]
+    carried: list[str] = field(default_factory=list)
 
 
 def capture(
@@ -149,10 +151,11 @@ def _capture(
         for path, each in (torch.nn.Module.named_modules(module) if module is not None else ())
         if each._backward_hooks or each._backward_pre_hooks
     ]
+    attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
         if module is not None:
-            stack.enter_context(Attributes(module).restored())
+            stack.enter_context(attributes.restored())
             stack.enter_context(with_tensors(module, fakes))
             stack.enter_context(not_rebound(module, is_made))
             stack.enter_context(averaging())
@@ -192,6 +195,7 @@ def _capture(
                     "is another one in each run."
                 )
         recorder.trace.outputs = leaves
+        carried = recorder.carried(attributes.rebound())
         recorder.settle()
         for application in applications:
             if cuts is not None and cuts.found:  # they know ops by their places
@@ -212,6 +216,7 @@ def _capture(
         hooks=tracer.hooks,
         read={key: state[key].detach().clone() for key in recorder.read},
         frozen=recorder.frozen,
+        carried=carried,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -193,6 +193,31 @@ class Recorder:
     def is_constant(self, t: torch.Tensor) -> bool:
         """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
         return self.value_of(t).is_constant
+
+    def carried(self, rebound: Iterable[tuple[str, Any, Any]]) -> list[str]:
+        """The names of attributes by which a model means to carry numbers from run to run, which a program does not.
+
+        That are tensors of the host that it reads, and overwrites or replaces by what a run brings; and what is `None`
+        before.
+
+        Args:
+            rebound: the attributes that hold another object than before: name, that one, and this one.
+        """
+        names, read = [], set()
+        for frozen in self.frozen:
+            if (t := frozen.tensor()) is not None:
+                read.add(id(t))
+                seen = self._seen.get(id(t))
+                if seen is not None and seen.cell.version or self._is_of_run(frozen.there):
+                    names.append(frozen.text)
+        for name, before, now in rebound:
+            if self._is_of_run(now) and (before is None or any(id(t) in read for t in pytree.tree_leaves(before))):
+                names.append(f"model.{name}")
+        return list(dict.fromkeys(names))
+
+    def _is_of_run(self, value: Any) -> bool:
+        """Whether a tensor is one, or among several one, that a run makes."""
+        return any(isinstance(t, FakeTensor) and not self.is_constant(t) for t in pytree.tree_leaves(value))
 
     def uses(self, value: Value | None) -> bool:
         """Whether anything has been made of a value."""

@@ -122,6 +122,80 @@ def test_a_tensor_of_an_input_that_is_kept_is_refused_the_next_time() -> None:
         poptorch.inferenceModel(function)(_input(2))
 
 
+class Carrying(torch.nn.Module):
+    """It means to carry numbers from run to run, by attributes that are no buffers."""
+
+    def __init__(self, change: Function) -> None:
+        super().__init__()
+        self.layer, self.change = torch.nn.GRU(3, 3), change
+        self.mean, self.means, self.table, self.count = torch.ones(3), [torch.zeros(3)], torch.zeros(1), 0
+        self.state, self.last = (torch.zeros(1, 2, 3), 0), None
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(x)
+        return self.change(self, x)
+
+
+def _averaged(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.mean = module.mean * 0.9 + x.mean((0, 1))
+    return x - module.mean
+
+
+def _averaged_in_place(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    return x - module.mean.mul_(0.9).add_(x.mean((0, 1)))
+
+
+def _averaged_in_a_list(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.means[0] = module.means[0] + x.mean((0, 1))
+    return x - module.means[0]
+
+
+def _recurrent(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    y, state = module.layer(x, module.state[0])
+    module.state = state, module.state[1] + 1
+    return y
+
+
+def _longer(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.last = x if module.last is None else torch.cat([module.last, x])
+    return module.last.sum(0)
+
+
+def _made_once(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.table = torch.arange(3.0) + 1
+    if module.last is None:
+        module.last = torch.ones(3, 3).triu()
+    return x * module.table @ module.last * module.mean
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_averaged, "mean"),
+        (_averaged_in_place, "mean"),
+        (_averaged_in_a_list, "means[0]"),
+        (_recurrent, "state"),
+        (_longer, "last"),
+        (_made_once, ""),
+    ],
+)
+def test_attributes_that_carry_nothing_are_told_once(
+    change: Function, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = Carrying(change), _input(4, 2, 3)
+    expected = Carrying(change)
+    expected.load_state_dict(module.state_dict())
+    for _ in range(2):
+        model = poptorch.inferenceModel(module)
+        first = model(x)
+        torch.testing.assert_close(model(x), first)
+    torch.testing.assert_close(first, expected(x).detach())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(name) and all(f"`forward` changes model.{name}. " in text for text in told)
+
+
 # Numbers that are known -----------------------------------------------------------------------------------------------
 
 

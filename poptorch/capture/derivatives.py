@@ -95,7 +95,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
             before = [t._version for t in tensors]
             results = forward(*args, **kwargs)
-            if tracer.hears() and before == [t._version for t in tensors]:
+            if tracer.hears(tensors) and before == [t._version for t in tensors]:
                 results = _apart(results, set(map(storage_key, tensors)))
                 if isinstance(args[0], torch.autograd.function.FunctionCtx):
                     note(args[0], args[1:], results)
@@ -107,7 +107,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         @wraps(setup)
         def noted(ctx: Any, inputs: Sequence[Any], output: Any) -> Any:
             setup(ctx, inputs, output)
-            if tracer.hears():
+            if tracer.hears(inputs):
                 note(ctx, inputs, output)
 
         return noted

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,31 @@ def test_where_it_does_not_count_that_is_told(function: str, use: Any, caplog: p
     _tell_of_function.cache_clear()
     trained(Scores(use))(*batch())
     assert f"{function}.backward has no effect" in caplog.text
+
+
+def test_another_thread_is_not_heard() -> None:
+    gradients, views = [], []
+
+    def elsewhere() -> None:
+        t = torch.ones(2, requires_grad=True)
+        y = Reversed.apply(t)
+        y.sum().backward()
+        gradients.append(t.grad)
+        views.append(y.data_ptr() == t.data_ptr())
+
+    def use(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return Reversed.apply(h) * w
+
+    ours = Scores(use)
+    theirs = copy.deepcopy(ours)
+    trained(ours)(*batch())
+    step_in_pytorch(theirs, batch())
+    same_weights(ours, theirs)
+    torch.testing.assert_close(gradients, [torch.full((2,), -0.5)] * 2)
+    assert views == [True, True]
 
 
 class Wrong(Function):

@@ -168,7 +168,7 @@ class PoplarExecutor:
                     self._check_online("run a model")
                     self._attach(compiled)
                 if self._trainings.have_news(self._instrumented):
-                    self.copyWeightsToDevice()
+                    self._upload()
                 self._tell_of_changes()
                 if self._trainer is not None:
                     self._check_untouched()
@@ -466,7 +466,15 @@ class PoplarExecutor:
 
     @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
-        """Bring parameters and buffers from the module to the device. What has been trained and not read is lost."""
+        """Bring parameters and buffers from the module to the device. What has been trained and not read is lost.
+
+        Of a training model: other wrappers that follow it take them over, too, at their next call.
+        """
+        self._upload()
+        if self._instrumented is not None:
+            self._instrumented.version += 1
+
+    def _upload(self) -> None:
         if self._kinds is not None:
             self._kinds.copy_weights()
         if self._compiled is not None or self._kinds is None:

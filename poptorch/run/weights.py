@@ -145,7 +145,7 @@ class Instrumented:
 
     Attributes:
         is_stale: whether the device is ahead of the host; set it when the device has changed weights.
-        version: how often values have come home.
+        version: how often the host has had other values, that came home or that the device was given.
         is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
 
     Example:

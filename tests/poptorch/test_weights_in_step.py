@@ -301,6 +301,29 @@ def test_inference_follows_a_training_that_has_ended(ends: str, is_read: bool, t
         assert transfers.of(reader) == (0, 1)
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_inference_follows_what_a_training_is_given(
+    loads: bool, transfers: Transfers, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Model()
+    model = trained(module)
+    reader = poptorch.inferenceModel(module.eval())
+    model(X)
+    assert reader(X).tolist() == [0, 0]
+    if loads:
+        model.load_state_dict({"w": torch.tensor(5.0), "count": torch.tensor(0.0), "scale": torch.tensor(1.0)})
+    else:
+        module.w.detach().fill_(5)
+        model.copyWeightsToDevice()
+    transfers.of(reader)
+    for _ in range(2):
+        assert reader(X).tolist() == [5, 5]
+    assert transfers.of(reader) == (0, 1)
+    model(X)
+    assert reader(X).tolist() == [4, 4]
+    assert not caplog.text
+
+
 def test_a_training_follows_one_that_has_ended() -> None:
     class Both(torch.nn.Module):
         def __init__(self, part: torch.nn.Module) -> None:

@@ -413,6 +413,40 @@ def test_inference_of_a_wrapper_is_of_its_model() -> None:
     assert module.w.item() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_buffers_of_bytes_come_home(dtype: torch.dtype, tmp_path) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor(1.0))
+            self.register_buffer("mask", torch.tensor([1, 0], dtype=dtype))
+            self.register_buffer("count", torch.tensor([3, 4], dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return poptorch.identity_loss(self.w * x * self.mask, "sum")
+
+    module = Counting()
+    model = poptorch.trainingModel(module, None, torch.optim.SGD(module.parameters(), lr=0.5))
+    model(X)
+    assert (module.w.item(), module.count.tolist(), module.mask.dtype) == (0.5, [4, 5], dtype)
+    module.mask.fill_(1)
+    model.copyWeightsToDevice()
+    model(X)
+    assert (module.w.item(), module.count.tolist()) == (-0.5, [5, 6])
+    model.detachFromDevice()
+    model(X)
+    model.save(tmp_path / "model")
+    assert module.count.tolist() == [6, 7]
+    again = poptorch.load(tmp_path / "model")
+    again(X)
+    assert again.count.tolist() == [7, 8]
+    reader = poptorch.inferenceModel(Counting())
+    reader(X)
+    reader.copyWeightsToHost()
+    assert reader.model.count.tolist() == [4, 5]
+
+
 def test_load_state_dict_uploads(transfers: Transfers) -> None:
     module = Model()
     model = trained(module)

@@ -30,6 +30,7 @@ from poptorch.capture.torch_private import (
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
+    without_checkpoints,
     without_compile,
 )
 from poptorch.capture.trace import Trace, Value
@@ -168,6 +169,7 @@ def _capture(
         stack.enter_context(unlogged_errors())
         stack.enter_context(one_by_one())
         stack.enter_context(without_compile())
+        stack.enter_context(without_checkpoints())
         applications = stack.enter_context(deriving(tracer)) if derives else []
         stack.enter_context(tracer.listening())
         try:

@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils.checkpoint import checkpoint
+
 import poptorch
 
 F = torch.nn.functional
@@ -150,6 +152,10 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "some results": lambda h, w: h + Largest.apply(h, w)[0][:, None],
     "overwritten afterwards": _overwritten,
     "detached": lambda h, w: h * Exponential.apply(h).detach() + w * Exponential.apply(h.detach()),
+    "in a checkpoint": lambda h, w: checkpoint(lambda x: Reversed.apply(x) * w, h, use_reentrant=False),
+    "in a checkpoint that is reentrant": lambda h, w: checkpoint(
+        lambda x: Reversed.apply(x) * w, h, use_reentrant=True
+    ),
     "differentiates itself": lambda h, w: Recomputed.apply(lambda x, w: torch.tanh(x * w), h, w),
 }
 

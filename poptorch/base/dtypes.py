@@ -6,14 +6,17 @@ results that torch would give as int64 are int32. Arrays of bfloat16 are of `ml_
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
 import popxl
+from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from popxl.fp8_utils import as_array
 
-__all__ = ["device_dtype", "from_numpy", "to_numpy"]
+__all__ = ["device_dtype", "fitted", "from_numpy", "to_numpy"]
 
 _DEVICE_DTYPES = {
     dtype: dtype
@@ -52,10 +55,55 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
         ) from None
 
 
+def fitted(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Integers that are a part of a model in the 32 bits that int64 has on the device; other tensors as they are.
+
+    The largest and the smallest int64 stand for more and for less than any number: they become those of int32. What
+    fits in 32 bits without a sign keeps its bits, on which hash functions count, and that is told.
+
+    Args:
+        tensor: the numbers.
+        what: who has them, to begin a sentence with.
+
+    Raises:
+        Error: for any other number that does not fit.
+
+    Example:
+        >>> fitted(torch.tensor([7, torch.iinfo(torch.int64).max]), "The buffer limits")
+        tensor([         7, 2147483647], dtype=torch.int32)
+    """
+    narrow, wide = torch.iinfo(torch.int32), torch.iinfo(torch.int64)
+    if tensor.dtype is not torch.int64 or not ((tensor < narrow.min) | (tensor > narrow.max)).any():
+        return tensor
+    tensor = torch.where(tensor <= -wide.max, narrow.min, torch.where(tensor == wide.max, narrow.max, tensor))
+    smallest, largest = map(int, tensor.aminmax())
+    if smallest < narrow.min or largest >= 2**32:
+        number = smallest if smallest < narrow.min else largest
+        raise createPoptorchError(
+            f"{what} has the number {number}, which does not fit in int32, which int64 is on the device. Use a smaller "
+            "one; for one that is larger than all others, `torch.iinfo(torch.int64).max`."
+        )
+    if largest > narrow.max:
+        _tell_of_bits(what, largest)
+    return tensor.to(torch.int32)
+
+
+@cache
+def _tell_of_bits(what: str, number: int) -> None:
+    """Tell, once, of a number that is another one on the device."""
+    logger.warning(
+        "%s has the number %d, which does not fit in int32, which int64 is on the device. It keeps its 32 bits, so it "
+        "is %d there.",
+        what,
+        number,
+        number - 2**32,
+    )
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor as an array of the type that it has on the device. It shares memory where no conversion is needed.
 
-    Integers that do not fit in 32 bits wrap around.
+    Integers that do not fit in 32 bits wrap around; see `fitted`.
 
     Raises:
         Error: if its dtype has no counterpart on the device.

@@ -54,11 +54,12 @@ class Attributes:
                     f"{name} is a module that `torch.jit` has made. Wrap "
                     "the module it was made of; functions of `torch.jit.script` may be used within."
                 )
+        self._paths = list(paths.values())
         self._values = [(vars(each), dict(vars(each))) for each in modules]
         self.training: bool | None = None if module is None else module.training
         self._numbers = [
             (path, now, numbers)
-            for path, (now, then) in zip(paths.values(), self._values, strict=True)
+            for path, (now, then) in zip(self._paths, self._values, strict=True)
             if (numbers := {name: value for name, value in then.items() if _is_setting(name, value)})
         ]
 
@@ -77,6 +78,13 @@ class Attributes:
             for each, content in contents:
                 _restore(each, content)
             _set(before)
+
+    def rebound(self) -> Iterator[tuple[str, Any, Any]]:
+        """The attributes that hold another object now: the name, what each held, and what it holds."""
+        for path, (now, then) in zip(self._paths, self._values, strict=True):
+            for name, value in then.items():
+                if (other := now.get(name)) is not value:
+                    yield f"{path}.{name}" if path else name, value, other
 
     def changed_number(self) -> str | None:
         """A number among the attributes that has changed since, if there is one: its name, and what became of it."""

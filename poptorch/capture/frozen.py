@@ -37,14 +37,18 @@ class Frozen:
     numbers: torch.Tensor
     version: int
 
+    @property
+    def there(self) -> Any:
+        """What is in its place now."""
+        try:
+            return self.holder[self.key]
+        except LookupError:
+            return None
+
     def change(self) -> str:
         """What has become of it since, in words: "" if nothing has."""
         tensor = self.tensor()
-        try:
-            there = self.holder[self.key]
-        except LookupError:
-            there = None
-        if tensor is None or there is not tensor:
+        if tensor is None or self.there is not tensor:
             return "is another object"
         version = _version(tensor)
         if version == self.version:

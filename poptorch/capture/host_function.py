@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.base.dtypes import from_numpy, to_numpy
+from poptorch.base.dtypes import fitted, from_numpy, to_numpy
 from poptorch.base.structures import Structure, structure_of
 from poptorch.errors import createPoptorchError
 
@@ -48,7 +48,8 @@ class HostFunction:
 
     def _checked(self, result: Any, wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
         tensors = structure_of(result, self._name).tensors(result)
-        found = [to_numpy(t).copy() for t in tensors]  # the function may keep them, and overwrite them
+        fitting = [fitted(t, f"CPU: the result of {self._name}") for t in tensors]
+        found = [to_numpy(t).copy() for t in fitting]  # the function may keep them, and overwrite them
         if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in wanted]:
             have, expected = (
                 ", ".join(f"{list(a.shape)} of {a.dtype}" for a in arrays) or "no tensors" for arrays in (found, wanted)

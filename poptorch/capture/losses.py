@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from poptorch.capture.trace import Trace, Value
+from math import prod
+
+from poptorch.base.logging_ import logger
+from poptorch.capture.trace import Node, Trace, Value
 from poptorch.capture.whole import LOSSES
 from poptorch.errors import createPoptorchError
 
-__all__ = ["final_loss"]
+__all__ = ["final_loss", "tell_of_another"]
 
 MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 """Names of the ops whose result is a loss."""
@@ -51,3 +54,43 @@ def final_loss(trace: Trace) -> Value:
             "`loss.real` are."
         )
     return loss
+
+
+_SAME = frozenset(
+    f"aten.{name}" for name in ("_to_copy", "alias", "clone", "reshape", "squeeze", "sum", "unsqueeze", "view")
+) | {"poptorch.nop"}
+"""Ops whose results have the sum of what they are given."""
+
+
+def tell_of_another(trace: Trace, loss: Value) -> None:
+    """Warn if the function returns something that looks like what it should be trained by, and is not the loss.
+
+    That is a number that is made of the loss and of something else that gradients flow through; or of the loss alone,
+    if that is not returned.
+    """
+    is_mixed = {id(loss): False}  # by identity of what is made of the loss
+    same = {id(loss)}
+    for node in trace.nodes:
+        if any(id(value) in is_mixed for value in node.inputs):
+            mixes = any(is_mixed.get(id(value), value.requires_grad) for value in node.inputs)
+            flowing = [r for i, r in enumerate(node.results) if r.requires_grad and i not in node.stops]
+            is_mixed.update((id(result), mixes) for result in flowing)
+            if not mixes and _has_the_same_sum(node):
+                same.update(id(result) for result in flowing if all(id(value) in same for value in node.inputs))
+    is_returned = any(id(value) in same for value in trace.outputs)
+    others = [value for value in trace.outputs if id(value) in is_mixed and id(value) not in same]
+    misleading = next((value for value in others if is_mixed[id(value)] or not is_returned), None)
+    if misleading is not None:
+        logger.warning(
+            "The model is trained by its loss, %s, and returns %s, made of that. What is done to a loss has no "
+            'effect on the training. To train by the result, mark it: `poptorch.identity_loss(x, reduction="none")`.',
+            loss.made_by,
+            misleading.made_by,
+        )
+
+
+def _has_the_same_sum(node: Node) -> bool:
+    """Whether the gradients of the one number that an op makes, or of their sum, are those of what it is made of."""
+    if node.op == "aten.mean":
+        return all(prod(value.shape) == 1 for value in node.inputs)
+    return node.op in _SAME

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.cuts import Cuts
+from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.seeding import seeding
@@ -29,6 +30,7 @@ from poptorch.capture.torch_private import (
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
+    without_checkpoints,
     without_compile,
 )
 from poptorch.capture.torchvision_ops import choosing
@@ -54,6 +56,7 @@ class Captured:
         hooks: what has hooks on gradients, in words: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other tensors of the host of which the same is true.
+        carried: the attributes by which it means to carry numbers from run to run.
     """
 
     trace: Trace
@@ -65,6 +68,7 @@ class Captured:
     hooks: list[str]
     read: dict[str, torch.Tensor]
     frozen: list[Frozen]
+    carried: list[str] = field(default_factory=list)
 
 
 def capture(
@@ -79,6 +83,7 @@ def capture(
     excludes: Sequence[str] = (),
     with_scopes: bool = True,
     cuts: Cuts | None = None,
+    derives: bool = False,
 ) -> Captured:
     """Write down what a function does.
 
@@ -96,6 +101,7 @@ def capture(
         excludes: files that no user wants to be pointed to.
         with_scopes: whether ops know the path of the module that runs them.
         cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
+        derives: whether it is to be differentiated.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
@@ -103,7 +109,7 @@ def capture(
 
     def once(keeps_whole: bool) -> Captured:
         tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
-        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts)
+        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts, derives)
 
     try:
         return once(keeps_whole=True)
@@ -121,6 +127,7 @@ def _capture(
     grouped: Collection[str],
     with_scopes: bool,
     cuts: Cuts | None,
+    derives: bool,
 ) -> Captured:
     recorder = tracer.recorder
 
@@ -146,10 +153,11 @@ def _capture(
         for path, each in (torch.nn.Module.named_modules(module) if module is not None else ())
         if each._backward_hooks or each._backward_pre_hooks
     ]
+    attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
         if module is not None:
-            stack.enter_context(Attributes(module).restored())
+            stack.enter_context(attributes.restored())
             stack.enter_context(with_tensors(module, fakes))
             stack.enter_context(not_rebound(module, is_made))
             stack.enter_context(averaging())
@@ -163,6 +171,8 @@ def _capture(
         stack.enter_context(one_by_one())
         stack.enter_context(choosing())
         stack.enter_context(without_compile())
+        stack.enter_context(without_checkpoints())
+        applications = stack.enter_context(deriving(tracer)) if derives else []
         stack.enter_context(tracer.listening())
         try:
             result = forward(list(inputs))
@@ -189,7 +199,14 @@ def _capture(
                     "is another one in each run."
                 )
         recorder.trace.outputs = leaves
-        trace = recorder.finish()
+        carried = recorder.carried(attributes.rebound())
+        recorder.settle()
+        for application in applications:
+            if cuts is not None and cuts.found:  # they know ops by their places
+                application.give_up()
+            else:
+                derive(tracer, application)
+        trace = recorder.finish(derives)
         with tracer.suspended():
             for t in returned:
                 forget_history(t)
@@ -203,6 +220,7 @@ def _capture(
         hooks=tracer.hooks,
         read={key: state[key].detach().clone() for key in recorder.read},
         frozen=recorder.frozen,
+        carried=carried,
     )
 
 

@@ -82,9 +82,14 @@ def _runs(nodes: Sequence[Node]) -> list[_Run]:
     return [run for run in once if seeding.isdisjoint(range(run.start, run.stop))]
 
 
-def _form(nodes: Sequence[Node]) -> Hashable:
-    """What some ops do, whatever they do it to: equal for runs of which one can stand for the other."""
-    known: dict[int, Hashable] = {}
+def _form(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
+    """What some ops do, whatever they do it to: equal for runs of which one can stand for the other.
+
+    Args:
+        nodes: the ops.
+        known: what values that they are given are called, by identity. What they make is added.
+    """
+    known = {} if known is None else known
     form = []
     for number, node in enumerate(nodes):
         leaves, structure = pytree.tree_flatten(node.arguments)
@@ -104,6 +109,10 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return (leaf.tensor.dtype, leaf.tensor.shape, to_numpy(leaf.tensor).tobytes())
     if isinstance(leaf, View):
         return repr(leaf)
+    if isinstance(leaf, Trace):
+        inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
+        form = _form(leaf.nodes, inside)
+        return (tuple(_leaf(v, known) for v in leaf.outer), form, tuple(inside[id(v)] for v in leaf.outputs))
     try:
         return (type(leaf), hash(leaf), leaf)
     except TypeError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,7 +29,7 @@ from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
 from popxl.base.source import SourceLocation
 
-__all__ = ["LOOKED_AT", "Data", "Recorder", "View"]
+__all__ = ["APPLICATION", "LOOKED_AT", "Data", "Recorder", "View", "below"]
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,16 @@ class _Cell:
                 _undo_detach(value.made_by, t)
             made_by = None if t._is_view() else t.grad_fn  # asking a view would have PyTorch make its derivative anew
             if type(made_by).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
-                value.of_function = True
-            if isinstance(made_by, torch.autograd.function.BackwardCFunction):
-                value.of_function = True
-                _tell_of_function(type(made_by)._forward_cls)
+                value.of_function = type(made_by)
+            if (application := getattr(made_by, APPLICATION, None)) is not None:
+                application.differentiated.add(id(value))
+            elif isinstance(made_by, torch.autograd.function.BackwardCFunction):
+                value.of_function = type(made_by)._forward_cls
         self.unsettled.clear()
+
+
+APPLICATION = "_poptorch_application"
+"""An attribute of what PyTorch hands to the `backward` of a function whose derivative is written down, later on."""
 
 
 def _undo_detach(node: Node, t: torch.Tensor) -> None:
@@ -86,7 +91,7 @@ def _undo_detach(node: Node, t: torch.Tensor) -> None:
 @cache
 def _tell_of_function(function: type) -> None:
     """Tell, once, of a function that brings its own derivative. Those of PyTorch bring the one that there is anyway."""
-    if not function.__module__.startswith("torch."):
+    if issubclass(function, torch.autograd.Function) and not function.__module__.startswith("torch."):
         logger.warning(
             "%s.backward has no effect in a wrapped model: what `forward` computes is differentiated. Where it should "
             "count, write the function with `detach`, as in `x + (round(x) - x).detach()`.",
@@ -149,6 +154,7 @@ class Recorder:
         self._cells: dict[int, _Cell] = {}
         self._all_cells: list[_Cell] = []
         self._parts = 0
+        self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
 
     # Tensors and values ---------------------------------------------------------------------------------------------
@@ -187,6 +193,31 @@ class Recorder:
     def is_constant(self, t: torch.Tensor) -> bool:
         """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
         return self.value_of(t).is_constant
+
+    def carried(self, rebound: Iterable[tuple[str, Any, Any]]) -> list[str]:
+        """The names of attributes by which a model means to carry numbers from run to run, which a program does not.
+
+        That are tensors of the host that it reads, and overwrites or replaces by what a run brings; and what is `None`
+        before.
+
+        Args:
+            rebound: the attributes that hold another object than before: name, that one, and this one.
+        """
+        names, read = [], set()
+        for frozen in self.frozen:
+            if (t := frozen.tensor()) is not None:
+                read.add(id(t))
+                seen = self._seen.get(id(t))
+                if seen is not None and seen.cell.version or self._is_of_run(frozen.there):
+                    names.append(frozen.text)
+        for name, before, now in rebound:
+            if self._is_of_run(now) and (before is None or any(id(t) in read for t in pytree.tree_leaves(before))):
+                names.append(f"model.{name}")
+        return list(dict.fromkeys(names))
+
+    def _is_of_run(self, value: Any) -> bool:
+        """Whether a tensor is one, or among several one, that a run makes."""
+        return any(isinstance(t, FakeTensor) and not self.is_constant(t) for t in pytree.tree_leaves(value))
 
     def uses(self, value: Value | None) -> bool:
         """Whether anything has been made of a value."""
@@ -407,10 +438,11 @@ class Recorder:
         values = pytree.tree_map_only(torch.Tensor, self.value_of, dict(arguments))
         values = with_values(values, self._here)
         scope = self.scopes[-1] if self.scopes else ""
-        if op == "aten.convolution":
+        if op == "aten.convolution" and self._beside is None:
             self._ambient.count_convolution()
         names = made_of(op, overload, values)
-        node = Node(op, overload, values, self._ambient.site(), scope, self.source(), has_effect, made_of=names)
+        site = self._ambient.site() if self._beside is None else self._beside.site
+        node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
         self.trace.nodes.append(node)
         return node
 
@@ -485,6 +517,17 @@ class Recorder:
     # Functions ------------------------------------------------------------------------------------------------------
 
     @contextmanager
+    def beside(self, node: Node) -> Iterator[None]:
+        """Record where an op of before is: in its block, and for its module."""
+        self._beside = node
+        self.scopes.append(node.scope)
+        try:
+            yield
+        finally:
+            self._beside = None
+            self.scopes.pop()
+
+    @contextmanager
     def inside(self) -> Iterator[Trace]:
         """Record a function that an op of the present one runs."""
         frame = _Frame()
@@ -495,10 +538,21 @@ class Recorder:
             self._frames.pop()
         frame.trace.inputs += [frame.taken[id(value)] for value in frame.trace.outer]
 
-    def finish(self) -> Trace:
-        """The whole function. Nothing can be recorded after that."""
+    def settle(self) -> None:
+        """Note of all values whether gradients flow through them."""
         for cell in self._all_cells:
             cell.settle()
+
+    def finish(self, is_trained: bool = False) -> Trace:
+        """The whole function. Nothing can be recorded after that.
+
+        Args:
+            is_trained: whether it is to be differentiated. It is told what is ignored then.
+        """
+        self.settle()
+        results = [value for node in self.trace.nodes for value in node.results]
+        for function in {value.of_function for value in results if value.of_function is not None and is_trained}:
+            _tell_of_function(function)
         _stop_gradients(self.trace)
         return self.trace
 
@@ -551,18 +605,18 @@ def _is_in_own_derivative() -> bool:
 
     `Function.apply` leaves no frame of its own from PyTorch 2.15 on; what it calls has one in each version.
     """
-    forwards = {getattr(function.forward, "__code__", None) for function in _below(torch.autograd.Function)}
+    forwards = {getattr(function.forward, "__code__", None) for function in below(torch.autograd.Function)}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
 
 
-def _below(base: type[Any]) -> Iterator[type[Any]]:
+def below(base: type[Any]) -> Iterator[type[Any]]:
     """The classes that derive from one, at any depth."""
     for derived in base.__subclasses__():
         yield derived
-        yield from _below(derived)
+        yield from below(derived)
 
 
 def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:

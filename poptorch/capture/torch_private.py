@@ -47,6 +47,7 @@ __all__ = [
     "unlogged_errors",
     "unvalidated_distributions",
     "with_tensors",
+    "without_checkpoints",
     "without_compile",
     "without_modes",
     "written_arguments",
@@ -133,6 +134,27 @@ def without_compile() -> Iterator[None]:
             yield
     finally:
         kind.__call__ = run
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Have checkpoints with `use_reentrant=True` run what they are given, and no more, as the others do.
+
+    They are functions with a derivative of their own, which runs it again: below what PyTorch differentiates, so that
+    derivatives within would not count. As in PyTorch, no gradients flow if none does into it.
+    """
+    kind: Any = torch.utils.checkpoint.CheckpointFunction
+
+    def run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        tracked = any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
+            return function(*args)
+
+    kind.apply = staticmethod(run)
+    try:
+        yield
+    finally:
+        del kind.apply
 
 
 def in_transform() -> bool:

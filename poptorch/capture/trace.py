@@ -24,7 +24,8 @@ class Value:
         name: of an input, or a parameter or buffer; empty for others.
         made_by: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
-        of_function: whether it is a result of a function that brings its own derivative, a `torch.autograd.Function`.
+        of_function: the function that it is a result of, if that is differentiated as what it is made of, although it
+            brings its own derivative: a `torch.autograd.Function`.
         of_buffer: whether it is what a buffer holds at the beginning.
     """
 
@@ -33,7 +34,7 @@ class Value:
     name: str = ""
     made_by: Node | None = field(default=None, repr=False)
     requires_grad: bool | None = None
-    of_function: bool = False
+    of_function: type | None = None
     of_buffer: bool = False
 
     @property

@@ -128,6 +128,11 @@ class Tracer:
         finally:
             self._suspended = before
 
+    def hears(self, given: Any) -> bool:
+        """Whether what is done now to what is given is written down: another thread may do something else."""
+        is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(given))
+        return is_own and not self._suspended and not in_transform()
+
     # What is heard --------------------------------------------------------------------------------------------------
 
     def record(

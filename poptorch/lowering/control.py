@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
+from poptorch.capture.derivatives import OWN
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.outline import CALL
 from poptorch.capture.trace import Trace
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import Emission, emission, popxl_dtype
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
 from popxl.errors import DeviceError, PopxlError
-from popxl.op import Effect
+from popxl.op import Effect, Op
+from popxl.transforms.op_gradient import Forward
 
 Tensors = Sequence[popxl.Tensor]
 
@@ -38,6 +42,44 @@ def cond(
     condition: popxl.Tensor, then_body: Trace, then_inputs: Tensors, else_body: Trace, else_inputs: Tensors
 ) -> Tensors:
     return emission().either(ops.reshape(condition, ()), (then_body, then_inputs), (else_body, else_inputs))
+
+
+# Derivatives of users -------------------------------------------------------------------------------------------------
+
+
+@lowers(OWN)
+def own_derivative(results: Tensors, inputs: Tensors, backward: Trace, numbers: Sequence[int], name: str) -> Tensors:
+    made = _own_derivative(*results, *inputs, *map(emission().tensor, backward.outer), count=len(results))
+    made = made if isinstance(made, tuple) else (made,)
+    assert made[0].producer is not None
+    _backward[made[0].producer] = partial(_gradients, backward=backward, numbers=numbers, name=name)
+    return made
+
+
+def _gradients(
+    forward: Forward, gs: Sequence[popxl.Tensor | None], *, backward: Trace, numbers: Sequence[int], name: str
+) -> dict[int, popxl.Tensor]:
+    """The gradients of the inputs, which stand behind as many operands as there are results."""
+    first = len(numbers)
+    by_number = dict(zip(numbers, gs, strict=True))
+    specs = backward.inputs[: len(backward.inputs) - len(backward.outer)]
+    given = [by_number.get(i) for i in range(len(specs))]
+    zeros = [ops.init(v.shape, popxl_dtype(v.dtype)) if g is None else g for v, g in zip(specs, given, strict=True)]
+    outer = [forward.read(t) for t in forward.op.inputs[first + len(backward.outputs) :]]
+    made = Emission().call(backward, [*zeros, *outer], f"{name}.backward")
+    return {i: g for i, g in enumerate(made, first) if forward.wants(i)}
+
+
+_backward: weakref.WeakKeyDictionary[Op, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+_own_derivative = OpKind(
+    "OwnDerivative",
+    lambda *operands, count: operands[:count],
+    shape=lambda *operands, count: [t.spec for t in operands[:count]],
+    gradient=lambda forward, gs: _backward[forward.op](forward, gs),
+    key="poptorch.OwnDerivative",
+)
+"""It returns the first of what it is given. What its gradient is, is known as long as the program is written."""
 
 
 # On the host ----------------------------------------------------------------------------------------------------------

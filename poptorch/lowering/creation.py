@@ -12,7 +12,7 @@ import torch
 import popxl
 from poptorch.base.dtypes import to_numpy
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, broadcast, together
+from poptorch.lowering.operands import Number, broadcast, constant_of, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 
@@ -22,7 +22,7 @@ from popxl import ops
 def filled(value: Number | complex) -> popxl.Tensor:
     """A number, in the shape and dtype that is wanted."""
     (wanted,) = emission().wanted
-    t = popxl.constant(value, wanted.dtype)
+    t = together(value, wanted.dtype)
     return broadcast(t, shape=wanted.shape) if wanted.shape else t
 
 
@@ -57,7 +57,8 @@ def scalar_tensor(s: Number, dtype: popxl.dtype | None = None) -> popxl.Tensor:
 def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
     (wanted,) = emission().wanted
     kind = float if wanted.dtype.is_floating_point else int
-    return popxl.constant(kind(start) + kind(step) * np.arange(*wanted.shape), wanted.dtype)
+    numbers = kind(start) + kind(step) * np.arange(*wanted.shape)
+    return together(constant_of(torch.from_numpy(numbers)), wanted.dtype)
 
 
 def _sequence(name: str) -> None:

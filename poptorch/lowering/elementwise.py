@@ -44,11 +44,16 @@ def unary(names: str, op: Callable[[popxl.Tensor], popxl.Tensor], of_floats: boo
     lowers(*(f"aten.{name}" for name in names.split()))(lowering)
 
 
-def binary(names: str, op: Callable[[popxl.Tensor, popxl.Tensor], popxl.Tensor], of_floats: bool = False) -> None:
+def binary(
+    names: str,
+    op: Callable[[popxl.Tensor, popxl.Tensor], popxl.Tensor],
+    of_floats: bool = False,
+    compares: bool = False,
+) -> None:
     """Declare an op of two tensors of one dtype as a lowering."""
 
     def lowering(input: Operand, other: Operand) -> popxl.Tensor:
-        operands = promoted(input, other)
+        operands = promoted(input, other, are_bounds=compares)
         return op(*map(floating, operands)) if of_floats else op(*operands)
 
     lowers(*(f"aten.{name}" for name in names.split()))(lowering)
@@ -208,18 +213,20 @@ _nextafter = jax_op(title="Nextafter", shape=broadcast, gradient={"input": lambd
 binary("nextafter", _nextafter)
 
 
-def _scaled(other: Operand, alpha: float) -> Operand:
-    return other if alpha == 1 else other * alpha
+def _scaled(input: Operand, other: Operand, alpha: float) -> tuple[popxl.Tensor, popxl.Tensor]:
+    """Both operands in one dtype, and so many times the other: half an integer is none, and may be added to a float."""
+    lhs, rhs = promoted(input, other)
+    return lhs, rhs if alpha == 1 else rhs * together(alpha, rhs.dtype)
 
 
 @lowers("aten.add")
 def add(input: Operand, other: Operand, alpha: float = 1) -> popxl.Tensor:
-    return ops.add(*promoted(input, _scaled(other, alpha)))
+    return ops.add(*_scaled(input, other, alpha))
 
 
 @lowers("aten.sub")
 def sub(input: Operand, other: Operand, alpha: float = 1) -> popxl.Tensor:
-    return ops.sub(*promoted(input, _scaled(other, alpha)))
+    return ops.sub(*_scaled(input, other, alpha))
 
 
 @lowers("aten.rsub")

@@ -18,12 +18,16 @@ from popxl.values.shapes import broadcast, predicate
 
 _greater_equal = binary_op("greater_equal", jnp.greater_equal, shape=predicate, gradient=None)
 
-binary("eq", ops.equal)
-binary("ne", lambda input, other: ops.logical_not(ops.equal(input, other)))
-binary("gt", ops.greater)
-binary("lt", lambda input, other: ops.greater(other, input))
-binary("ge", _greater_equal)
-binary("le", lambda input, other: _greater_equal(other, input))
+_COMPARISONS: dict[str, Callable[..., popxl.Tensor]] = {
+    "eq": ops.equal,
+    "ne": lambda input, other: ops.logical_not(ops.equal(input, other)),
+    "gt": ops.greater,
+    "lt": lambda input, other: ops.greater(other, input),
+    "ge": _greater_equal,
+    "le": lambda input, other: _greater_equal(other, input),
+}
+for _name, _function in _COMPARISONS.items():
+    binary(_name, _function, compares=True)
 
 # Truth values and bits ------------------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ def masked_fill(input: popxl.Tensor, mask: popxl.Tensor, value: Operand) -> popx
 @lowers("aten.clamp", "aten.clamp_min", "aten.clamp_max")
 def clamp(input: popxl.Tensor, min: Operand | None = None, max: Operand | None = None) -> popxl.Tensor:
     bounds = [bound for bound in (min, max) if bound is not None]
-    tensors = iter(promoted(input, *bounds))
+    tensors = iter(promoted(input, *bounds, are_bounds=True))
     return _clamp(next(tensors), *(None if bound is None else next(tensors) for bound in (min, max)))
 
 

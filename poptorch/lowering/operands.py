@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
+import torch
 
 import popxl
+from poptorch.base.dtypes import fitted, to_numpy
 from popxl import OpKind, ops
+from popxl.context import get_current_context
 
 __all__ = [
-    "axes_of", "axis_of", "broadcast", "lined", "promoted", "together",
+    "axes_of", "axis_of", "broadcast", "constant_of", "lined", "promoted", "together",
 ]  # fmt: skip
 
 Number = bool | int | float
@@ -25,12 +28,16 @@ broadcast = OpKind(
 """A tensor in a larger shape, by the rules of broadcasting."""
 
 
-def promoted(*operands: popxl.Tensor | Number | complex) -> tuple[popxl.Tensor, ...]:
+def promoted(*operands: popxl.Tensor | Number | complex, are_bounds: bool = False) -> tuple[popxl.Tensor, ...]:
     """Operands as tensors of one dtype: that to which PyTorch promotes tensors. At least one has to be a tensor.
 
     A number counts less than any tensor: only one of a higher category (an integer beside bools, a float beside
     integers) has a say. That a tensor without dimensions counts less, too, shows in the dtype of the result alone,
     which is not decided here.
+
+    Args:
+        operands: tensors and numbers.
+        are_bounds: whether numbers are compared with, and nothing else: one that does not fit becomes the nearest.
     """
     tensors = [each for each in operands if isinstance(each, popxl.Tensor)]
     wanted = tensors[0].dtype.as_numpy()
@@ -41,7 +48,14 @@ def promoted(*operands: popxl.Tensor | Number | complex) -> tuple[popxl.Tensor, 
         if not isinstance(number, popxl.Tensor):
             wanted = jnp.result_type(jnp.zeros((), wanted), number) if _counts(number, wanted) else wanted
     dtype = popxl.dtype.as_dtype(jnp.dtype(wanted))
+    if are_bounds and dtype is popxl.int32:
+        operands = tuple(_nearest(each) if isinstance(each, int) else each for each in operands)
     return tuple(together(each, dtype) for each in operands)
+
+
+def _nearest(number: int) -> int:
+    """The integer of 32 bits that is nearest to a number."""
+    return min(max(number, -(2**31)), 2**31 - 1)
 
 
 def _counts(number: Number | complex, dtype: Any) -> bool:
@@ -55,9 +69,18 @@ def _counts(number: Number | complex, dtype: Any) -> bool:
 
 def together(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:
     """An operand as a tensor of a dtype."""
-    if not isinstance(operand, popxl.Tensor):
-        return popxl.constant(operand, dtype)
-    return operand if operand.dtype == dtype else ops.cast(operand, dtype)
+    if isinstance(operand, popxl.Tensor):
+        return operand if operand.dtype == dtype else ops.cast(operand, dtype)
+    if dtype is popxl.int32 and isinstance(operand, int) and operand != _nearest(operand):
+        return constant_of(torch.tensor(operand))
+    return popxl.constant(operand, dtype)
+
+
+def constant_of(numbers: torch.Tensor) -> popxl.Tensor:
+    """The constant with these numbers, in the type that they have on the device."""
+    record = get_current_context().debug_record
+    where = f"{record.api} at {record.location}" if record is not None else "The program"
+    return popxl.constant(to_numpy(fitted(numbers, where)))
 
 
 def axis_of(t: popxl.Tensor, dim: int) -> int:

@@ -14,11 +14,10 @@ from jax import lax
 from torch.utils import _pytree as pytree
 
 import popxl
-from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.lowering.complex import PUT_BACK
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, axis_of, broadcast, promoted, together
+from poptorch.lowering.operands import Number, axis_of, broadcast, constant_of, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.ops.precision import rounded_once, widened
@@ -28,7 +27,7 @@ from popxl.ops.precision import rounded_once, widened
 
 @lowers("poptorch.constant")
 def constant(data: Data) -> popxl.Tensor:
-    return popxl.constant(to_numpy(data.tensor))
+    return constant_of(data.tensor)
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

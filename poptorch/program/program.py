@@ -20,7 +20,7 @@ import numpy as np
 
 import popxl
 from poptorch.base.logging_ import logger
-from poptorch.capture.losses import final_loss
+from poptorch.capture.losses import final_loss, tell_of_another
 from poptorch.capture.model import Captured
 from poptorch.capture.outline import outlined
 from poptorch.capture.trace import Value
@@ -144,6 +144,8 @@ class Program:
     ) -> None:
         self.ir = ir
         self.loss = final_loss(captured.trace) if update is not None else None
+        if self.loss is not None:
+            tell_of_another(captured.trace, self.loss)
         self.inputs: dict[int, popxl.HostToDeviceStream] = {}
         self.outputs: list[popxl.DeviceToHostStream] = []
         self.variables: dict[str, Variable] = {}

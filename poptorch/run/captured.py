@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from poptorch.base.answers import Answer, Changes
+from poptorch.base.logging_ import logger
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
@@ -70,6 +72,15 @@ def captured_model(
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
             cuts=cuts,
+            derives=training,
+        )
+    if captured.carried and module is not None and module not in _told:
+        _told.add(module)
+        logger.warning(
+            "`forward` changes %s. A program carries parameters and buffers from run to run, and no other attributes: "
+            "each run begins with what was there when the model was wrapped. Have the module own it as a buffer "
+            "(`register_buffer`), and overwrite that: `self.x.copy_(...)`. To look at it, return it.",
+            ", ".join(captured.carried),
         )
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
@@ -85,6 +96,10 @@ def captured_model(
     options._Popart.check()
     check_placement([node.site for node in captured.trace.nodes], options, training)
     return captured, answers[0]
+
+
+_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules of which it was told that attributes are not carried from run to run."""
 
 
 def _check_overlaps(captured: Captured) -> None:

@@ -421,8 +421,15 @@ class Compiled:
                     f"The buffer {name} is not what it was when the model was compiled. `forward` has read its numbers "
                     "then (as `item()` does), so they are a part of the program. Call `destroy()` to compile it anew."
                 )
-        variables = self.ends.variables
-        self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items() if name in host})
+        variables = {name: v for name, v in self.ends.variables.items() if name in host}
+        for name, v in variables.items():
+            shape = host[name].shape
+            if v.shape_on_host[len(v.shape_on_host) - len(shape) :] != shape:
+                raise createPoptorchError(
+                    f"{name} has the shape {list(shape)} on the host and {list(v.shape)} on the device. It must keep "
+                    "its shape while the model is compiled; call `destroy()`, and wrap the module anew."
+                )
+        self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items()})
 
     def state(self) -> dict[str, np.ndarray]:
         """The state of the optimiser, by name."""
@@ -481,7 +488,7 @@ class Compiled:
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if self.is_attached:  # all are written, those too that the device has changed
             others = set(self.session.ir.main_graph.variables) - set(values)
-            self.session.get_tensors_data(others)
+            self._on_host(others)
         self.session.write_variables_data(values)
 
     def _fetched(self, variables: Mapping[Name, Variable]) -> dict[Name, np.ndarray]:
@@ -489,8 +496,17 @@ class Compiled:
         wanted = list(variables.values())
         found: Mapping[Any, np.ndarray] | None = self.session.program.read_here(wanted) if self.is_attached else None
         if found is None:
-            found = self.session.get_tensors_data(wanted)
+            found = self._on_host(wanted)
         return {name: np.asarray(found[v]) for name, v in variables.items()}
+
+    def _on_host(self, variables: Iterable[Variable]) -> dict[Any, np.ndarray]:
+        """The host copies of variables, brought home before if the device is ahead. A session reads no bytes back."""
+        of_bytes, others = list[Variable](), list[Variable]()
+        for v in variables:
+            (of_bytes if v.dtype in (popxl.int8, popxl.uint8) else others).append(v)
+        if of_bytes and self.is_attached:
+            self.session.weights_to_host()
+        return {**self.session.get_tensors_data(others), **{v: v.data for v in of_bytes}}
 
 
 def _memory(t: torch.Tensor) -> np.ndarray:

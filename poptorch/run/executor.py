@@ -131,6 +131,7 @@ class PoplarExecutor:
         self._trainings = Trainings(self._host.module)
         self._host_writes = HostWrites(self._host.module)
         self._has_told_of_mode = self._has_told_of_numbers = self._has_told_of_writes = False
+        self._has_told_of_others = False
         self._instrumented: Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -167,7 +168,7 @@ class PoplarExecutor:
                     self._check_online("run a model")
                     self._attach(compiled)
                 if self._trainings.have_news(self._instrumented):
-                    self.copyWeightsToDevice()
+                    self._upload()
                 self._tell_of_changes()
                 if self._trainer is not None:
                     self._check_untouched()
@@ -216,6 +217,15 @@ class PoplarExecutor:
                 f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
                 "them" if written[1:] else "it",
                 ", which overwrite those of the host" * self._training,
+            )
+
+        if not self._has_told_of_others and (others := self._host_writes.replaced()):
+            self._has_told_of_others = True
+            logger.warning(
+                "The module has another %s than when the device took its numbers. The device goes on with what it had "
+                "then. Where names and shapes are the same, `copyWeightsToDevice()` of the wrapper takes the new one; "
+                "otherwise call `destroy()`, and wrap the module anew, with an optimizer of what it has now.",
+                " and another ".join(others),
             )
 
     def _check_untouched(self) -> None:
@@ -307,9 +317,7 @@ class PoplarExecutor:
         offline = self._options.connection_type is ConnectionType.Never
         if self._instrumented is not None and self._trainer is not None:
             assert isinstance(compiled, Compiled | TrainedInParts)
-            self._forgotten = weakref.finalize(
-                self, _bring_home, compiled, self._instrumented, self._host, self._trainer
-            )
+            self._forgotten = weakref.finalize(self, _bring_home, compiled, self._instrumented, self._trainer)
             self._forgotten.atexit = False
             self._trainer.connect(compiled, offline)
         if not offline:
@@ -458,7 +466,15 @@ class PoplarExecutor:
 
     @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
-        """Bring parameters and buffers from the module to the device. What has been trained and not read is lost."""
+        """Bring parameters and buffers from the module to the device. What has been trained and not read is lost.
+
+        Of a training model: other wrappers that follow it take them over, too, at their next call.
+        """
+        self._upload()
+        if self._instrumented is not None:
+            self._instrumented.version += 1
+
+    def _upload(self) -> None:
         if self._kinds is not None:
             self._kinds.copy_weights()
         if self._compiled is not None or self._kinds is None:
@@ -767,12 +783,12 @@ class PoplarExecutor:
 def _bring_home(
     compiled: Compiled | TrainedInParts,
     instrumented: Instrumented,
-    model: HostModel,
     trainer: Trainer,
 ) -> None:
     """What was trained by a wrapper that nobody has any more comes home now, if it has not been read."""
     with without_modes():  # a capture may be going on
         if instrumented.is_stale:
             instrumented.is_stale = False
-            model.write(compiled.weights())
+            instrumented.write(compiled.weights())
+        instrumented.destroy()
         trainer.disconnect()

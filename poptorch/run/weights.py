@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from poptorch.base.dtypes import from_numpy, to_numpy
+from poptorch.base.dtypes import fitted, from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
@@ -73,12 +74,12 @@ def read(
         names: read these only.
 
     Raises:
-        Error: for a name that the module does not have, or a dtype that the device does not have.
+        Error: for a name that the module does not have, or a dtype or an integer that the device does not have.
     """
     tensors = tensors_of(module)
     names = tensors if names is None else list(names)
     _check_names(names, tensors)
-    arrays = {name: to_numpy(tensors[name]) for name in names}
+    arrays = {name: to_numpy(fitted(tensors[name], f"`{name}`")) for name in names}
     return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
 
 
@@ -93,9 +94,11 @@ def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], grou
     Raises:
         Error: for a name that the module does not have, or a value of another shape.
     """
-    tensors = tensors_of(module)
+    _write(tensors_of(module), arrays, groupings or {})
+
+
+def _write(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], groupings: Groupings) -> None:
     _check_names(arrays, tensors)
-    groupings = groupings or {}
     values = {name: g.to_host(a) if (g := groupings.get(name)) else a for name, a in arrays.items()}
     for name, value in values.items():
         shape = tuple(tensors[name].shape)
@@ -142,7 +145,7 @@ class Instrumented:
 
     Attributes:
         is_stale: whether the device is ahead of the host; set it when the device has changed weights.
-        version: how often values have come home.
+        version: how often the host has had other values, that came home or that the device was given.
         is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
 
     Example:
@@ -165,7 +168,8 @@ class Instrumented:
                 f"{module._original.__name__} is already wrapped for training: its weights can come from one training "
                 "model only. Call `destroy()` on that one first."
             )
-        tensors = list(tensors_of(module).values())
+        self._homes = tensors_of(module)
+        tensors = list(self._homes.values())
         self._module = module
         self._fetch: Callable[[], Any] = weakref.WeakMethod(fetch) if hasattr(fetch, "__self__") else lambda: fetch
         self._groupings = {} if groupings is None else groupings
@@ -219,11 +223,10 @@ class Instrumented:
         was_stale, self.is_stale = self.is_stale, False  # writing looks at tensors, which must not ask again
         try:
             fetch = self._fetch()
-            write(self._module, fetch(), self._groupings)
+            self.write(fetch())
         except BaseException:
             self.is_stale = was_stale
             raise
-        self.version += 1
 
     def to_host_if_stale(self) -> bool:
         """Bring the device's values home if the host is stale. Returns whether it was."""
@@ -232,18 +235,29 @@ class Instrumented:
             self.to_host()
         return was_stale
 
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Overwrite the tensors that the device has read, whether or not the module still has them."""
+        _write(self._homes, arrays, self._groupings)
+        self.version += 1
+
     def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """The host's values as they are, stale or not; see the function `read`."""
         was_stale, self.is_stale = self.is_stale, False
         try:
-            return read(self._module, self._groupings, names)
+            arrays = read(self._module, self._groupings, names)
+            now = tensors_of(self._module)
+            self._homes |= {name: now[name] for name in arrays if now[name].shape == self._homes[name].shape}
+            return arrays
         finally:
             self.is_stale = was_stale
 
     def destroy(self) -> None:
         """Give the module, its parameters and buffers their classes back. Values that have not come home are lost."""
         self._undo()
-        _trainings.discard(self)
+        if self in _trainings:
+            _trainings.remove(self)
+            for follower in list(_followers):
+                follower.has_ended(self)
 
 
 _CLIPPING = "poptorch.optim.AdamW(parameters, lr=0.001, max_grad_norm=1.0)"
@@ -261,6 +275,7 @@ def hook_problem(what: str) -> Error:
 
 
 _trainings: weakref.WeakSet[Instrumented] = weakref.WeakSet()
+_followers: weakref.WeakSet[Trainings] = weakref.WeakSet()
 
 
 class Trainings:
@@ -281,6 +296,16 @@ class Trainings:
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._tensor_ids = frozenset(map(id, tensors_of(module).values()))
         self._seen: weakref.WeakKeyDictionary[Instrumented, int] = weakref.WeakKeyDictionary()
+        self._has_missed = False
+        _followers.add(self)
+
+    def has_ended(self, training: Instrumented) -> None:
+        """Note that a training has ended, after whatever it has brought home."""
+        if self._concern(training) and training.version > self._seen.get(training, 0):
+            self._has_missed = True
+
+    def _concern(self, training: Instrumented) -> bool:
+        return not self._tensor_ids.isdisjoint(training._tensor_ids)
 
     def have_news(self, own: Instrumented | None = None) -> bool:
         """Bring home what is stale. Returns whether anything has come home since the last call of this.
@@ -292,22 +317,23 @@ class Trainings:
             training
             for training in list(_trainings)
             if training is not own
-            and not self._tensor_ids.isdisjoint(training._tensor_ids)
+            and self._concern(training)
             and (training.is_stale or training.version > self._seen.get(training, 0))
         ]
-        if news and own is not None:
+        has_missed, self._has_missed = self._has_missed, False
+        if (news or has_missed) and own is not None:
             own.to_host_if_stale()
         for training in news:
             training.to_host_if_stale()
             self._seen[training] = training.version
-        return bool(news)
+        return bool(news) or has_missed
 
 
 class HostWrites:
     """Who writes parameters and buffers on the host, where a device has read them before.
 
     Args:
-        module: whose tensors. A tensor that is replaced, and what is written to its `data`, is not noticed.
+        module: whose tensors. What is written to the `data` of one is not noticed.
 
     Example:
         >>> module = torch.nn.Linear(2, 3)
@@ -323,12 +349,18 @@ class HostWrites:
         self._module = module
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: list[int] = []
+        self._holders: tuple[dict[str, Any], ...] = ()
+        self._keys: tuple[str, ...] = ()
+        self._held: tuple[Any, ...] = ()
+        self._places: tuple[str, ...] = ()
 
     def forget(self) -> None:
         """Note that the device has what the host has now."""
         with torch._C.DisableTorchFunctionSubclass():
             self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
         self._versions = self._now()
+        places = list(_places(self._module)) if self._module is not None else []
+        self._holders, self._keys, self._held, self._places = zip(*places, strict=True) if places else ((), (), (), ())
 
     def names(self) -> list[str]:
         """The names of those that somebody has written since. Every call of a model asks, so it has to be quick."""
@@ -337,9 +369,24 @@ class HostWrites:
             return []
         return [name for name, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
 
+    def replaced(self) -> list[str]:
+        """The names of parameters, buffers and modules that are other ones by now. It is as quick."""
+        if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
+            return []
+        now = map(dict.get, self._holders, self._keys)
+        return [name for name, a, b in zip(self._places, self._held, now, strict=True) if a is not b]
+
     def _now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
             return [t._version for t in self._tensors.values()]
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
+    """Where parameters, buffers and modules are: what holds each, its key there, the thing itself, and its name."""
+    for path, each in torch.nn.Module.named_modules(module):
+        for holder in (each._parameters, each._buffers, each._modules):
+            for key, value in holder.items():
+                yield holder, key, value, f"{path}.{key}" if path else key
 
 
 # What stands in for classes -------------------------------------------------------------------------------------------

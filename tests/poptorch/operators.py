@@ -174,6 +174,7 @@ def _captured(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> t
             module,
             ambient=ambient,
             lowered=has_lowering,
+            derives=True,
         )
     return found.trace, [found.state[f"t{i}"] for i in range(len(leaves))]
 

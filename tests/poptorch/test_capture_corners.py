@@ -122,6 +122,80 @@ def test_a_tensor_of_an_input_that_is_kept_is_refused_the_next_time() -> None:
         poptorch.inferenceModel(function)(_input(2))
 
 
+class Carrying(torch.nn.Module):
+    """It means to carry numbers from run to run, by attributes that are no buffers."""
+
+    def __init__(self, change: Function) -> None:
+        super().__init__()
+        self.layer, self.change = torch.nn.GRU(3, 3), change
+        self.mean, self.means, self.table, self.count = torch.ones(3), [torch.zeros(3)], torch.zeros(1), 0
+        self.state, self.last = (torch.zeros(1, 2, 3), 0), None
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(x)
+        return self.change(self, x)
+
+
+def _averaged(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.mean = module.mean * 0.9 + x.mean((0, 1))
+    return x - module.mean
+
+
+def _averaged_in_place(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    return x - module.mean.mul_(0.9).add_(x.mean((0, 1)))
+
+
+def _averaged_in_a_list(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.means[0] = module.means[0] + x.mean((0, 1))
+    return x - module.means[0]
+
+
+def _recurrent(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    y, state = module.layer(x, module.state[0])
+    module.state = state, module.state[1] + 1
+    return y
+
+
+def _longer(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.last = x if module.last is None else torch.cat([module.last, x])
+    return module.last.sum(0)
+
+
+def _made_once(module: Carrying, x: torch.Tensor) -> torch.Tensor:
+    module.table = torch.arange(3.0) + 1
+    if module.last is None:
+        module.last = torch.ones(3, 3).triu()
+    return x * module.table @ module.last * module.mean
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_averaged, "mean"),
+        (_averaged_in_place, "mean"),
+        (_averaged_in_a_list, "means[0]"),
+        (_recurrent, "state"),
+        (_longer, "last"),
+        (_made_once, ""),
+    ],
+)
+def test_attributes_that_carry_nothing_are_told_once(
+    change: Function, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = Carrying(change), _input(4, 2, 3)
+    expected = Carrying(change)
+    expected.load_state_dict(module.state_dict())
+    for _ in range(2):
+        model = poptorch.inferenceModel(module)
+        first = model(x)
+        torch.testing.assert_close(model(x), first)
+    torch.testing.assert_close(first, expected(x).detach())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(name) and all(f"`forward` changes model.{name}. " in text for text in told)
+
+
 # Numbers that are known -----------------------------------------------------------------------------------------------
 
 
@@ -269,6 +343,52 @@ def test_a_loss_of_which_nothing_is_returned() -> None:
     wrapped = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
     torch.testing.assert_close(wrapped(x), x.sum())
     torch.testing.assert_close(module.w.detach(), 1 - 0.5 * x)
+
+
+class _Scored(torch.nn.Module):
+    """Scores, and what a function makes of them."""
+
+    def __init__(self, judge: Function) -> None:
+        super().__init__()
+        self.linear, self.judge = torch.nn.Linear(4, 3), judge
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.judge(self.linear(x), labels)
+
+
+def _told_of_another(judge: Function, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    module = _Scored(judge)
+    poptorch.trainingModel(module)(_input(5, 4), torch.tensor([0, 2, 1, 1, 0]))
+    return [text for record in caplog.records if "trained by its loss" in (text := record.getMessage())]
+
+
+@pytest.mark.parametrize(
+    ("op", "judge"),
+    [
+        ("mul", lambda z, y: F.cross_entropy(z, y) * 0.5),
+        ("add", lambda z, y: (z, F.cross_entropy(z, y) + z.square().mean())),
+        ("mean", lambda z, y: F.cross_entropy(z, y, reduction="none").mean()),
+        ("add", lambda z, y: {"part": (part := F.cross_entropy(z, y)), "loss": part + z.mean()}),
+        ("add", lambda z, y: ((part := F.cross_entropy(z, y)).detach(), part + z.mean())),
+    ],
+)
+def test_what_is_done_to_a_loss_after_it_is_told(op: str, judge: Function, caplog: pytest.LogCaptureFixture) -> None:
+    (told,) = _told_of_another(judge, caplog)
+    assert f"aten.{op} (test_capture_corners.py:" in told and "torch.cross_entropy (test_capture_corners.py:" in told
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [
+        lambda z, y: F.cross_entropy(z, y).mean().float().reshape(1),
+        lambda z, y: F.cross_entropy(z, y, reduction="none").sum(),
+        lambda z, y: ((loss := F.cross_entropy(z, y)), loss.exp(), loss.detach() * 3, (z.argmax(-1) == y).sum()),
+        lambda z, y: (part := F.cross_entropy(z, y), poptorch.identity_loss(part + z.mean(), "none")),
+    ],
+)
+def test_what_may_be_returned_beside_a_loss(judge: Function, caplog: pytest.LogCaptureFixture) -> None:
+    assert not _told_of_another(judge, caplog)
 
 
 # Rows that a tensor says ----------------------------------------------------------------------------------------------

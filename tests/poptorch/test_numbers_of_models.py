@@ -132,6 +132,86 @@ def test_losses_are_found_by_each_of_their_names(name: str) -> None:
     torch.testing.assert_close(trained(x), expected, rtol=1e-5, atol=1e-5)
 
 
+# Integers that do not fit in 32 bits ----------------------------------------------------------------------------------
+
+_MOST, _LEAST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
+
+
+class _Hashed(nn.Module):
+    """Places in a table of 1024 rows, by the bits of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("primes", torch.tensor([1, 2654435761, 805459861]))
+        self.register_buffer("limit", torch.tensor(_MOST))
+
+    def forward(self, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = i * self.primes
+        return (places[:, 0] ^ places[:, 1] ^ places[:, 2]) % 1024, torch.minimum(i, self.limit)
+
+
+FITTING: dict[str, Callable[..., Any]] = {
+    "the largest of all": lambda i, mask: torch.where(mask, i, _MOST).amin(0),
+    "the smallest of all": lambda i, mask: i.masked_fill(mask, _LEAST).amax(0),
+    "a tensor of the largest": lambda i, mask: torch.full((2, 3), _MOST).minimum(i),
+    "a constant, the largest": lambda i, mask: torch.tensor([_MOST, -_MOST, 7]).clamp(-9, 9) + i,
+    "comparisons": lambda i, mask: (i > 2**33, i >= -(2**40), i == 2**32, i != 2**32, i < 2**31, i <= -(2**32)),
+    "bounds": lambda i, mask: (i.clamp(-(2**40), 2**40), i.clamp(max=2**33), i.clamp(min=3, max=2**35)),
+    "bits": lambda i, mask: (i.abs() & 0xFFFFFFFF, (i ^ 0xDEADBEEF) & 0xFFFF),
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_integers_beyond_those_of_the_device_mean_what_they_mean_in_pytorch(name: str) -> None:
+    i, mask = torch.tensor([[-4, 5, 2], [7, -3, 1]]), torch.tensor([[True, False, True], [False, True, False]])
+    result = poptorch.inferenceModel(FITTING[name])(i, mask)
+    torch.testing.assert_close(result, FITTING[name](i, mask), check_dtype=False)
+
+
+def test_bits_of_buffers_count_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    module, i = _Hashed(), torch.tensor([[3, 1, 8], [6, 5, 2]])
+    model = poptorch.inferenceModel(module)
+    torch.testing.assert_close(model(i), module(i), check_dtype=False)
+    model.copyWeightsToDevice()
+    told = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+    assert len(told) == 1 and "`primes` has the number 2654435761" in told[0] and "-1640531535" in told[0]
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "aten.add": lambda i: i + 2**33,
+    "aten.mul": lambda i: i * -(2**40),
+    "aten.full": lambda i: torch.full((2,), 2**33) + i,
+    "aten.arange": lambda i: torch.arange(2**33, 2**33 + 2) - i,
+    "aten.masked_fill": lambda i: i.masked_fill(i > 0, 10**18),
+    "constant": lambda i: torch.tensor([5, 2**33])[i],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_integers_that_do_not_fit_are_refused(name: str) -> None:
+    with pytest.raises(
+        poptorch.Error, match=rf"{name} at test_numbers_of_models.py:\d+ has the number .* does not fit"
+    ):
+        poptorch.inferenceModel(REFUSED[name])(torch.tensor([0, 1]))
+
+
+def test_a_buffer_that_does_not_fit_is_refused() -> None:
+    module = _Hashed()
+    module.limit.fill_(2**40)
+    with pytest.raises(poptorch.Error, match="`limit` has the number 1099511627776, which does not fit in int32"):
+        poptorch.inferenceModel(module)(torch.tensor([[3, 1, 8]]))
+
+
+def test_integers_that_are_added_to_floats_are_scaled_as_floats() -> None:
+    def averaged(mean: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        following = mean.clone().mul_(0.9).add_(count, alpha=0.1)
+        return following, torch.sub(mean, count, alpha=0.25), torch.rsub(count, mean, alpha=0.5), count.add(2, alpha=3)
+
+    given = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([3, 0, 1])
+    result = poptorch.inferenceModel(averaged)(*given)
+    torch.testing.assert_close(result, averaged(*given), check_dtype=False)
+
+
 # Halves beside floats -------------------------------------------------------------------------------------------------
 
 _PLACES = [0, 1, 1]

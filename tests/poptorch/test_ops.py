@@ -213,11 +213,16 @@ def test_cpu() -> None:
     assert len(seen) == 2 + 2 * 2 and set(seen) == {torch.Tensor}  # to see its results; then at each run
 
 
-def test_cpu_of_a_module() -> None:
+def test_cpu_of_a_module(caplog: pytest.LogCaptureFixture) -> None:
     linear = torch.nn.Linear(3, 2)
     cpu = poptorch.CPU(linear, "Linear")
     both(lambda x: cpu(x), X)
     assert not any(p.requires_grad for p in linear.parameters())
+    wrapped = poptorch.inferenceModel(lambda x: cpu(x))
+    for _ in range(2):  # its weights are read whenever the program comes there
+        torch.testing.assert_close(wrapped(X), linear(X))
+        linear.weight.mul_(3)
+    assert not caplog.text
 
 
 # Custom ops -----------------------------------------------------------------------------------------------------------

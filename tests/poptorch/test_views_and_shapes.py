@@ -205,27 +205,3 @@ def test_data_of_another_shape() -> None:
 
     with pytest.raises(poptorch.Error, match="`.data` of a tensor of .2, 3. and torch.float32 is set to one of .3, 2."):
         poptorch.inferenceModel(function)(_x)
-
-
-class _Hundredfold(torch.autograd.Function):
-    """Has a derivative of its own."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
-        return g * 100
-
-
-def test_a_derivative_of_its_own_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    ours = Model(lambda model, x: _Hundredfold.apply(model.w * x))
-    before = ours.w.detach().clone()
-    model = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
-    with caplog.at_level("WARNING", "poptorch::python"):
-        x = torch.tensor([0.1, 0.2, 0.3])
-        model(x)
-    assert "_Hundredfold.backward has no effect" in caplog.text
-    model.copyWeightsToHost()
-    torch.testing.assert_close(ours.w.detach(), before - 0.1 * 8 * before * x * x)

@@ -280,6 +280,130 @@ def test_trainings_follow_each_other() -> None:
     )
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("ends", ["destroyed", "forgotten"])
+def test_inference_follows_a_training_that_has_ended(ends: str, is_read: bool, transfers: Transfers) -> None:
+    module = Model()
+    model = trained(module)
+    readers = [poptorch.inferenceModel(module.eval()) for _ in range(2)]
+    assert [reader(X).tolist() for reader in readers] == [[1, 1], [1, 1]]
+    model(X)
+    if is_read:
+        assert module.w.item() == 0
+    if ends == "destroyed":
+        model.destroy()
+    del model
+    gc.collect()
+    for reader in readers:
+        transfers.of(reader)
+        for _ in range(2):
+            assert reader(X).tolist() == [0, 0]
+        assert transfers.of(reader) == (0, 1)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_inference_follows_what_a_training_is_given(
+    loads: bool, transfers: Transfers, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Model()
+    model = trained(module)
+    reader = poptorch.inferenceModel(module.eval())
+    model(X)
+    assert reader(X).tolist() == [0, 0]
+    if loads:
+        model.load_state_dict({"w": torch.tensor(5.0), "count": torch.tensor(0.0), "scale": torch.tensor(1.0)})
+    else:
+        module.w.detach().fill_(5)
+        model.copyWeightsToDevice()
+    transfers.of(reader)
+    for _ in range(2):
+        assert reader(X).tolist() == [5, 5]
+    assert transfers.of(reader) == (0, 1)
+    model(X)
+    assert reader(X).tolist() == [4, 4]
+    assert not caplog.text
+
+
+def test_a_training_follows_one_that_has_ended() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self, part: torch.nn.Module) -> None:
+            super().__init__()
+            self.part, self.v = part, torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return poptorch.identity_loss((self.part.w + self.v) * x, "sum")
+
+    part = Model()
+    both = Both(part)
+    first = trained(part)
+    second = poptorch.trainingModel(both, None, torch.optim.SGD(both.parameters(), lr=0.25))
+    assert second(X).item() == 6  # (1 + 2) twice; then each is 0.5 less
+    first(X)  # and this one is 1 less
+    first.destroy()
+    assert second(X).item() == 2
+    assert (part.w.item(), both.v.item()) == (-1, 1)
+
+
+# Tensors and modules that are replaced --------------------------------------------------------------------------------
+
+
+class Scores(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss(self.head(torch.tanh(self.body(x))).square().sum(), "none")
+
+
+def step_in_pytorch(module: torch.nn.Module, x: torch.Tensor) -> None:
+    module(x).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    module.zero_grad()
+
+
+def test_what_replaces_a_tensor_or_a_module_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Scores(), torch.randn(5, 3)
+    model = poptorch.trainingModel(module, None, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(x)
+    module.body.bias = torch.nn.Parameter(torch.ones(4))
+    module.head = torch.nn.Linear(4, 2)
+    expected = copy.deepcopy(module)
+    for _ in range(2):
+        model(x)
+    (record,) = caplog.records
+    assert "another head and another body.bias than when the device took its numbers" in record.message
+    assert torch.equal(module.head.weight, expected.head.weight)  # what is trained is not that one
+    module.body.load_state_dict(expected.body.state_dict())
+    model.copyWeightsToDevice()
+    model(x)
+    step_in_pytorch(expected, x)
+    torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()))
+    caplog.clear()
+    model(x)
+    assert not caplog.text
+
+
+def test_a_head_of_another_shape_comes_after_a_training() -> None:
+    module, x = Scores(), torch.randn(5, 3)
+    expected = copy.deepcopy(module)
+    model = poptorch.trainingModel(module, None, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(x)
+    step_in_pytorch(expected, x)
+    before = module.__dict__["_modules"]["head"]
+    module.head = torch.nn.Linear(4, 7)
+    with pytest.raises(poptorch.Error, match=r"head.weight has the shape \[7, 4\] on the host and \[2, 4\] on the dev"):
+        model.copyWeightsToDevice()
+    model.destroy()
+    torch.testing.assert_close(module.body.state_dict(), expected.body.state_dict())
+    torch.testing.assert_close(before.state_dict(), expected.head.state_dict())
+    expected.head = copy.deepcopy(module.head)
+    again = poptorch.trainingModel(module, None, torch.optim.SGD(module.parameters(), lr=0.1))
+    again(x)
+    step_in_pytorch(expected, x)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+
+
 def test_inference_of_a_wrapper_is_of_its_model() -> None:
     module = Model()
     training = trained(module)
@@ -287,6 +411,40 @@ def test_inference_of_a_wrapper_is_of_its_model() -> None:
     assert inference.model is module
     training(X)
     assert module.w.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_buffers_of_bytes_come_home(dtype: torch.dtype, tmp_path) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor(1.0))
+            self.register_buffer("mask", torch.tensor([1, 0], dtype=dtype))
+            self.register_buffer("count", torch.tensor([3, 4], dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return poptorch.identity_loss(self.w * x * self.mask, "sum")
+
+    module = Counting()
+    model = poptorch.trainingModel(module, None, torch.optim.SGD(module.parameters(), lr=0.5))
+    model(X)
+    assert (module.w.item(), module.count.tolist(), module.mask.dtype) == (0.5, [4, 5], dtype)
+    module.mask.fill_(1)
+    model.copyWeightsToDevice()
+    model(X)
+    assert (module.w.item(), module.count.tolist()) == (-0.5, [5, 6])
+    model.detachFromDevice()
+    model(X)
+    model.save(tmp_path / "model")
+    assert module.count.tolist() == [6, 7]
+    again = poptorch.load(tmp_path / "model")
+    again(X)
+    assert again.count.tolist() == [7, 8]
+    reader = poptorch.inferenceModel(Counting())
+    reader(X)
+    reader.copyWeightsToHost()
+    assert reader.model.count.tolist() == [4, 5]
 
 
 def test_load_state_dict_uploads(transfers: Transfers) -> None:

@@ -1,0 +1,203 @@
+"""Functions that bring their own derivative, `torch.autograd.Function`: their `backward` becomes a part of the program.
+
+A capture hears what their `forward` does, and never of `backward`. So it notes what each such function was given and
+has made. At the end each `backward` runs once, for gradients without numbers, and becomes a `Trace`. An op between what
+`forward` made and those who use it has that for its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+
+from poptorch.capture.recorder import APPLICATION, below
+from poptorch.capture.torch_private import UNREADABLE, storage_key
+from poptorch.capture.trace import Node, Trace, Value, with_values
+from poptorch.capture.tracer import CANNOT_READ, Tracer
+from poptorch.errors import createPoptorchError
+
+__all__ = ["OWN", "Application", "derive", "deriving"]
+
+OWN = "poptorch.own_derivative"
+"""Name of the op whose gradient is a trace. Its results are the `results` that it is given."""
+
+
+@dataclass
+class Application:
+    """One run of a function that brings its own derivative.
+
+    Attributes:
+        context: what PyTorch gives to its `backward`.
+        inputs: the values that it was given, for each of its arguments; `None` for one without a gradient.
+        results: the values that it has made.
+        differentiated: identities of those through which PyTorch says that gradients flow.
+    """
+
+    context: Any
+    inputs: list[Value | None]
+    results: list[Value]
+    differentiated: set[int] = field(default_factory=set)
+
+    @property
+    def function(self) -> type[torch.autograd.Function]:
+        """The function."""
+        function: type[torch.autograd.Function] = self.context._forward_cls
+        return function
+
+    @property
+    def name(self) -> str:
+        """How it is called."""
+        return self.function.__qualname__
+
+    @property
+    def of_gradients(self) -> list[Value]:
+        """Those of its results through which gradients flow."""
+        return [value for value in self.results if id(value) in self.differentiated]
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether what it has saved for `backward` is still there: PyTorch may have gone through that meanwhile."""
+        try:
+            self.context.saved_tensors  # noqa: B018 - it raises
+        except RuntimeError:
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """Have what `forward` does be differentiated."""
+        for value in self.of_gradients:
+            value.of_function = self.function
+
+
+@contextmanager
+def deriving(tracer: Tracer) -> Iterator[list[Application]]:
+    """Note the functions with a derivative of their own that run in a block, in the capture of this tracer."""
+    found: list[Application] = []
+    recorder = tracer.recorder
+
+    def note(context: Any, args: Sequence[Any], results: Any) -> None:
+        made = [results] if isinstance(results, torch.Tensor) else results
+        if recorder.is_inside or context.dirty_tensors or not all(isinstance(t, torch.Tensor) for t in made):
+            return
+        given = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in args]
+        application = Application(context, given, [recorder.value_of(t) for t in made])
+        setattr(context, APPLICATION, application)
+        found.append(application)
+
+    def noting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for t in args if isinstance(t, torch.Tensor)]
+            before = [t._version for t in tensors]
+            results = forward(*args, **kwargs)
+            if tracer.hears(tensors) and before == [t._version for t in tensors]:
+                results = _apart(results, set(map(storage_key, tensors)))
+                if isinstance(args[0], torch.autograd.function.FunctionCtx):
+                    note(args[0], args[1:], results)
+            return results
+
+        return noted
+
+    def noting_setup(setup: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(setup)
+        def noted(ctx: Any, inputs: Sequence[Any], output: Any) -> Any:
+            setup(ctx, inputs, output)
+            if tracer.hears(inputs):
+                note(ctx, inputs, output)
+
+        return noted
+
+    changed = []
+    for function in list(below(torch.autograd.Function)):
+        if not function.__module__.startswith("torch."):
+            for name, noting in (("forward", noting_forward), ("setup_context", noting_setup)):
+                if isinstance(method := vars(function).get(name), staticmethod):
+                    changed.append((function, name, method))
+                    setattr(function, name, staticmethod(noting(method.__func__)))
+    try:
+        yield found
+    finally:
+        for function, name, method in changed:
+            setattr(function, name, method)
+
+
+def _apart(results: Any, storages: set[int]) -> Any:
+    """Results of a function, none of which looks at the storage of an argument."""
+    if isinstance(results, tuple):
+        return tuple(_apart(result, storages) for result in results)
+    return results.clone() if isinstance(results, torch.Tensor) and storage_key(results) in storages else results
+
+
+def derive(tracer: Tracer, application: Application) -> None:
+    """Write down what the `backward` of a function does, and have gradients pass through that.
+
+    Raises:
+        poptorch.Error: if that fails.
+    """
+    with tracer.suspended():
+        is_there = application.is_saved
+        gs = [torch.zeros(v.shape, dtype=v.dtype) for v in application.results]
+    if not is_there:
+        application.give_up()
+    if not (is_there and application.differentiated):
+        return
+    places: list[int] = []
+
+    def backward(*gs: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = application.context.apply(*gs)
+        gradients = []
+        of_arguments = found if isinstance(found, tuple) else (found,)
+        for i, (g, value) in enumerate(zip(of_arguments, application.inputs, strict=False)):  # it may give more `None`s
+            if g is not None and value is not None:
+                places.append(i)
+                gradients.append(g.sum_to_size(value.shape).to(value.dtype))
+        return gradients
+
+    (last, *_) = [value.made_by for value in application.of_gradients]
+    assert last is not None
+    try:
+        with tracer.recorder.beside(last):
+            trace, _ = tracer.function_of(backward, gs)
+    except UNREADABLE as problem:
+        raise createPoptorchError(f"{application.name}.backward: {CANNOT_READ}") from problem
+    except RuntimeError as problem:
+        raise createPoptorchError(f"{application.name}.backward cannot be captured: {problem}") from problem
+    _insert(tracer.recorder.trace.nodes, application, trace, [application.inputs[i] for i in places])
+
+
+def _insert(nodes: list[Node], application: Application, backward: Trace, inputs: Sequence[Value | None]) -> None:
+    """Have an op make the results of a function, of values that take their places in what it does itself."""
+    own = application.of_gradients
+    inner = {id(value): Value(value.shape, value.dtype, made_by=value.made_by, requires_grad=False) for value in own}
+
+    def within(value: Value) -> Value:
+        return inner.get(id(value), value)
+
+    for value in own:
+        assert value.made_by is not None
+        value.made_by.results[:] = map(within, value.made_by.results)
+    backward.outer[:] = map(within, backward.outer)
+    makers = {id(value.made_by) for value in (*inner.values(), *backward.outer)}
+    end = 1 + max(i for i, node in enumerate(nodes) if id(node) in makers)
+    for node in nodes[:end]:
+        node.arguments = with_values(node.arguments, within)
+        for trace in node.traces:
+            trace.outer[:] = map(within, trace.outer)
+    last = nodes[end - 1]
+    arguments = {
+        "results": list(inner.values()),
+        "inputs": list(inputs),
+        "backward": backward,
+        "numbers": [i for i, value in enumerate(application.results) if id(value) in inner],
+        "name": application.name,
+    }
+    node = Node(OWN, "", arguments, last.site, last.scope, last.source, results=own)
+    for value in own:
+        value.made_by = node
+    nodes.insert(end, node)

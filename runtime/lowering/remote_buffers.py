@@ -74,9 +74,12 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
 
 def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
     buffer = op.attributes["buffer"]
-    slots = channels.slots(buffer)
     offset = _offset(op, environment)
-    slot = _fetched(slots, offset) if is_on_host(slots) else lax.dynamic_index_in_dim(slots, offset, keepdims=False)
+    if is_on_host(channels.slots(buffer)):
+        channels.fetch_in_order()
+        slot = _fetched(channels.slots(buffer), offset)
+    else:
+        slot = lax.dynamic_index_in_dim(channels.slots(buffer), offset, keepdims=False)
     if slot.shape != buffer.tensor_shape:  # whole blocks
         slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return arrived(slot, buffer.tensor_dtype)

@@ -26,7 +26,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import REAL, Unary, binary, inplace, unary
-from popxl.ops.kernels.elements import of_elements, quotient
+from popxl.ops.kernels.elements import needed_again, of_elements, quotient
 from popxl.ops.precision import rounded_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec
@@ -54,6 +54,28 @@ pow_exponent_grad = OpKind(
     rounded_once(lambda g, t, e, out: g * jnp.where((t == 0) & (jnp.real(e) >= 0), 0, out * jnp.log(t))),
     shape=like_first,
 )
+
+
+def _gradient_again(name: str, function: Callable[[Any], Any]) -> OpKind:
+    """The gradient of a function of elements, which computes the function again: nothing but `t` is kept for it."""
+
+    def lowering(t: Any, g: Any) -> Any:
+        _, pulled_back = jax.vjp(lambda t: rounded_once(function)(t).astype(t.dtype), needed_again(t))
+        return pulled_back(g)[0]
+
+    return OpKind(name, lowering, shape=like_first)
+
+
+def _gelu(t: Any) -> Any:
+    return jax.nn.gelu(t, approximate=True)
+
+
+def _geluerf(t: Any) -> Any:
+    return of_elements(functools.partial(jax.nn.gelu, approximate=False), t)
+
+
+gelu_grad = _gradient_again("GeluGrad", _gelu)
+geluerf_grad = _gradient_again("GeluErfGrad", _geluerf)
 
 # One operand --------------------------------------------------------------------------------------------------------
 
@@ -92,15 +114,17 @@ floor = unary(
 )
 gelu = unary(
     "gelu",
-    lambda t: jax.nn.gelu(t, approximate=True),
+    _gelu,
     "0.5 t (1 + tanh(√(2/π) (t + 0.044715 t³))), the tanh form of the Gaussian error linear unit.",
+    lambda g, t: gelu_grad(t, g),
     see="torch.nn.functional.gelu(approximate='tanh')",
     traits=REAL,
 )
 geluerf = unary(
     "geluerf",
-    lambda t: of_elements(functools.partial(jax.nn.gelu, approximate=False), t),
+    _geluerf,
     "0.5 t (1 + erf(t / √2)), the exact Gaussian error linear unit.",
+    lambda g, t: geluerf_grad(t, g),
     kind="GeluErf",
     see="torch.nn.functional.gelu",
     traits=REAL,

@@ -27,7 +27,7 @@ from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import REAL, Unary, binary, inplace, unary
 from popxl.ops.kernels.elements import needed_again, of_elements, quotient
-from popxl.ops.precision import rounded_once
+from popxl.ops.precision import is_half, rounded_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec
 
@@ -56,11 +56,18 @@ pow_exponent_grad = OpKind(
 )
 
 
-def _gradient_again(name: str, function: Callable[[Any], Any]) -> OpKind:
-    """The gradient of a function of elements, which computes the function again: nothing but `t` is kept for it."""
+def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[Any], bool]) -> OpKind:
+    """The gradient of a function of elements, which computes the function again: nothing but `t` is kept for it.
+
+    Args:
+        name: of the op.
+        function: the function.
+        costs: for which `t` a compiler would rather keep something of the function, at the cost of memory.
+    """
 
     def lowering(t: Any, g: Any) -> Any:
-        _, pulled_back = jax.vjp(lambda t: rounded_once(function)(t).astype(t.dtype), needed_again(t))
+        given = needed_again(t) if costs(t) else t
+        _, pulled_back = jax.vjp(lambda t: rounded_once(function)(t).astype(t.dtype), given)
         return pulled_back(g)[0]
 
     return OpKind(name, lowering, shape=like_first)
@@ -74,8 +81,8 @@ def _geluerf(t: Any) -> Any:
     return of_elements(functools.partial(jax.nn.gelu, approximate=False), t)
 
 
-gelu_grad = _gradient_again("GeluGrad", _gelu)
-geluerf_grad = _gradient_again("GeluErfGrad", _geluerf)
+gelu_grad = _gradient_again("GeluGrad", _gelu, is_half)  # XLA computes tanh again if it is no wider than `t`
+geluerf_grad = _gradient_again("GeluErfGrad", _geluerf, lambda t: True)
 
 # One operand --------------------------------------------------------------------------------------------------------
 

@@ -92,13 +92,17 @@ class Channels:
         """Give a remote buffer other slots."""
         self._channels[buffer] = (slots, 0)
 
-    def fetch_in_order(self) -> None:
+    def fetch_in_order(self, least: int) -> None:
         """Have what is fetched from buffers next come after all that was stored to any of them.
 
         XLA knows no order but that of what depends on each other. It would fetch slots when a run begins, keep them on
         the device until they are needed, and make one of two loads of a slot. So the buffers pass a barrier together.
+
+        Args:
+            least: how many slots a buffer has that does so. Of one slot, behind a barrier, the compiler of TPUs (libtpu
+                0.0.52) says that it is no buffer.
         """
-        buffers = [channel for channel in self._channels if isinstance(channel, RemoteBuffer)]
+        buffers = [c for c in self._channels if isinstance(c, RemoteBuffer) and len(self.slots(c)) >= least]
         slots = tuple(map(self.slots, buffers))
         if any(now is not before for now, before in zip(slots, self._slots_before, strict=False)):
             slots = lax.optimization_barrier(slots)

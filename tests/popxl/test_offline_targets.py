@@ -256,6 +256,24 @@ def test_slots_are_fetched_when_the_program_says_so(description: str) -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.parametrize("description", ["tpu v5e", "gpu h100"])
+@pytest.mark.parametrize("entries", [(1, 1), (1, 2), (2, 3)])
+def test_buffers_that_are_loaded_and_stored_in_turn_stay_on_the_host(
+    entries: tuple[int, int], description: str
+) -> None:
+    ir, shape = popxl.Ir(), (8, 128)
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(popxl.initial.zeros(shape), popxl.float32, "x")
+        one, other = (popxl.remote_buffer(shape, popxl.float32, count) for count in entries)
+        for first, second in ((one, other), (other, one)):
+            w = ops.remote_load(first, 0)
+            ops.remote_store(second, 0, w + x)
+            ops.add_(x, ops.remote_load(first, 0))
+    memory = popxl.Session(ir, description).memory()
+    assert (memory.buffers, memory.buffers_on_host) == (0, sum(entries) * 4 * 8 * 128)
+
+
+@pytest.mark.targets
 @pytest.mark.parametrize("gelu", [ops.gelu, ops.geluerf], ids=["gelu", "geluerf"])
 def test_gpus_compute_gelu_again_for_its_gradient(gelu: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
     """Of each of four layers, what goes into gelu and what comes out is kept, and nothing in float32."""

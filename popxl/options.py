@@ -78,10 +78,11 @@ class SessionOptions(BaseModel):
     )
     remoteBuffers: Literal["auto", "host", "device"] = Field(
         default="auto",
-        description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot. 'device': "
-        "the device's, which is faster, as long as there is room. 'auto': the host's; but a CPU has only one memory, "
-        "and is quicker without asking for it. A TPU cannot move numbers of 64 bits, which it has as pairs: it has to "
-        "be 'device' then, and a session says so.",
+        description="Which memory remote buffers are in. 'host': the host's; a load or store moves one slot, and a "
+        "load comes after all stores before it, also of other buffers. 'device': the device's, which is faster, as "
+        "long as there is room. 'auto': the host's; but a CPU has only one memory, and is quicker without asking for "
+        "it. A TPU cannot move numbers of 64 bits, which it has as pairs: it has to be 'device' then, and a session "
+        "says so.",
     )
     precision: Literal["highest", "high", "default"] = Field(
         default="highest",

@@ -26,8 +26,8 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import REAL, Unary, binary, inplace, unary
-from popxl.ops.kernels.elements import of_elements, quotient
-from popxl.ops.precision import rounded_once
+from popxl.ops.kernels.elements import needed_again, of_elements, quotient
+from popxl.ops.precision import is_half, rounded_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec
 
@@ -72,6 +72,35 @@ def _pow_exponent_pullback(g: Any, t: Any, e: Any, out: Any) -> Any:
 pow_base_grad = OpKind("PowBaseGrad", _pow_base_pullback, shape=like_first)
 pow_exponent_grad = OpKind("PowExponentGrad", _pow_exponent_pullback, shape=like_first)
 
+
+def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[Any], bool]) -> OpKind:
+    """The gradient of a function of elements, which computes the function again: nothing but `t` is kept for it.
+
+    Args:
+        name: of the op.
+        function: the function.
+        costs: for which `t` a compiler would rather keep something of the function, at the cost of memory.
+    """
+
+    def lowering(t: Any, g: Any) -> Any:
+        given = needed_again(t) if costs(t) else t
+        _, pulled_back = jax.vjp(lambda t: rounded_once(function)(t).astype(t.dtype), given)
+        return pulled_back(g)[0]
+
+    return OpKind(name, lowering, shape=like_first)
+
+
+def _gelu(t: Any) -> Any:
+    return jax.nn.gelu(t, approximate=True)
+
+
+def _geluerf(t: Any) -> Any:
+    return of_elements(functools.partial(jax.nn.gelu, approximate=False), t)
+
+
+gelu_grad = _gradient_again("GeluGrad", _gelu, is_half)  # XLA computes tanh again if it is no wider than `t`
+geluerf_grad = _gradient_again("GeluErfGrad", _geluerf, lambda t: True)
+
 # One operand --------------------------------------------------------------------------------------------------------
 
 abs = unary(
@@ -109,15 +138,17 @@ floor = unary(
 )
 gelu = unary(
     "gelu",
-    lambda t: jax.nn.gelu(t, approximate=True),
+    _gelu,
     "0.5 t (1 + tanh(√(2/π) (t + 0.044715 t³))), the tanh form of the Gaussian error linear unit.",
+    lambda g, t: gelu_grad(t, g),
     see="torch.nn.functional.gelu(approximate='tanh')",
     traits=REAL,
 )
 geluerf = unary(
     "geluerf",
-    lambda t: of_elements(functools.partial(jax.nn.gelu, approximate=False), t),
+    _geluerf,
     "0.5 t (1 + erf(t / √2)), the exact Gaussian error linear unit.",
+    lambda g, t: geluerf_grad(t, g),
     kind="GeluErf",
     see="torch.nn.functional.gelu",
     traits=REAL,

@@ -8,6 +8,7 @@ The rules, which hold for most programs:
 - What a product gives goes through what is computed of it element by element, as far as all of that ends in one value.
 - What is computed twice of the same is computed once. What nobody needs is left out.
 - A loop needs room for what its turns carry and stack, and for the most that a turn needs.
+- On a GPU, all arrays that begin with the same number are filled in at once.
 
 `runtime.costs.foreseen` asks when each value is there.
 """
@@ -48,7 +49,7 @@ _IN_PLACE = frozenset(
 )
 """Primitives that overwrite some elements of their first operand."""
 
-_INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """The parameters by which primitives name the one trace that they stand for."""
 
 ROW = 16384
@@ -301,6 +302,7 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
     found = {step: _kernel(step, reads) for step in made}
     if not is_tpu:
         _keep_rows(found)
+        _fill_at_once(found)
     _append_to_products(found, ends, results, is_tpu)
     return list(found.values())
 
@@ -418,6 +420,25 @@ def _keep_rows(kernels: Mapping[Step, Kernel]) -> None:
         before = [kernels[step] for step in makers if step is not None and step.kind in _REDUCTIONS]
         reduced = {v for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW}
         kernel.overwrites = tuple(value for value in kernel.overwrites if value not in reduced)
+
+
+def _fill_at_once(kernels: Mapping[Step, Kernel]) -> None:
+    """Have one kernel fill all arrays that are alike: one for each time that such an array is overwritten."""
+    filled = {kernel.made[0]: kernel for kernel in kernels.values() if not any(map(_is_computed, kernel.reads))}
+    taken = set[Value]()
+    for kernel in kernels.values():
+        alike, own = [value for value in kernel.step.in_place if value in filled], list[Value]()
+        for value in alike:
+            own.append(replace(value) if value in taken else value)
+            filled[value].made += tuple({own[-1]} - {value})
+            taken.add(value)
+        kernel.reads = tuple(dict.fromkeys((*(v for v in kernel.reads if v not in alike), *own)))
+        kernel.overwrites = tuple(dict.fromkeys((*(v for v in kernel.overwrites if v not in alike), *own)))
+
+
+def _is_computed(value: Value) -> bool:
+    """Whether it is anything else than a number that is written down."""
+    return value.maker is not None or value.is_given
 
 
 def _append_to_products(

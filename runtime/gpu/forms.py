@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jax import lax
+
+from popxl.ops.kernels.elements import needed_again
 from popxl.ops.kernels.kernel import Form, Kernel
 from popxl.ops.kernels.sums import softmax_gradient
 from runtime.gpu import sums as of_sums
 
-FORMS: Mapping[Kernel, Form] = {softmax_gradient: of_sums.softmax_gradient}
+FORMS: Mapping[Kernel, Form] = {
+    needed_again: lax.optimization_barrier,
+    softmax_gradient: of_sums.softmax_gradient,
+}
+"""Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
+float32. And sums along rows, in a form that XLA makes one kernel of."""

@@ -55,6 +55,7 @@ class Channels:
     def __init__(self, channels: dict[Channel, tuple[Array, Position]], running: Array | None = None) -> None:
         self._channels = channels
         self.running = running
+        self._slots_before: tuple[Array, ...] = ()  # of all buffers, when one was last fetched from
 
     def load(self, stream: Stream) -> Array:
         """The next element of a stream."""
@@ -90,6 +91,24 @@ class Channels:
     def set_slots(self, buffer: RemoteBuffer, slots: Array) -> None:
         """Give a remote buffer other slots."""
         self._channels[buffer] = (slots, 0)
+
+    def fetch_in_order(self, least: int) -> None:
+        """Have what is fetched from buffers next come after all that was stored to any of them.
+
+        XLA knows no order but that of what depends on each other. It would fetch slots when a run begins, keep them on
+        the device until they are needed, and make one of two loads of a slot. So the buffers pass a barrier together.
+
+        Args:
+            least: how many slots a buffer has that does so. Of one slot, behind a barrier, the compiler of TPUs (libtpu
+                0.0.52) says that it is no buffer.
+        """
+        buffers = [c for c in self._channels if isinstance(c, RemoteBuffer) and len(self.slots(c)) >= least]
+        slots = tuple(map(self.slots, buffers))
+        if any(now is not before for now, before in zip(slots, self._slots_before, strict=False)):
+            slots = lax.optimization_barrier(slots)
+            for buffer, array in zip(buffers, slots, strict=True):
+                self.set_slots(buffer, array)
+        self._slots_before = slots
 
     def check(self, op: Op, number: int, holds: Array) -> None:
         """Note that an op fails a check, if it does and is the first."""

@@ -47,13 +47,13 @@ BLOCK = (8, 128)
 @meaning(remote_load_kind)
 def _load(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Copy a slot to the device."""
-    environment.write(op.outputs[0], _slot(op, environment, channels))
+    environment.write(op.outputs[0], _slot(lowering, op, environment, channels))
 
 
 @meaning(remote_load_inplace_kind)
 def _load_inplace(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Overwrite the tensor with a slot."""
-    environment.write(op.inputs[0], _slot(op, environment, channels))
+    environment.write(op.inputs[0], _slot(lowering, op, environment, channels))
 
 
 @meaning(remote_store_kind)
@@ -72,11 +72,14 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
     channels.set_slots(buffer, _put(slots, value, offset))
 
 
-def _slot(op: Op, environment: Environment, channels: Channels) -> Array:
+def _slot(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Array:
     buffer = op.attributes["buffer"]
-    slots = channels.slots(buffer)
     offset = _offset(op, environment)
-    slot = _fetched(slots, offset) if is_on_host(slots) else lax.dynamic_index_in_dim(slots, offset, keepdims=False)
+    if is_on_host(channels.slots(buffer)):
+        channels.fetch_in_order(least=2 if lowering.replicas.platform == "tpu" else 1)
+        slot = _fetched(channels.slots(buffer), offset)
+    else:
+        slot = lax.dynamic_index_in_dim(channels.slots(buffer), offset, keepdims=False)
     if slot.shape != buffer.tensor_shape:  # whole blocks
         slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return arrived(slot, buffer.tensor_dtype)

@@ -138,6 +138,20 @@ def test_what_is_read_in_no_order_with_its_change_is_copied() -> None:
     assert not any("copy" in name for name, _ in needed(in_order).largest)
 
 
+def test_zeros_that_loops_begin_with_are_filled_in_at_once() -> None:
+    """Each of three loops has its own, before the first begins; their sums are needed one after the other."""
+
+    def program(loops: int) -> int:
+        def build(x: popxl.Tensor) -> popxl.Tensor:
+            turn = popxl.gcg().ir.create_graph(lambda total, x: (ops.sin(total @ x.T @ x), x), x, x)
+            zeros = [ops.init((ROWS, WIDTH), popxl.float32) for _ in range(loops)]
+            return sum((ops.sum(ops.repeat(turn, 4, t, x)[0]) for t in zeros), start=ops.sum(x))
+
+        return needed(build).needed
+
+    assert program(3) - program(1) == 2 * ONE
+
+
 def test_a_collective_is_under_way_while_other_work_is_done() -> None:
     """What the gradient reads is held until the sum has begun, which is before the gradient is computed."""
 

@@ -243,6 +243,61 @@ def test_gpus_multiply_blocks_whose_rows_no_tile_holds() -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.parametrize("description", ["tpu v5e", "gpu h100"])
+def test_slots_are_fetched_when_the_program_says_so(description: str) -> None:
+    """The slot of a buffer is fetched after that of the one before was stored: there is one, and what is computed."""
+    ir, shape = popxl.Ir(), (1024, 512)
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream(shape, popxl.float32, "x"))
+        for buffer in [popxl.remote_buffer(shape, popxl.float32, entries=2) for _ in range(8)]:
+            w = ops.remote_load(buffer, 1)
+            ops.remote_store(buffer, 1, w + x @ (x.T @ w))
+    assert popxl.Session(ir, description).memory().temporaries < 5 * 4 * 1024 * 512
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("description", ["tpu v5e", "gpu h100"])
+@pytest.mark.parametrize("entries", [(1, 1), (1, 2), (2, 3)])
+def test_buffers_that_are_loaded_and_stored_in_turn_stay_on_the_host(
+    entries: tuple[int, int], description: str
+) -> None:
+    ir, shape = popxl.Ir(), (8, 128)
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(popxl.initial.zeros(shape), popxl.float32, "x")
+        one, other = (popxl.remote_buffer(shape, popxl.float32, count) for count in entries)
+        for first, second in ((one, other), (other, one)):
+            w = ops.remote_load(first, 0)
+            ops.remote_store(second, 0, w + x)
+            ops.add_(x, ops.remote_load(first, 0))
+    memory = popxl.Session(ir, description).memory()
+    assert (memory.buffers, memory.buffers_on_host) == (0, sum(entries) * 4 * 8 * 128)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("gelu", [ops.gelu, ops.geluerf], ids=["gelu", "geluerf"])
+def test_gpus_compute_gelu_again_for_its_gradient(gelu: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
+    """Of each of four layers, what goes into gelu and what comes out is kept, and nothing in float32."""
+    ir, dtype = popxl.Ir(), popxl.bfloat16
+    ir.options.precision = "default"
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((2048, 512), dtype, "x"))
+        weights = [popxl.variable(popxl.initial.zeros((512, 512)), dtype) for _ in range(4)]
+
+        def network(x: popxl.Tensor, *weights: popxl.Tensor) -> popxl.Tensor:
+            for w in weights:
+                x = gelu(x @ w)
+            return x
+
+        graph = ir.create_graph(network, x, *weights)
+        grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+        call = ops.call_with_info(graph, x, *weights)
+        gradients = ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call))
+        for w, gradient in zip(weights, gradients, strict=True):
+            ops.scaled_add_(w, gradient, b=-0.01)
+    assert popxl.Session(ir, "gpu h100").memory().temporaries < 3 * 4 * 2 * 2048 * 512
+
+
+@pytest.mark.targets
 def test_a_part_of_the_chips_is_of_one_host() -> None:
     ir, *_ = network(4)
     session = popxl.Session(ir, "tpu v5e:4x4")

@@ -121,7 +121,7 @@ def _torchvision(name: str) -> Any:
             settings |= dict.fromkeys(("rpn_batch_size_per_image", "box_batch_size_per_image"), 4096)
             settings |= {f"rpn_{when}_nms_top_n_{stage}": 50 for when in ("pre", "post") for stage in ("train", "test")}
         if name.startswith("keypoint"):
-            settings["num_classes"] = 2
+            settings["num_classes"], target["labels"] = 2, torch.tensor([1, 1])
     elif name.startswith("raft"):
         inputs = {"image1": _normal(1, 3, 128, 128), "image2": _normal(1, 3, 128, 128, seed=1), "num_flow_updates": 2}
     else:

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 
 from popxl.ops.attention import attended, attended_backward
 from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from runtime.tpu import attention as of_attention
+from runtime.tpu import windows as of_windows
 
 FORMS: Mapping[Kernel, Form] = {
     attended: of_attention.attended,
     attended_backward: of_attention.attended_backward,
+    first_largest: of_windows.first_largest,
+    first_largest_gradient: of_windows.first_largest_gradient,
 }

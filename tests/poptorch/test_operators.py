@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +56,20 @@ def parts(chosen: Callable[[list[Row]], list[Row]]) -> Any:
 @parts(usual)
 def test_float32(rows: list[Row]) -> None:
     check(*((row, torch.float32) for row in rows))
+
+
+@pytest.mark.here
+def test_pools_in_the_form_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from popxl.ops.kernels import windows
+    from runtime.cpu.forms import FORMS
+    from runtime.tpu import windows as of_tpus
+
+    forms = [Mock(wraps=of_tpus.first_largest), Mock(wraps=of_tpus.first_largest_gradient)]
+    for kernel, form in zip((windows.first_largest, windows.first_largest_gradient), forms, strict=True):
+        monkeypatch.setitem(cast(dict[Any, Any], FORMS), kernel, form)
+    rows = [row for row in ROWS["pooling"] if "max_pool" in row.name and "fractional" not in row.name]
+    check(*((row, dtype) for row in rows for dtype in (torch.float32, torch.float16) if row.half))
+    assert all(form.called for form in forms)
 
 
 @pytest.mark.thorough

@@ -219,6 +219,7 @@ def test_writing_and_reading_grouped_variables(device: Any) -> None:
         np.testing.assert_array_equal(session.run()[out], np.float32([[7, 14], [8, 16], [8, 16], [7, 14]]))
 
 
+@pytest.mark.here
 def test_cpu_is_a_single_device() -> None:
     ir = popxl.Ir(replication=2)
     with ir.main_graph:

@@ -8,8 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import popxl
+from popxl import ops
+from popxl.transforms import autodiff
 from tests.benchmarks import models
 from tests.benchmarks.harness import Size
 from tests.targets.compared import Case, by_poptorch, of_jax, of_ours, small_gpt
@@ -57,3 +61,18 @@ def test_no_column_is_worse_than_by_hand(name: str) -> None:
         columns.remove("temporaries")
     for column in columns:
         assert ours[column] <= 1.02 * by_hand[column] + 16, f"{column}: {ours[column]} for {by_hand[column]}"
+
+
+@pytest.mark.targets
+def test_the_gradient_of_a_small_convolution_is_little_code() -> None:
+    """XLA writes out what it takes for a kernel, an image here, and takes hours for a batch of 32."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        images, filters = (popxl.variable(np.zeros(shape, np.float32)) for shape in ((4, 1, 28, 28), (6, 1, 5, 5)))
+        graph = ir.create_graph(lambda t, w: ops.conv(t, w, padding=(2,) * 4), images, filters)
+        info = autodiff(graph, grads_required=graph.inputs[1:])
+        site = ops.call_with_info(graph, images, filters)
+        (gradient,) = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+        ops.var_updates.accumulate_(filters, gradient)
+    code = popxl.Session(ir, "tpu v5e").cost().code_bytes
+    assert code is not None and code < 3_000_000

@@ -1,9 +1,9 @@
 """Gradients of the weights of small convolutions, on TPUs.
 
 Such a gradient is a convolution, too: its kernel is an image. XLA writes out each place of a kernel that it can hold on
-the chip, and a product in float32 is six products there. With few channels on both sides that took minutes to
-compile, or hours. In the form here one axis is no longer convolved: what lies under each of its places is laid out, and
-its positions are channels.
+the chip, and a product in float32 is six products there. With few channels on both sides that takes minutes to
+compile, or does not end. In the form here one axis is no longer convolved: what lies under each of its places is laid
+out, and its positions are channels.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch  # noqa: E402
+from runtime.targets.devices import OFFLINE_DEVICE  # noqa: E402
 from tests.poptorch.operators import Row, captured, check  # noqa: E402  (they need torch)
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # by PyTorch, which computes them otherwise
@@ -70,6 +72,18 @@ def test_pools_in_the_form_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row for row in ROWS["pooling"] if "max_pool" in row.name and "fractional" not in row.name]
     check(*((row, dtype) for row in rows for dtype in (torch.float32, torch.float16) if row.half))
     assert all(form.called for form in forms)
+
+
+@pytest.mark.targets
+@pytest.mark.here
+def test_places_in_pools_compile_for_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA ends the process over some strided pieces of images."""
+    monkeypatch.setenv(OFFLINE_DEVICE, "tpu v5e")
+    pool = poptorch.inferenceModel(torch.nn.MaxPool2d(3, 2, 1, return_indices=True))
+    pool.compile(torch.ones(9, 2, 7, 6))
+    executable: Any = pool._executable
+    (text,) = executable.session.hlo().values()
+    assert "s32[9,2,4,3]" in text
 
 
 @pytest.mark.thorough

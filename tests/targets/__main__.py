@@ -185,10 +185,10 @@ images of 197 patches are another. The precision does not matter.
 A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
 which takes operands of any shape. Its cost is that of these calls. GPUs that are here are left alone.
 
-**Gradients of small convolutions for TPUs.** XLA does not refuse them, but may take hours. The gradient of the filters
-is a convolution whose kernel is an image, and XLA writes out each place of a kernel that it can hold on the chip, six
-times at JAX's "highest" precision. Here is the first convolution of LeNet; with 4 images it takes half a minute, and at
-the default precision a second.
+**Gradients of small convolutions for TPUs.** XLA does not refuse them, but takes long. The gradient of the filters is a
+convolution whose kernel is an image, and XLA writes out each place of a kernel that it can hold on the chip, six times
+at JAX's "highest" precision. Here is the first convolution of LeNet. With 4 images it takes 23 seconds, and at the
+default precision less than one.
 
     conv = partial(jax.lax.conv, window_strides=(1, 1), padding=[(2, 2), (2, 2)])
     with jax.default_matmul_precision("highest"):

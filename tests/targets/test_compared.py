@@ -65,7 +65,7 @@ def test_no_column_is_worse_than_by_hand(name: str) -> None:
 
 @pytest.mark.targets
 def test_the_gradient_of_a_small_convolution_is_little_code() -> None:
-    """XLA writes out what it takes for a kernel, an image here, and takes hours for a batch of 32."""
+    """XLA writes out what it takes for a kernel, an image here, and does not end for a batch of 32."""
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         images, filters = (popxl.variable(np.zeros(shape, np.float32)) for shape in ((4, 1, 28, 28), (6, 1, 5, 5)))

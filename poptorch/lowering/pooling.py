@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -18,7 +18,10 @@ from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
 from popxl.ops.kernels.elements import over_images
+from popxl.ops.kernels.kernel import Kernel
+from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from popxl.ops.precision import widened
+from popxl.ops.windows import Windows
 
 Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
@@ -29,29 +32,43 @@ LONG = 16
 # Windows --------------------------------------------------------------------------------------------------------------
 
 
-def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """How many windows there are along an axis. None begins in the padding at the end."""
-    room = size + 2 * padding - dilation * (kernel - 1) - 1
+def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
+    """The windows along an axis. None begins in the padding at the end."""
+    reach = dilation * (kernel - 1) + 1
+    room = size + 2 * padding - reach
     count = room // stride + 1
     if ceil_mode and room % stride and count * stride < size + padding:
         count += 1
-    return count
+    end = max(padding, (count - 1) * stride + reach - size - padding)
+    return Windows(size, reach, stride, padding, end, count, dilation)
 
 
-def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Table:
-    count = _count(size, kernel, stride, padding, dilation, ceil_mode)
-    places = np.arange(count)[:, None] * stride - padding + np.arange(kernel) * dilation
-    inside = (places >= 0) & (places < size)
-    first = np.where(inside, places, size).min(1, keepdims=True)
-    last = np.where(inside, places, -1).max(1, keepdims=True)
-    return np.clip(places, first, last).astype(np.int32)
+def _windows(sizes: Sequence[int], output_size: Any = None, **how: Any) -> list[Windows | Table]:
+    """The windows along the last axes, regular ones or so many: as a table, where these are not alike."""
+    if output_size is not None:
+        return [_adaptive(*each) for each in zip(sizes, output_size, strict=True)]
+    steps = zip(sizes, how["kernel_size"], how["stride"], how["padding"], how["dilation"], strict=True)
+    return [_regular(*each, how["ceil_mode"]) for each in steps]
 
 
-def _adaptive(size: int, count: int) -> Table:
+def _adaptive(size: int, count: int) -> Windows | Table:
+    if size % count == 0:
+        return Windows(size, size // count, size // count, 0, 0, count)
     starts = np.arange(count) * size // count
     ends = -(-np.arange(1, count + 1) * size // count)
     places = starts[:, None] + np.arange((ends - starts).max())
     return np.minimum(places, ends[:, None] - 1).astype(np.int32)
+
+
+def _table(windows: Windows | Table) -> Table:
+    if not isinstance(windows, Windows):
+        return windows
+    starts = np.arange(windows.count) * windows.stride - windows.begin
+    places = starts[:, None] + np.arange(0, windows.reach, windows.dilation)
+    inside = (places >= 0) & (places < windows.size)
+    first = np.where(inside, places, windows.size).min(1, keepdims=True)
+    last = np.where(inside, places, -1).max(1, keepdims=True)
+    return np.clip(places, first, last).astype(np.int32)
 
 
 def _readers(table: Table, size: int) -> Table:
@@ -65,14 +82,6 @@ def _readers(table: Table, size: int) -> Table:
 
 
 # Maximum --------------------------------------------------------------------------------------------------------------
-
-
-def _tables(sizes: Sequence[int], output_size: Any = None, **how: Any) -> list[Table]:
-    """The windows along the last axes, regular ones or so many."""
-    if output_size is not None:
-        return [_adaptive(*each) for each in zip(sizes, output_size, strict=True)]
-    steps = zip(sizes, how["kernel_size"], how["stride"], how["padding"], how["dilation"], strict=True)
-    return [_regular(*each, how["ceil_mode"]) for each in steps]
 
 
 def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
@@ -102,15 +111,32 @@ def _numbered(sizes: Sequence[int], first: int, rank: int) -> Any:
 
 
 def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
-    """The largest number of each window, and where it is in the last axes, counted row by row; of several the first.
+    """The largest number of each window, and where it is in the last axes, counted row by row; of several the first."""
+    windows = _windows(input.shape[-axes:], **how)
+    return _in_form(first_largest, partial(_largest_by_axes, windows), windows, input)
 
-    One axis after the other, the last one first: so the first of the first row is found.
-    """
-    sizes = input.shape[-axes:]
+
+def _to_largest(g: Any, input: Any, *, axes: int, **how: Any) -> Any:
+    """The gradient: each window gives its own to the first of the largest numbers that it sees."""
+    windows = _windows(input.shape[-axes:], **how)
+    return _in_form(first_largest_gradient, partial(_to_largest_by_places, windows), windows, g, input)
+
+
+def _in_form(kernel: Kernel, function: Callable[..., Any], windows: Sequence[Windows | Table], *images: Any) -> Any:
+    """What a kernel makes of images, if their windows are regular ones."""
+    if all(isinstance(along, Windows) for along in windows):
+        return kernel(function, windows, *images)
+    return function(*images)
+
+
+def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[Any, Any]:
+    """One axis after the other, the last one first: so the first of the first row is found."""
+    axes = len(windows)
 
     def largest(first: int, input: Any) -> tuple[Any, Any]:
+        sizes = input.shape[first : first + axes]
         places = jnp.broadcast_to(_numbered(sizes, first, input.ndim), input.shape)
-        for axis, table in reversed(list(enumerate(_tables(sizes, **how), first))):
+        for axis, table in reversed(list(enumerate(map(_table, windows), first))):
             if table.shape[1] > LONG:
                 input, places = (jnp.take(t, table, axis) for t in (input, places))
                 nth = jnp.argmax(input, axis + 1, keepdims=True)
@@ -126,10 +152,15 @@ def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
     return over_images(largest, axes, input)
 
 
-def _to_largest(g: Any, places: Any, *, shape: tuple[int, ...], axes: int, **how: Any) -> Any:
-    """Each position reads what comes to it, from the windows that see it: many times faster than scattering."""
-    sizes, dtype = shape[-axes:], g.dtype
-    readers = [_readers(table, size) for table, size in zip(_tables(sizes, **how), sizes, strict=True)]
+def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any) -> Any:
+    """Each position reads what comes to it, from the windows that see it: many times faster than scattering on CPUs.
+
+    Where the largest numbers are has been computed before: XLA does not compute it again.
+    """
+    axes, dtype = len(windows), g.dtype
+    _, places = _largest_by_axes(windows, input)
+    sizes = input.shape[-axes:]
+    readers = [_readers(_table(along), size) for along, size in zip(windows, sizes, strict=True)]
 
     def gradient(first: int, g: Any, places: Any) -> Any:
         g, own = widened(g), _numbered(sizes, first, g.ndim)
@@ -153,8 +184,7 @@ _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)
 def _pool_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
     if gs[0] is None:
         return {}
-    places = forward.read(forward.op.outputs[1])
-    return {0: _max_pool_grad(gs[0], places, shape=forward.op.inputs[0].shape, **forward.op.attributes)}
+    return {0: _max_pool_grad(gs[0], forward.read(forward.op.inputs[0]), **forward.op.attributes)}
 
 
 _max_pool = jax_op(title="MaxPool", gradient=_pool_gradient, result=("maxpool_out", "maxpool_indices"))(_largest)
@@ -256,8 +286,9 @@ def _average(
     axes, outer = len(kernel_size), (1,) * (input.ndim - len(kernel_size))
     ends, divisor = [], np.ones((), np.float32)
     for size, kernel, step, pad in zip(input.shape[-axes:], kernel_size, stride, padding, strict=True):
-        starts = np.arange(_count(size, kernel, step, pad, 1, ceil_mode)) * step - pad
-        ends.append((pad, max(starts[-1] + kernel - size, 0)))
+        windows = _regular(size, kernel, step, pad, 1, ceil_mode)
+        ends.append((windows.begin, windows.end))
+        starts = np.arange(windows.count) * step - pad
         lowest, highest = (-pad, size + pad) if count_include_pad else (0, size)
         seen = np.minimum(starts + kernel, highest) - np.maximum(starts, lowest)
         divisor = divisor[..., None] * seen.astype(np.float32)

@@ -120,13 +120,14 @@ _average_pool = OpKind("AveragePool", _average, shape=_pooled_shape, result="ave
 # Maximum ------------------------------------------------------------------------------------------------------------
 
 
-def _largest(dtype: Any) -> Combining:
+def largest_of(dtype: Any) -> Combining:
+    """The largest of numbers of that dtype."""
     return Combining(lax.max, -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min)
 
 
 def _max(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
-    largest, inside = _largest(t.dtype).over(t, windows), _inside(windows)
+    largest, inside = largest_of(t.dtype).over(t, windows), _inside(windows)
     return largest if np.ndim(inside) == 0 and inside else jnp.where(inside > 0, largest, jnp.zeros((), t.dtype))
 
 
@@ -142,7 +143,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
         axes = list(enumerate(windows, first))
         stages = [t]
         for axis, along in axes:
-            stages.append(_largest(t.dtype).along(stages[-1], axis, along))
+            stages.append(largest_of(t.dtype).along(stages[-1], axis, along))
         g = g.astype(wide_dtype(g))
         for (axis, along), x, largest in reversed(list(zip(axes, stages, stages[1:], strict=False))):
             g = _to_largest(g, x, largest, axis, along)

@@ -39,7 +39,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
     for stride, size in {*groups, *named}:
         cuts |= {stride, stride * size} if size > 1 else set()
     ordered = sorted(cuts, reverse=True)
-    if len(ordered) < 3 or any(outer % inner for outer, inner in pairwise(ordered)):
+    if len(ordered) < 3 or ordered[0] > count or any(outer % inner for outer, inner in pairwise(ordered)):
         return (Dimension(AXIS, count),)
     weights = dict.fromkeys(ordered[1:], 0)
     for each in communication_of(ir).collectives if are_weighed else ():

@@ -11,12 +11,15 @@ import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import poptorch  # noqa: E402
+from runtime.targets.devices import OFFLINE_DEVICE  # noqa: E402
 from tests.poptorch.operators import Row, captured, check  # noqa: E402  (they need torch)
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # by PyTorch, which computes them otherwise
@@ -55,6 +58,32 @@ def parts(chosen: Callable[[list[Row]], list[Row]]) -> Any:
 @parts(usual)
 def test_float32(rows: list[Row]) -> None:
     check(*((row, torch.float32) for row in rows))
+
+
+@pytest.mark.here
+def test_pools_in_the_form_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from popxl.ops.kernels import windows
+    from runtime.cpu.forms import FORMS
+    from runtime.tpu import windows as of_tpus
+
+    forms = [Mock(wraps=of_tpus.first_largest), Mock(wraps=of_tpus.first_largest_gradient)]
+    for kernel, form in zip((windows.first_largest, windows.first_largest_gradient), forms, strict=True):
+        monkeypatch.setitem(cast(dict[Any, Any], FORMS), kernel, form)
+    rows = [row for row in ROWS["pooling"] if "max_pool" in row.name and "fractional" not in row.name]
+    check(*((row, dtype) for row in rows for dtype in (torch.float32, torch.float16) if row.half))
+    assert all(form.called for form in forms)
+
+
+@pytest.mark.targets
+@pytest.mark.here
+def test_places_in_pools_compile_for_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA ends the process over some strided pieces of images."""
+    monkeypatch.setenv(OFFLINE_DEVICE, "tpu v5e")
+    pool = poptorch.inferenceModel(torch.nn.MaxPool2d(3, 2, 1, return_indices=True))
+    pool.compile(torch.ones(9, 2, 7, 6))
+    executable: Any = pool._executable
+    (text,) = executable.session.hlo().values()
+    assert "s32[9,2,4,3]" in text
 
 
 @pytest.mark.thorough

@@ -185,6 +185,23 @@ images of 197 patches are another. The precision does not matter.
 A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
 which takes operands of any shape. Its cost is that of these calls. GPUs that are here are left alone.
 
+**Gradients of small convolutions for TPUs.** XLA does not refuse them, but takes long. The gradient of the filters is a
+convolution whose kernel is an image, and XLA writes out each place of a kernel that it can hold on the chip, six times
+at JAX's "highest" precision. Here is the first convolution of LeNet. With 4 images it takes 23 seconds, and at the
+default precision less than one.
+
+    conv = partial(jax.lax.conv, window_strides=(1, 1), padding=[(2, 2), (2, 2)])
+    with jax.default_matmul_precision("highest"):
+        loss = lambda w, x, g: (conv(x, w) * g).sum()  # of f32[6, 1, 5, 5], f32[32, 1, 28, 28], f32[32, 6, 28, 28]
+        jax.jit(jax.grad(loss)).lower(w, x, g).compile()  # not done after 20 minutes
+
+`ops.conv` and poptorch lay out what is under each column of the filters, and convolve along the other axis only, if
+filters and their channels are few (`runtime/tpu/convolutions.py`): 10 seconds for that gradient.
+
+**Kept calls in branches, with remote buffers in the host's memory, on TPUs.** With `calledGraphs = "kept"` and replicas
+that share a chip, XLA ends the process ("raw_hash_map<>::at"). XLA for TPUs writes kept calls out anyway; "inlined"
+compiles. One of the tests of `variables` is such a program, so that not all of them are in the table.
+
 **cuDNN's attention.** `jax.nn.dot_product_attention(..., implementation="cudnn")` asks for cuDNN when it is traced:
 "RuntimeError: cuDNN not found." Past that question JAX lowers the call for a GPU that is not here, and XLA compiles
 it, but as a name alone: it is cuDNN that says how much workspace the kernel needs, and that makes it. Without cuDNN,

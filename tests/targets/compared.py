@@ -46,13 +46,16 @@ positions round each product before it is added here, as PopXL does: that is wha
 copies of poptorch's programs are made once for a hundred steps: of their counters, and of the loss.
 
 Nothing moves more than 1.02 × the bytes of what is written by hand, or has more than 1.02 × its code or kernels, but
-for *LeNet of 4 images on v5e*: 1.05 × the bytes, 1.09 × the code, 1.04 × the flops. Why is not known yet. The
-*encoder* cuts out the heads of all queries, keys and values at once: on a v5e that takes fewer kernels and cycles, and
-as many bytes. The *GPT of 12 layers on H100* moves 1.02 ×: rotary positions swap the channels of a pair, for which a
-GPU reads them once more. Strided halves, as by hand, would spare a GPU 17 % of the bytes of an attention's scores and
+for *LeNet of 4 images on v5e*: 1.05 × the bytes and 1.06 × the kernels, for half the code and 0.75 × the cycles. The
+gradients of its filters lay out what is under each column of a filter, as `docs/targets.md` says; what that moves lies
+in the core's own memory. XLA tells no cycles for the gradient of a max pool, which is the same kernel on either side.
+The *encoder* cuts out the heads of all queries, keys and values at once: on a v5e that takes fewer kernels and cycles,
+and as many bytes. The *GPT of 12 layers on H100* moves 1.02 ×: rotary positions swap the channels of a pair, for which
+a GPU reads them once more. Strided halves, as by hand, would spare a GPU 17 % of the bytes of an attention's scores and
 their gradient, and cost a TPU 26 %. On a v5e temporaries and what is fetched early lie in the core's own memory.
 
-LeNet with 32 images a step is missing for v5e, where XLA takes long for it, ours or by hand.
+LeNet with 32 images a step is missing by hand at the "highest" precision for v5e: XLA does not finish the gradient of
+its first filters.
 """
 
 Costs = dict[str, float]

@@ -85,6 +85,16 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     return (yield from counted(item))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[Any]:
+    """A fixture that ends so does for all of its tests: pytest remembers only what an `Exception` is."""
+    try:
+        return (yield)
+    except NothingRuns as stopped:
+        fixturedef.cached_result = (None, fixturedef.cache_key(request), (stopped, stopped.__traceback__))
+        raise
+
+
 def counted(item: pytest.Item) -> Iterator[None]:
     """What a wrapper of a part of a test does."""
     machine = item.config.stash.get(MACHINE, None)

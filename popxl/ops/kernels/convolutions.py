@@ -66,11 +66,11 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
     # A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels.
     grouped = t.reshape(batch, groups, depth, *sizes)
     turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(depth, groups * batch, *sizes)
-    over = [_under_places(w, k) for w, k in zip(windows, kernel, strict=True)]
+    over = [under_places(w, k) for w, k in zip(windows, kernel, strict=True)]
     return convolved(name, turned, g.swapaxes(0, 1), over, groups).swapaxes(0, 1)
 
 
-def _under_places(w: Windows, count: int) -> Windows:
+def under_places(w: Windows, count: int) -> Windows:
     """For each place of a kernel a window: of what lies under that place, for all the windows `w`."""
     reach = w.stride * (w.count - 1) + 1
     end = w.dilation * (count - 1) + reach - w.size - w.begin

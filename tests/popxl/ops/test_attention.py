@@ -188,6 +188,7 @@ def test_the_kernel_of_tpus_computes_the_same(causal: bool) -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.here
 @pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
 def test_memory_is_linear_in_the_length_of_a_text(target: str) -> None:
     """With its gradient, up to 32 768 tokens, of which the scores alone would take 8 GiB."""

@@ -821,13 +821,13 @@ def test_the_op_is_judged_first() -> None:
             c.replicated_slice(t)
 
 
-def test_groups_that_the_program_does_not_have() -> None:
+def test_groups_that_the_program_does_not_have(device: Callable[[int], Device]) -> None:
     ir = popxl.Ir(replication=4)
     with ir.main_graph:
         c.replicated_all_reduce_(popxl.variable(np.zeros(4, np.float32)))
     ir.replication_factor = 2
     with pytest.raises(PopxlError, match=r"groups of 4 replicas that are 1 apart, and the program has 2"):
-        popxl.Session(ir, one_device(2))
+        popxl.Session(ir, device(2))
 
 
 # Names and groups ---------------------------------------------------------------------------------------------------

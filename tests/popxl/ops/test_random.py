@@ -240,6 +240,7 @@ def test_whatever_jax_is_told(numbers, settings, build) -> None:
         assert_same(evaluate(build, T, SEED), numbers)
 
 
+@pytest.mark.here
 def test_words_are_drawn_without_a_loop() -> None:
     """Each draw is one call on CPUs: a loop of JAX's takes a dozen kernels, and as long to compile as a layer."""
     with popxl.Ir().main_graph as main:

@@ -6,7 +6,8 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,9 +23,12 @@ from popxl.ops.conv import (
     conv_transpose_pow2scaled,
     multi_conv_options,
 )
+from popxl.ops.kernels.convolutions import weights_gradient
 from popxl.ops.pooling import average_pool, max_pool
 from popxl.ops.windows import PAD_TYPES, windows_over
 from popxl.transforms import autodiff
+from runtime.cpu.forms import FORMS
+from runtime.tpu import convolutions as of_tpus
 from tests.popxl.evaluate import evaluate
 from tests.popxl.ops.rows.schema import values
 
@@ -104,11 +108,8 @@ CONVS: dict[int, list[tuple[Any, ...]]] = {  # stride, padding, dilation
 }
 
 
-@pytest.mark.thorough(but_each=4)
-@DIMENSIONS
-@GROUPS
-def test_conv_is_that_of_torch(n, groups) -> None:
-    """Which pads alike on both sides; so its operand is padded before."""
+def convolutions(n: int, groups: int) -> list[Alike]:
+    """PyTorch pads alike on both sides; so its operand is padded before."""
 
     def of_torch(t: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
         sides = [side for axis in reversed(range(n)) for side in padding[axis::n]]
@@ -120,7 +121,23 @@ def test_conv_is_that_of_torch(n, groups) -> None:
         arguments = {**dict(zip(("stride", "padding", "dilation"), case, strict=True)), "groups": groups}
         arrays = [values("float32", SHAPES[n]), values("float32", (8, 4 // groups, *KERNELS[n]))]
         pairs.append(Alike(conv, arguments, functools.partial(of_torch, **arguments), arrays))
-    assert_like_torch(pairs)
+    return pairs
+
+
+@pytest.mark.thorough(but_each=4)
+@DIMENSIONS
+@GROUPS
+def test_conv_is_that_of_torch(n, groups) -> None:
+    assert_like_torch(convolutions(n, groups))
+
+
+@pytest.mark.here
+@pytest.mark.parametrize("n", [2, 3])
+def test_conv_in_the_form_of_tpus(n, monkeypatch) -> None:
+    form = Mock(wraps=of_tpus.weights_gradient)
+    monkeypatch.setitem(cast(dict[Any, Any], FORMS), weights_gradient, form)
+    assert_like_torch(convolutions(n, 1))
+    assert form.called
 
 
 @pytest.mark.thorough(but_each=3)

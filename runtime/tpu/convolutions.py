@@ -1,0 +1,49 @@
+"""Gradients of the weights of small convolutions, on TPUs.
+
+Such a gradient is a convolution, too: its kernel is an image. XLA writes out each place of a kernel that it can hold on
+the chip, and a product in float32 is six products there. With few channels on both sides that takes minutes to
+compile, or does not end. In the form here one axis is no longer convolved: what lies under each of its places is laid
+out, and its positions are channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from popxl.ops.kernels import convolutions
+from popxl.ops.kernels.convolutions import under_places
+from popxl.ops.windows import Windows
+
+FEW_CHANNELS, FEW_FILTERS = 8, 32
+"""With fewer of both, in float32, XLA takes long."""
+
+
+def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:
+    """`popxl.ops.kernels.convolutions.weights_gradient`."""
+    filters, depth, *kernel = shape
+    is_slow = depth < FEW_CHANNELS and filters < FEW_FILTERS and t.dtype == jnp.float32
+    if groups > 1 or len(windows) < 2 or not is_slow:
+        return convolutions.weights_gradient.plain(name, g, t, shape, windows, groups)
+    *others, last = windows
+    batch = len(t)
+
+    under = jnp.stack([_under(t, last, place) for place in range(kernel[-1])])  # [place, N, C, d, ..., positions]
+    axes = range(3, under.ndim - 1)
+    turned = under.transpose(2, 0, 1, under.ndim - 1, *axes)
+    images = turned.reshape(depth * kernel[-1], batch * last.count, *t.shape[2:-1])
+    kernels = jnp.moveaxis(g, (1, -1), (0, 2)).reshape(filters, batch * last.count, *g.shape[2:-1])
+    over = [under_places(w, k) for w, k in zip(others, kernel, strict=False)]
+    found = convolutions.convolved.plain(name, images, kernels, over, 1)
+    return jnp.moveaxis(found.reshape(depth, kernel[-1], filters, *kernel[:-1]), (2, 1), (0, -1))
+
+
+def _under(t: Any, windows: Windows, place: int) -> Any:
+    """What lies under a place of the kernel along the last axis, for all windows."""
+    begin = windows.begin - place * windows.dilation
+    end = windows.stride * (windows.count - 1) + 1 - windows.size - begin
+    padded = lax.pad(t, jnp.zeros((), t.dtype), [(0, 0, 0)] * (t.ndim - 1) + [(begin, end, 0)])
+    return lax.slice_in_dim(padded, 0, None, windows.stride, -1)

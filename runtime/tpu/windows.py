@@ -1,0 +1,65 @@
+"""Windows of images on TPUs: XLA has kernels that go through them, and cuts images into strided pieces slowly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.ops.pooling import largest_of
+from popxl.ops.precision import widened
+from popxl.ops.windows import Windows
+
+BEHIND_ALL = np.int32(2**31 - 1)
+
+
+def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t: Any) -> tuple[Any, Any]:
+    """The largest numbers by one kernel, and where they are by another, which XLA leaves out if nobody reads that."""
+    if not _takes(windows):
+        return function(t)
+    sizes = t.shape[-len(windows) :]
+    places = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), t.shape)
+    neutral = (np.asarray(largest_of(t.dtype).neutral, t.dtype), BEHIND_ALL)
+    return _largest(t, windows), _over((t, places), neutral, _first_of_two, windows)[1]
+
+
+def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequence[Windows], g: Any, t: Any) -> Any:
+    """By a kernel of XLA's. In a window with NaN, which number the gradient goes to is open."""
+    if not _takes(windows):
+        return function(g, t)
+    batch = (1,) * (2 - t.ndim + len(windows))  # XLA wants two axes besides those of the windows
+    images, gradients = (widened(x).reshape(*batch, *x.shape) for x in (t, g))
+    _, gradient = jax.vjp(lambda images: _largest(images, windows), images)
+    return gradient(gradients)[0].reshape(t.shape).astype(g.dtype)
+
+
+def _takes(windows: Sequence[Windows]) -> bool:
+    """Whether XLA's kernels take these windows, forward and backward."""
+    return all(along.dilation == 1 for along in windows)
+
+
+def _largest(t: Any, windows: Sequence[Windows]) -> Any:
+    combining = largest_of(t.dtype)
+    return _over(t, np.asarray(combining.neutral, t.dtype), combining.of_two, windows)
+
+
+def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Of two numbers and their places: the larger one, of equal ones the first, of NaN and a number NaN."""
+    (a, at), (b, there) = one, other
+    is_nan, is_other_nan = a != a, b != b
+    is_equal = (a == b) | (is_nan & is_other_nan)
+    takes_other = (b > a) & ~is_nan | (is_other_nan & ~is_nan) | (is_equal & (there < at))
+    return jnp.where(takes_other, b, a), jnp.where(takes_other, there, at)
+
+
+def _over(operands: Any, neutral: Any, of_two: Callable[..., Any], windows: Sequence[Windows]) -> Any:
+    """The elements of each window of the last axes, combined."""
+    others = (1,) * (jax.tree.leaves(operands)[0].ndim - len(windows))
+    reach, stride = (*others, *(w.reach for w in windows)), (*others, *(w.stride for w in windows))
+    edges = [(0, 0)] * len(others) + [(w.begin, w.end) for w in windows]
+    return lax.reduce_window(operands, neutral, of_two, reach, stride, edges)

@@ -484,7 +484,7 @@ class _Functions(TorchFunctionMode):
             if func in _DIFFERENTIATING:
                 tracer.differentiate()
             tracer._generator = (kwargs or {}).get("generator")
-            if func in _READING:
+            if func in _READING or func in _ROUNDING and tracer._may_cut:
                 return tracer.read(func, args, kwargs or {})
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
@@ -504,6 +504,10 @@ class _Functions(TorchFunctionMode):
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
 """Functions in which numbers leave PyTorch without an op of its."""
+
+
+_ROUNDING = (torch.Tensor.__bool__, torch.Tensor.__int__)
+"""Functions that read a number, and make one of fewer of it: a program is for that one."""
 
 
 _NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)

@@ -251,6 +251,30 @@ def test_layers_that_numbers_choose() -> None:
     steps_agree(model, [(X,), (to_one,), (-to_one,), (X,)])
 
 
+class Coarse(nn.Module):
+    """How far it looks, and what else it adds, are numbers that come of weights: whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        answers = self.layer(x)[:, 0]
+        size = answers.abs().max()
+        total = answers[: 2 + int(size / 100)].square().sum()
+        return answers, poptorch.identity_loss(total * 2 if size else total, "sum")
+
+
+def test_numbers_that_are_rounded() -> None:
+    """A program is for the whole number, and for whether a number is zero; and not for each float that comes there."""
+    torch.manual_seed(0)
+    compiled: list[CompilationProgress] = []
+    options = poptorch.Options().showCompilationProgressBar(False)
+    with compilation_progress(compiled.append):
+        steps_agree(Coarse(), [(X,), (X,), (X + 1,)], options)
+    assert sum(each.done == each.total for each in compiled) <= 3
+
+
 class Drawn(nn.Module):
     """Rows are drawn, then rows of these: how many there are is something else in each run."""
 

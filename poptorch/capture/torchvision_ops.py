@@ -49,7 +49,7 @@ def _neighbours(
     length = end - begin if aligned else (end - begin).clamp_min(1)
     each = length / bins
     counts = torch.full_like(each, sampling_ratio) if sampling_ratio > 0 else each.ceil()  # of an empty box, none
-    most = sampling_ratio if sampling_ratio > 0 else max(1, int(counts.max())) if len(counts) else 1
+    most = sampling_ratio if sampling_ratio > 0 else max(1, int(counts.max().long())) if len(counts) else 1
     steps = torch.arange(most, dtype=begin.dtype)
     begin, each, count = (t[:, None, None] for t in (begin, each, counts))
     at = begin + each * (torch.arange(bins, dtype=begin.dtype)[:, None] + (steps + 0.5) / count.clamp_min(1))

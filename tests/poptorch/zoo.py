@@ -17,6 +17,7 @@ import copy
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -32,6 +33,7 @@ import poptorch
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEPT, PAGE = DOCS / "models.jsonl", DOCS / "models.md"
+TOO_LONG = "It took too long."
 SECONDS = 600
 """How much of a processor one model may take."""
 
@@ -592,7 +594,7 @@ def tried(model: Model, is_short: bool = False) -> Iterator[Found]:
     module.eval()
     with torch.no_grad():
         expected = _floats(module(**inputs))
-    yield Found(**found, inference="It took too long.")
+    yield Found(**found, inference=TOO_LONG)
     start = time.process_time()
     wrapped = poptorch.inferenceModel(module)
     result = _floats(wrapped(**inputs))
@@ -603,9 +605,10 @@ def tried(model: Model, is_short: bool = False) -> Iterator[Found]:
     found["difference"] = float(f"{max((_difference(*pair) for pair in pairs), default=0.0):.1e}")
     wrong = found["difference"] > 1e-2
     found["inference"] = f"The numbers differ by {found['difference']:.0e}." if wrong else ""
-    yield Found(**found, training="It took too long.")
+    yield Found(**found, training=TOO_LONG)
     eager, first = WithLoss(copy.deepcopy(trained)), WithLoss(copy.deepcopy(trained))
     wanted = _losses(eager, torch.optim.SGD(eager.parameters(), lr=1e-3), training_inputs)
+    del eager
     ours = WithLoss(trained)
     optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
     start = time.process_time()
@@ -685,7 +688,7 @@ def _in_a_process(model: Model, is_short: bool, write: Callable[[Found], None]) 
                 for last in tried(model, is_short):
                     print(json.dumps(asdict(last)), file=pipe, flush=True)
             except Exception as problem:  # whatever a model raises is what the table says
-                part = "training" if last.training == "It took too long." else "inference"
+                part = "training" if last.training == TOO_LONG else "inference"
                 before = "Eager fails here, too: " if last.inference.startswith("Eager") else ""
                 reason = before + _sentence(problem)
                 print(json.dumps(asdict(last) | {part: reason}), file=pipe, flush=True)
@@ -693,8 +696,12 @@ def _in_a_process(model: Model, is_short: bool, write: Callable[[Found], None]) 
     os.close(writing)
     with os.fdopen(reading) as pipe:
         lines = pipe.read().splitlines()
-    os.waitpid(child, 0)
-    write(Found(**json.loads(lines[-1])) if lines else Found(model.package, model.name, inference="It took too long."))
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found = json.loads(lines[-1]) if lines else asdict(Found(model.package, model.name, inference=TOO_LONG))
+    if ended < 0 and -ended != signal.SIGXCPU:
+        killed = f"The system ended it ({signal.strsignal(-ended)}), as it does where memory runs out."
+        found |= {part: killed for part in ("inference", "training") if found[part] == TOO_LONG}
+    write(Found(**found))
 
 
 def _sentence(problem: Exception) -> str:

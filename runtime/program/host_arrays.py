@@ -16,6 +16,12 @@ from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.lowering.effects import sent
 from runtime.program.layout import Layout
 
+ALIGNMENT = 64
+"""JAX on a CPU takes arrays that begin at a multiple of so many bytes as they are, and copies others."""
+
+LARGE = 2**16
+"""An array of fewer bytes is copied twice in less time than it takes to find such a place."""
+
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
     """What a run stored, by stream. An array is fetched from the device when it is first looked at.
@@ -80,7 +86,7 @@ class HostArrays:
             array = inputs[stream]
             if type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
                 # The program may read it after `run` has returned, when the caller fills it with the next batch.
-                arrays.append(array.copy())
+                arrays.append(_copied(array))
             else:
                 arrays.append(self._converted(stream, array, shape, dtype, downcast))
         if self._unread:
@@ -207,3 +213,15 @@ def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, An
             f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
             f"Expected are {', '.join(map(str, wanted)) or 'none'}; the keys are the streams themselves."
         )
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    """A copy that JAX on a CPU need not copy."""
+    size = array.nbytes
+    if size < LARGE:
+        return array.copy()
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -room.__array_interface__["data"][0] % ALIGNMENT
+    copy = room[begin : begin + size].view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy

@@ -112,10 +112,12 @@ class Part:
     used: int = 0
 
     def all(self) -> Iterator[Part]:
-        """It, and all that come after it."""
-        yield self
-        for part in self.after.values():
-            yield from part.all()
+        """It, and all that come after it. There may be a thousand in a row."""
+        waiting = [self]
+        while waiting:
+            part = waiting.pop()
+            yield part
+            waiting += reversed(part.after.values())
 
 
 class Places:

@@ -251,6 +251,11 @@ def test_layers_that_numbers_choose() -> None:
     steps_agree(model, [(X,), (to_one,), (-to_one,), (X,)])
 
 
+def test_a_thousand_cuts_in_a_row() -> None:
+    found = poptorch.inferenceModel(lambda x: x * sum(int(x) for _ in range(1100)))(torch.tensor(3.5))
+    assert found == 3.5 * 3300
+
+
 class Coarse(nn.Module):
     """How far it looks, and what else it adds, are numbers that come of weights: whole ones."""
 

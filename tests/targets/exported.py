@@ -35,8 +35,8 @@ Written by `python -m tests.targets.exported`, with torchax 0.0.13, likewise: in
 Most of them are tiny, and move a kilobyte or two for each kernel. On a v5e the loss of the MLP has XLA fill up
 what it looks labels up in, to 8 kB. The encoder on H100 cuts its heads out of one transposed array, of which XLA counts
 all at each of three cuts. The LSTM is a loop here; torchax writes out each of its steps, which takes longer to compile.
-torchax does not take GPT-2 ("Cannot view a tensor with shape torch.Size([2, 32, 64])"). swin_v2_t and BERT-base
-were not compiled, resnet50 for an H100 only.
+torchax does not take GPT-2 ("Cannot view a tensor with shape torch.Size([2, 32, 64])"). On an H100 BERT-base moves
+1.02 × the bytes, on a v5e 0.73 ×.
 """
 
 

@@ -24,7 +24,7 @@ TABLES = {
     "Text": "generate",
     "A small network": "train_|inference",
     "PyTorch models": "poptorch_",
-    "Whole PyTorch models, called": "model_",
+    "Whole PyTorch models": "model_",
     "Several devices": "parallel_|sharded_|pipeline_",
     "Remote buffers": "remote_",
     "What all programs pay": "empty_run|build_|lower_|import",

@@ -32,13 +32,13 @@ from tests.benchmarks import (
     generation,
     gpt,
     importing,
-    inference,
     models,
     network,
     page,
     parallel,
     pipeline,
     remote,
+    whole_models,
 )
 from tests.benchmarks.harness import HEADER, Result, Row, Size, measure, progress
 from tests.benchmarks.machine import machine, now
@@ -50,7 +50,7 @@ FILES = (
     gpt,
     generation,
     models,
-    inference,
+    whole_models,
     pipeline,
     parallel,
     remote,

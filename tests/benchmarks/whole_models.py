@@ -1,0 +1,152 @@
+"""Whole PyTorch models, called and trained: by `poptorch`, and by PyTorch itself, eager and compiled.
+
+The models are those of `first_call.py`; the small ones are trained, a hundred steps a call. Each call is given the same
+inputs, and its result, or the last loss, is read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.harness import OURS, Measure, Row, Size, check_agreement, progress, time_of, times
+
+try:
+    import torch
+except ImportError:
+    MODELS: tuple[Any, ...] = ()
+else:
+    import poptorch
+    from tests.benchmarks.first_call import MODELS, WithLoss, in_torch
+
+SMALL = ("encoder of 2 layers", "LSTM of 2 layers")
+"""Models that are measured for a quick look, too."""
+
+
+def scores(result: Any) -> np.ndarray:
+    """What a model gives, without its loss."""
+    result = result[0] if isinstance(result, tuple) else getattr(result, "logits", result)
+    return result.detach().numpy()
+
+
+@contextmanager
+def called(model: Any, size: Size) -> Iterator[Mapping[str, Measure]]:
+    """The parties for a model. What PyTorch's compiler needs (a C++ compiler, for one) may not be there."""
+    torch.manual_seed(0)
+    module, inputs = model.make()
+    module.eval()
+
+    def eager(*inputs: Any) -> Any:
+        with torch.no_grad():
+            return module(*inputs)
+
+    functions: dict[str, Callable[..., Any]] = {OURS: poptorch.inferenceModel(module), "torch": eager}
+    if size is Size.FULL:
+        try:
+            functions["torch.compile"] = in_torch(module, "inference")
+            functions["torch.compile"](*inputs)
+        except RuntimeError as problem:
+            progress(f"torch.compile is left out: {problem}\n")
+            del functions["torch.compile"]
+    calls = {name: lambda function=function: scores(function(*inputs)) for name, function in functions.items()}
+    found = {name: call() for name, call in calls.items()}
+    check_agreement(found["torch"], popxl=found[OURS])
+    yield {name: time_of(call) for name, call in calls.items()}
+
+
+TRAINED = ("MLP of 4 layers", "LeNet", *SMALL, "BERT, 2 layers of width 32", "GPT-2, 4 layers of width 64")
+"""Models of which a hundred steps do not take minutes."""
+
+RATE = 0.01
+
+
+def with_loss(model: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A model that gives a loss, with the same weights whenever it is made, and what it is called with."""
+    torch.manual_seed(0)
+    module, inputs = model.make()
+    for each in module.modules():
+        if isinstance(each, torch.nn.Dropout):
+            each.p = 0.0  # numbers by chance are others on the device
+    return WithLoss(module).train(), inputs
+
+
+def steps_in_torch(model: Any, steps: int, compiled: bool = False) -> Callable[[], np.ndarray]:
+    """A call: the loss of the last step."""
+    module, inputs = with_loss(model)
+    optimiser = torch.optim.SGD(module.parameters(), RATE)
+    forward = torch.compile(module) if compiled else module
+
+    def call() -> np.ndarray:
+        for _ in range(steps):
+            optimiser.zero_grad()
+            loss = forward(*inputs)
+            loss.backward()
+            optimiser.step()
+        return np.float32(loss.item())
+
+    return call
+
+
+def steps_in_ours(model: Any, steps: int) -> Callable[[], np.ndarray]:
+    """A call: the loss of the last step."""
+    module, inputs = with_loss(model)
+    options = poptorch.Options().deviceIterations(steps)
+    wrapped = poptorch.trainingModel(module, options, torch.optim.SGD(module.parameters(), RATE))
+    rows = [t.repeat(steps, *[1] * (t.dim() - 1)) for t in inputs]
+    return lambda: wrapped(*rows).numpy()
+
+
+@contextmanager
+def trained(model: Any, size: Size) -> Iterator[Mapping[str, Measure]]:
+    """The parties for the training of a model, which agree after three steps; what is compiled wrong is left out."""
+    steps = 3 if size is Size.TINY else 100
+    parties = {OURS: steps_in_ours, "torch": steps_in_torch}
+    expected = steps_in_torch(model, 3)()
+    check_agreement(expected, popxl=steps_in_ours(model, 3)())
+    if size is Size.FULL:
+        compiled = partial(steps_in_torch, compiled=True)
+        try:
+            check_agreement(expected, compiled=compiled(model, 3)())
+        except (RuntimeError, AssertionError) as problem:
+            progress(f"torch.compile is left out: {problem}\n")
+        else:
+            parties["torch.compile"] = compiled
+    calls = {name: party(model, steps) for name, party in parties.items()}
+    for call in calls.values():
+        call()  # compiles
+    yield {name: time_of(call) for name, call in calls.items()}
+
+
+def name_of(model: Any) -> str:
+    return "_".join(model.name.replace(",", "").split())
+
+
+THERE = [model for model in MODELS if importlib.util.find_spec(model.package) is not None]
+ROWS = (
+    *(
+        Row(
+            f"model_{name_of(model)}",
+            lambda size, model=model: called(model, size),
+            (times(1.0, "torch"), times(1.0, "torch.compile")),
+            about=f"a call of {model.name}",
+            slow=model.name not in SMALL,
+        )
+        for model in THERE
+    ),
+    *(
+        Row(
+            f"model_trained_{name_of(model)}",
+            lambda size, model=model: trained(model, size),
+            (times(1.0, "torch"), times(1.0, "torch.compile")),
+            about=f"100 steps of training of {model.name}",
+            slow=model.name not in SMALL,
+        )
+        for model in THERE
+        if model.name in TRAINED
+    ),
+)

@@ -13,7 +13,7 @@ A model for training is cut in another way: see `poptorch.run.trained_in_parts`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -293,8 +293,9 @@ class InParts:
             read={},
             frozen=[],
         )
-        known = {**self._host(), **(self.weights() if self._is_attached else {})}  # the device's, where it has some
-        host = {name: array for name, array in known.items() if name in state}
+        host = {name: array for name, array in self._host().items() if name in state}
+        if self._is_attached:
+            host |= self.weights(state)  # of which the host may have others by now
         compiled = Compiled.of(
             popxl.Ir(replication=1),
             captured,
@@ -474,9 +475,9 @@ class InParts:
             each.close()
         self._is_attached = False
 
-    def weights(self) -> dict[str, np.ndarray]:
-        """The values of parameters and buffers that the device has, by name."""
-        return {name: array for each in self._programs for name, array in each.weights().items()}
+    def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+        """The values of parameters and buffers that the device has, by name; of all, or of these."""
+        return {name: array for each in self._programs for name, array in each.weights(names).items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Overwrite the device's values of parameters and buffers; of those that are given."""

@@ -1,4 +1,4 @@
-"""What the lowering takes from the machine that it lowers for: other forms of kernels, and an order of updates.
+"""What a program takes from the machine that it is for: other forms of kernels, an order of updates, copies of feeds.
 
 `runtime.cpu`, `runtime.gpu` and `runtime.tpu` are imported for these machines only.
 """
@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
+
+import numpy as np
 
 from popxl.core.tensor import Tensor
 from popxl.ops.kernels.kernel import Form, Kernel
@@ -53,25 +55,27 @@ class AnyOrder:
 
 @dataclass(frozen=True)
 class MachineParts:
-    """What a kind of machine adds to the lowering.
+    """What a kind of machine adds to a program.
 
     Attributes:
         forms: the kernels that it computes in another form.
         order: makes what keeps the order of updates of one graph.
+        copied: copies an array that is fed, for the caller may fill it again while the program runs.
     """
 
     forms: Mapping[Kernel, Form] = field(default_factory=dict)
     order: Callable[[], Order] = AnyOrder
+    copied: Callable[[np.ndarray], np.ndarray] = np.ndarray.copy
 
 
 @cache
 def parts_for(platform: str) -> MachineParts:
     """What is added on a platform of JAX's. It is imported here, as it is of no use elsewhere."""
     if platform == "cpu":
+        from runtime.cpu import feeds, order
         from runtime.cpu import forms as of_cpus
-        from runtime.cpu import order
 
-        return MachineParts(of_cpus.FORMS, order.Order)
+        return MachineParts(of_cpus.FORMS, order.Order, feeds.copied)
     if platform == "tpu":
         from runtime.tpu import forms as of_tpus
 

@@ -14,13 +14,8 @@ from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.lowering.effects import sent
+from runtime.lowering.machine_parts import parts_for
 from runtime.program.layout import Layout
-
-ALIGNMENT = 64
-"""JAX on a CPU takes arrays that begin at a multiple of so many bytes as they are, and copies others."""
-
-LARGE = 2**16
-"""An array of fewer bytes is copied twice in less time than it takes to find such a place."""
 
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
@@ -60,6 +55,7 @@ class HostArrays:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._copied = parts_for(layout.destination.platform).copied
         self._inputs = frozenset(layout.inputs)
         self._is_refused = any(count > layout.room[s] for s, count in layout.counts.items())
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
@@ -86,7 +82,7 @@ class HostArrays:
             array = inputs[stream]
             if type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
                 # The program may read it after `run` has returned, when the caller fills it with the next batch.
-                arrays.append(_copied(array))
+                arrays.append(self._copied(array))
             else:
                 arrays.append(self._converted(stream, array, shape, dtype, downcast))
         if self._unread:
@@ -213,15 +209,3 @@ def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, An
             f"Session.run: the {what} streams do not match those that the program uses; {'; '.join(problems)}. "
             f"Expected are {', '.join(map(str, wanted)) or 'none'}; the keys are the streams themselves."
         )
-
-
-def _copied(array: np.ndarray) -> np.ndarray:
-    """A copy that JAX on a CPU need not copy."""
-    size = array.nbytes
-    if size < LARGE:
-        return array.copy()
-    room = np.empty(size + ALIGNMENT, np.uint8)
-    begin = -room.__array_interface__["data"][0] % ALIGNMENT
-    copy = room[begin : begin + size].view(array.dtype).reshape(array.shape)
-    np.copyto(copy, array)
-    return copy

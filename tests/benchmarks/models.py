@@ -182,30 +182,47 @@ def ours(task: Task) -> Callable[[], np.ndarray]:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
+Steps = Callable[[int], Callable[[], np.ndarray]]
+"""A party, for so many steps a call, which gives the loss of the last one."""
+
+
 @contextmanager
-def training(task: Task, size: Size) -> Iterator[Mapping[str, Measure]]:
+def in_turns(parties: Mapping[str, Steps], compiled: Steps, steps: int, size: Size) -> Iterator[Mapping[str, Measure]]:
     """Each party trains its own weights.
 
     They agree after three steps. After hundreds, a rounding may have decided which gradients a ReLU lets through. What
     PyTorch's compiler needs (a C++ compiler, for one) may not be there, and PyTorch 2.13 compiles the LeNet, with a
     batch of 4, such that convolutions have no gradients: then it is left out.
+
+    Args:
+        parties: PyTorch is one of them.
+        compiled: what PyTorch's compiler makes.
+        steps: of a call.
+        size: whether it is for a table, or a test.
     """
-    parties = {OURS: ours, "JAX": in_jax, "torch": in_torch}
-    few = replace(task, steps=3)
-    expected = in_torch(few)()
-    check_agreement(expected, **{name: party(few)() for name, party in parties.items()})
+    expected = parties["torch"](3)()
+    check_agreement(expected, **{name: party(3)() for name, party in parties.items()})
     if size is Size.FULL:
-        compiled = partial(in_torch, compiled=True)
         try:
-            check_agreement(expected, compiled=compiled(few)())
+            check_agreement(expected, compiled=compiled(3)())
         except (RuntimeError, AssertionError) as problem:
             progress(f"torch.compile is left out: {problem}\n")
         else:
-            parties["torch.compile"] = compiled
-    calls = {name: party(task) for name, party in parties.items()}
+            parties = {**parties, "torch.compile": compiled}
+    calls = {name: party(steps) for name, party in parties.items()}
     for call in calls.values():
         call()  # compiles
     yield {name: time_of(call) for name, call in calls.items()}
+
+
+def training(task: Task, size: Size) -> Any:
+    """A task, trained by all parties."""
+
+    def steps_of(party: Callable[[Task], Callable[[], np.ndarray]]) -> Steps:
+        return lambda steps: party(replace(task, steps=steps))
+
+    parties = {name: steps_of(party) for name, party in {OURS: ours, "JAX": in_jax, "torch": in_torch}.items()}
+    return in_turns(parties, steps_of(partial(in_torch, compiled=True)), task.steps, size)
 
 
 def mlp(size: Size, widths: tuple[int, ...] = (784, 512, 512, 512, 10), batch: int = 8, steps: int = 100) -> Task:

@@ -23,6 +23,7 @@ except ImportError:
 else:
     import poptorch
     from tests.benchmarks.first_call import MODELS, WithLoss, in_torch
+    from tests.benchmarks.models import in_turns
 
 SMALL = ("encoder of 2 layers", "LSTM of 2 layers")
 """Models that are measured for a quick look, too."""
@@ -101,52 +102,26 @@ def steps_in_ours(model: Any, steps: int) -> Callable[[], np.ndarray]:
     return lambda: wrapped(*rows).numpy()
 
 
-@contextmanager
-def trained(model: Any, size: Size) -> Iterator[Mapping[str, Measure]]:
-    """The parties for the training of a model, which agree after three steps; what is compiled wrong is left out."""
-    steps = 3 if size is Size.TINY else 100
-    parties = {OURS: steps_in_ours, "torch": steps_in_torch}
-    expected = steps_in_torch(model, 3)()
-    check_agreement(expected, popxl=steps_in_ours(model, 3)())
-    if size is Size.FULL:
-        compiled = partial(steps_in_torch, compiled=True)
-        try:
-            check_agreement(expected, compiled=compiled(model, 3)())
-        except (RuntimeError, AssertionError) as problem:
-            progress(f"torch.compile is left out: {problem}\n")
-        else:
-            parties["torch.compile"] = compiled
-    calls = {name: party(model, steps) for name, party in parties.items()}
-    for call in calls.values():
-        call()  # compiles
-    yield {name: time_of(call) for name, call in calls.items()}
+def trained(model: Any, size: Size) -> Any:
+    """A model, trained by all parties."""
+    parties = {OURS: partial(steps_in_ours, model), "torch": partial(steps_in_torch, model)}
+    compiled = partial(steps_in_torch, model, compiled=True)
+    return in_turns(parties, compiled, 3 if size is Size.TINY else 100, size)
 
 
-def name_of(model: Any) -> str:
-    return "_".join(model.name.replace(",", "").split())
+def row(kind: str, work: Callable[..., Any], about: str, model: Any) -> Row:
+    """A row that does some work with a model."""
+    return Row(
+        f"{kind}_{'_'.join(model.name.replace(',', '').split())}",
+        lambda size: work(model, size),
+        (times(1.0, "torch"), times(1.0, "torch.compile")),
+        about=f"{about} {model.name}",
+        slow=model.name not in SMALL,
+    )
 
 
 THERE = [model for model in MODELS if importlib.util.find_spec(model.package) is not None]
 ROWS = (
-    *(
-        Row(
-            f"model_{name_of(model)}",
-            lambda size, model=model: called(model, size),
-            (times(1.0, "torch"), times(1.0, "torch.compile")),
-            about=f"a call of {model.name}",
-            slow=model.name not in SMALL,
-        )
-        for model in THERE
-    ),
-    *(
-        Row(
-            f"model_trained_{name_of(model)}",
-            lambda size, model=model: trained(model, size),
-            (times(1.0, "torch"), times(1.0, "torch.compile")),
-            about=f"100 steps of training of {model.name}",
-            slow=model.name not in SMALL,
-        )
-        for model in THERE
-        if model.name in TRAINED
-    ),
+    *(row("model", called, "a call of", model) for model in THERE),
+    *(row("model_trained", trained, "100 steps of training of", model) for model in THERE if model.name in TRAINED),
 )

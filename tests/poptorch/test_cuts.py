@@ -323,6 +323,27 @@ class Packed(nn.Module):
         return out, poptorch.identity_loss(out.square(), "sum")
 
 
+def test_a_new_branch_has_the_weights_of_the_device() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.weight
+            return x * self.weight if x.sum() > 0 else x * x + self.weight
+
+    model = Branches()
+    wrapped = poptorch.inferenceModel(model)
+    agree(wrapped(torch.ones(3)), torch.ones(3))
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    agree(wrapped(-torch.ones(3)), torch.full((3,), 2.0))  # compiled now, and the device still has ones
+    wrapped.copyWeightsToDevice()
+    agree(wrapped(-torch.ones(3)), torch.full((3,), 6.0))
+    agree(wrapped(torch.ones(3)), torch.full((3,), 4.0))
+
+
 class Sampled(nn.Module):
     """Random numbers without a gradient are drawn once, and are the same for the host and for the step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
-from popxl.ops.precision import rounded_once
+from popxl.ops.precision import rounded_once, widened
 
 Tensors = Sequence[popxl.Tensor]
 State = tuple[Any, ...]
@@ -49,52 +50,130 @@ _Step = Callable[[Any, Any, State], State]
 # A layer: a loop over time -------------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _product(state: Any, weights: Any, transposed: Any) -> Any:
-    """`state @ weights.T`. Both passes read weights that lie in memory row by row, as they come.
+@dataclass(frozen=True)
+class _Operands:
+    """What a layer is given, besides its input `[time, batch, features]`: its state, and its weights.
 
-    In a loop CPUs would turn them in every turn: for a batch of one, that takes eight times as long as the product.
+    `w_ih` is multiplied with the input, `w_hh` with the state, and `w_hr` makes an output of the state of an LSTM with
+    projections.
     """
-    return state @ transposed
 
+    state: State
+    w_ih: Any
+    w_hh: Any
+    b_ih: Any
+    b_hh: Any
+    w_hr: Any
 
-def _product_and_rest(state: Any, weights: Any, transposed: Any) -> tuple[Any, tuple[Any, Any]]:
-    return state @ transposed, (state, weights)
+    @staticmethod
+    def of(given: Sequence[Any], states: int, has_biases: bool) -> _Operands:
+        w_ih, w_hh, *others = given[states:]
+        b_ih, b_hh = others[:2] if has_biases else (None, None)
+        return _Operands(tuple(given[:states]), w_ih, w_hh, b_ih, b_hh, others[-1] if len(others) in (1, 3) else None)
 
-
-def _product_gradients(rest: tuple[Any, Any], gradient: Any) -> tuple[Any, Any, None]:
-    state, weights = rest
-    return (gradient @ weights).astype(state.dtype), (gradient.T @ state).astype(weights.dtype), None
-
-
-_product.defvjp(_product_and_rest, _product_gradients)
+    def from_input(self, x: Any) -> Any:
+        """What the input contributes to the gates, at all times at once."""
+        return _plus(x @ self.w_ih.T, self.b_ih)
 
 
 def _layer(step: _Step, states: int) -> Callable[..., Any]:
-    """A layer in one direction, as a function of its input `[time, batch, features]`, its state, and its weights."""
+    """A layer in one direction: its output, its last state, and what `_backward` reads of each time: what the state
+    contributed to the gates, the parts of the state that are no output, and the output before its projection.
+
+    Weights are transposed before the loop: CPUs would do so in every turn.
+    """
 
     def layer(x: Any, *given: Any, has_biases: bool, backwards: bool) -> Any:
-        state, (w_ih, w_hh, *others) = given[:states], given[states:]
-        b_ih, b_hh = others[:2] if has_biases else (0, 0)
-        w_hr = others[-1] if len(others) in (1, 3) else None
-        from_input = x @ w_ih.T + b_ih  # of all times at once
-        turned, turned_hr = w_hh.T, None if w_hr is None else w_hr.T  # once, and not in every turn
+        operands = _Operands.of(given, states, has_biases)
+        w_hh, w_hr = (None if w is None else w.T for w in (operands.w_hh, operands.w_hr))
 
         def turn(state: State, now: Any) -> tuple[State, Any]:
-            following = step(now, _product(state[0], w_hh, turned) + b_hh, state)
-            if w_hr is not None:
-                following = (_product(following[0], w_hr, turned_hr), *following[1:])
-            return following, following[0]
+            from_state = _plus(state[0] @ w_hh, operands.b_hh)
+            out, *others = step(now, from_state, state)
+            projected = out if w_hr is None else out @ w_hr
+            return (projected, *others), (projected, from_state, *others, *([] if w_hr is None else [out]))
 
-        last, out = lax.scan(turn, tuple(state), from_input, reverse=backwards)
-        return (out, *last)
+        last, (out, *kept) = lax.scan(turn, operands.state, operands.from_input(x), reverse=backwards)
+        return (out, *last, *kept)
 
     return layer
 
 
+def _backward(step: _Step, states: int) -> Callable[..., Any]:
+    """The gradients of all operands of a layer, of these operands, what it gave for each time, and the gradients of
+    some of its results (of `given`, by position).
+
+    Back through time go the gradients of the state alone. Those of the weights are products over all times at once,
+    after the loop, which would otherwise read and write them in every turn.
+    """
+
+    def backward(*arrays: Any, operands: int, given: tuple[int, ...], has_biases: bool, backwards: bool) -> Any:
+        x, *rest = map(widened, arrays[:operands])
+        of = _Operands.of(rest, states, has_biases)
+        results = 1 + 2 * states + (of.w_hr is not None)
+        out, from_state, *kept = map(widened, arrays[operands : operands + results - states])
+        gs = dict(zip(given, map(widened, arrays[operands + results - states :]), strict=True))
+        g_last = tuple(gs.get(1 + i, jnp.zeros_like(first)) for i, first in enumerate(of.state))
+        g_each = tuple(gs.get(i) for i in (0, *range(1 + states, results)))
+        over_time = (out, *kept[: states - 1])
+        before = tuple(_shifted(t, first, backwards) for t, first in zip(over_time, of.state, strict=True))
+
+        def turn(g_state: State, now: Any) -> tuple[State, Any]:
+            (*at_step, before), (g_out, g_from_state, *g_kept) = now
+            g_out = _plus(g_state[0], g_out)
+            g_step = g_out if of.w_hr is None else _plus(g_out @ of.w_hr, g_kept[-1])
+            g_others = map(_plus, g_state[1:], g_kept)
+            _, pull = jax.vjp(step, *at_step, before)
+            g_input, g_product, g_before = pull((g_step, *g_others))
+            g_product = _plus(g_product, g_from_state)
+            return (g_before[0] + g_product @ of.w_hh, *g_before[1:]), (g_input, g_product, g_out)
+
+        each = ((of.from_input(x), from_state, before), g_each)
+        g_first, (g_input, g_product, g_out) = lax.scan(turn, g_last, each, reverse=not backwards)
+        found = [g_input @ of.w_ih, *g_first, _over_time(g_input, x), _over_time(g_product, before[0])]
+        if has_biases:
+            found += [g.sum(range(g.ndim - 1)) for g in (g_input, g_product)]
+        if of.w_hr is not None:
+            found.append(_over_time(g_out, kept[-1]))
+        return tuple(g.astype(array.dtype) for g, array in zip(found, arrays, strict=False))
+
+    return backward
+
+
+def _plus(a: Any, b: Any) -> Any:
+    """A sum of which the second part may not be there."""
+    return a if b is None else a + b
+
+
+def _shifted(t: Any, first: Any, backwards: bool) -> Any:
+    """What was there before each turn: what the turn before left, or what was there first."""
+    parts = (t[1:], first[None]) if backwards else (first[None], t[:-1])
+    return jnp.concatenate(parts)
+
+
+def _over_time(g: Any, t: Any) -> Any:
+    """The gradient of weights that were multiplied with `t` in each turn."""
+    axes = tuple(range(g.ndim - 1))
+    return jnp.tensordot(g, t, (axes, axes))
+
+
 def _kind(name: str, step: _Step, states: int) -> OpKind:
+    backward = OpKind(f"{name}Grad", _backward(step, states), key=f"poptorch.{name}Grad")
+
+    def gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+        op = forward.op
+        given = tuple(i for i, g in enumerate(gs) if g is not None)
+        kept = (op.outputs[0], *op.outputs[1 + states :])
+        read = [forward.read(t) for t in (*op.inputs, *kept)]
+        found = backward(*read, *(gs[i] for i in given), operands=len(op.inputs), given=given, **op.attributes)
+        return {i: g for i, g in enumerate(found) if forward.wants(i)}
+
     return OpKind(
-        name, rounded_once(_layer(step, states)), key=f"poptorch.{name}", result=("out", "h", "c")[: states + 1]
+        name,
+        rounded_once(_layer(step, states)),
+        gradient=gradient,
+        key=f"poptorch.{name}",
+        result=("out", *("h", "c")[:states], "from_state", *("c_each",)[: states - 1], "unprojected"),
     )
 
 
@@ -136,9 +215,9 @@ def _stacked(name: str) -> Callable[..., Any]:
                 number = layer * directions + backwards
                 weights = params[number * count : (number + 1) * count]
                 first = [state[number] for state in states]
-                out, *end = kind(x, *first, *weights, has_biases=has_biases, backwards=bool(backwards))
+                out, *rest = kind(x, *first, *weights, has_biases=has_biases, backwards=bool(backwards))
                 outs.append(out)
-                last.append(end)
+                last.append(rest[: len(states)])
             x = ops.concat(outs, 2) if bidirectional else outs[0]
         ends = [ops.concat([ops.reshape(t, (1, *t.shape)) for t in each], 0) for each in zip(*last, strict=True)]
         return [ops.transpose(x, (1, 0, 2)) if batch_first else x, *ends]
@@ -160,8 +239,8 @@ def _cell(name: str) -> Callable[..., Any]:
         states = hx if isinstance(hx, tuple | list) else (hx,)
         weights = [t for t in (w_ih, w_hh, b_ih, b_hh) if t is not None]
         x = ops.reshape(input, (1, *input.shape))
-        _, *ends = kind(x, *states, *weights, has_biases=b_ih is not None, backwards=False)
-        return ends
+        _, *rest = kind(x, *states, *weights, has_biases=b_ih is not None, backwards=False)
+        return rest[: len(states)]
 
     return lowering
 

@@ -78,7 +78,7 @@ class OpKind:
             conjugates of gradients. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run
             graphs.
         result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
-            the result where there are several; a tuple names several results.
+            the result where there are several; a tuple names several results, of which an op may have the first ones.
         traits: what else is true of the op, as values of `popxl.core.traits`: that it overwrites operands, is a view,
             has effects, talks to other replicas, ...
         operands: names of the operands, where those of `lowering`'s parameters would not do.

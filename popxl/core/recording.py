@@ -243,7 +243,7 @@ class Op:
         """Names for the results, made from what the kind declares."""
         result = self.kind.result
         if not isinstance(result, str):
-            return result
+            return result[:count]
         if "{" not in result:
             return [result] * count
         known = dict(zip(self.operand_names(), (t.name for t in self.inputs), strict=True)) | self.attributes

@@ -321,19 +321,6 @@ def test_layers_compute_in_the_dtype_of_their_input_and_learn_in_that_of_their_w
     assert not any("check_input" in vars(each) for each in ours.modules())
 
 
-def test_a_turn_of_a_recurrent_layer_has_one_product() -> None:
-    """The input's products are those of all times at once, before the loop, and so is the turning of weights."""
-    model = poptorch.inferenceModel(nn.LSTM(6, 4))
-    model(torch.ones(5, 3, 6))
-    (program,) = poptorch.sessionOf(model).hlo().values()
-    products = [line for line in program.splitlines() if " dot(" in line]
-    (within,) = (line for line in products if "/while/body/" in line)
-    (before,) = (line for line in products if line is not within)
-    assert "f32[3,16]" in within and "f32[15,16]" in before
-    assert "lhs_contracting_dims={1}, rhs_contracting_dims={0}" in within
-    assert not [line for line in program.splitlines() if " transpose(" in line and "/while/body/" in line]
-
-
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_compute_in_the_dtype_of_their_input(cell: Callable[..., nn.Module]) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,109 @@
+"""Recurrent layers: what is in their loops, and derivatives of derivatives. Their numbers are rows of the op table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+import poptorch  # noqa: E402
+import popxl  # noqa: E402
+from popxl import ops  # noqa: E402
+from popxl.transforms import autodiff  # noqa: E402
+from tests.popxl.evaluate import evaluate  # noqa: E402
+
+
+def products(model: Any) -> tuple[list[str], list[str]]:
+    """The products of a compiled model within loops over time, and the others."""
+    (program,) = poptorch.sessionOf(model).hlo().values()
+    found = [line for line in program.splitlines() if " dot(" in line]
+    within = [line for line in found if "/while/body/" in line]
+    return within, [line for line in found if line not in within]
+
+
+def test_a_turn_has_one_product() -> None:
+    """The input's products are those of all times at once, before the loop, and so is the turning of weights."""
+    model = poptorch.inferenceModel(nn.LSTM(6, 4))
+    model(torch.ones(5, 3, 6))
+    (within,), (before,) = products(model)
+    assert "f32[3,16]" in within and "f32[15,16]" in before
+    assert "lhs_contracting_dims={1}, rhs_contracting_dims={0}" in within
+    (program,) = poptorch.sessionOf(model).hlo().values()
+    assert not [line for line in program.splitlines() if " transpose(" in line and "/while/body/" in line]
+
+
+class _Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss(self.layer(x)[0], "sum")
+
+
+def test_gradients_of_weights_are_made_after_the_loop() -> None:
+    """The time forwards is gone through once, and a turn backwards has one product."""
+    model = poptorch.trainingModel(_Trained())
+    model(torch.ones(5, 3, 6))
+    within, others = products(model)
+    assert sorted(line.split(" dot(")[0].split("= ")[1].split("{")[0] for line in within) == ["f32[3,16]", "f32[3,4]"]
+    assert len(others) == 3, "the input's, and the gradients of both weights"
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("LSTM", lambda: nn.LSTM(4, 3)),
+        ("LSTM", lambda: nn.LSTM(4, 3, proj_size=2, bias=False)),
+        ("GRU", lambda: nn.GRU(4, 3)),
+        ("RNNTanh", lambda: nn.RNN(4, 3)),
+    ],
+    ids=["LSTM", "LSTM, projected", "GRU", "RNN"],
+)
+def test_second_derivatives(name: str, make: Any, backwards: bool) -> None:
+    """Of a loss that has squares of gradients in it, by numbers that PyTorch has of its own loops in float64."""
+    torch.manual_seed(0)
+    kind, layer, states = popxl.OpKind.named(f"poptorch.{name}"), make().double(), 1 + (name == "LSTM")
+    assert kind is not None
+    sizes = (layer.proj_size or 3, 3)
+    given = [torch.randn(5, 2, 4), *(torch.randn(2, size) for size in sizes[:states])]
+    operands = [*(t.double() for t in given), *(p.detach() for p in layer.parameters())]
+    for t in operands:
+        t.requires_grad_()
+
+    x, *state = operands[: 1 + states]
+    names = [name for name, _ in layer.named_parameters()]
+    weights = dict(zip(names, operands[1 + states :], strict=True))
+    first = tuple(t[None] for t in state) if states == 2 else state[0][None]
+    out, _ = torch.func.functional_call(layer, weights, (x.flip(0) if backwards else x, first))
+    slopes = torch.autograd.grad(out.sin().sum(), operands, create_graph=True)
+    expected = torch.autograd.grad(sum(slope.square().sum() for slope in slopes), operands)
+
+    def build(*given: popxl.Tensor) -> Any:
+        settings = {"has_biases": layer.bias, "backwards": backwards}
+
+        def loss(*given: popxl.Tensor) -> popxl.Tensor:
+            return ops.sum(ops.sin(kind(*given, **settings)[0]))
+
+        ir = popxl.gcg().ir
+        forward = ir.create_graph(loss, *given)
+        derived = autodiff(forward)
+
+        def penalty(*given: popxl.Tensor) -> popxl.Tensor:
+            site = ops.call_with_info(forward, *given)
+            slopes = ops.call(derived.graph, 1.0, inputs_dict=derived.inputs_dict(site))
+            return sum((ops.sum(slope * slope) for slope in slopes), popxl.constant(0.0))
+
+        second = ir.create_graph(penalty, *given)
+        again = autodiff(second)
+        site = ops.call_with_info(second, *given)
+        return ops.call(again.graph, 1.0, inputs_dict=again.inputs_dict(site))
+
+    found = evaluate(build, *(t.detach().float().numpy() for t in operands))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)

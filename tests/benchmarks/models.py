@@ -187,10 +187,12 @@ Steps = Callable[[int], Callable[[], np.ndarray]]
 
 
 @contextmanager
-def in_turns(parties: Mapping[str, Steps], compiled: Steps, steps: int, size: Size) -> Iterator[Mapping[str, Measure]]:
+def in_turns(
+    parties: Mapping[str, Steps], compiled: Steps, steps: int, size: Size, compared: int = 3
+) -> Iterator[Mapping[str, Measure]]:
     """Each party trains its own weights.
 
-    They agree after three steps. After hundreds, a rounding may have decided which gradients a ReLU lets through. What
+    They agree after a few steps. After hundreds, a rounding may have decided which gradients a ReLU lets through. What
     PyTorch's compiler needs (a C++ compiler, for one) may not be there, and PyTorch 2.13 compiles the LeNet, with a
     batch of 4, such that convolutions have no gradients: then it is left out.
 
@@ -199,12 +201,13 @@ def in_turns(parties: Mapping[str, Steps], compiled: Steps, steps: int, size: Si
         compiled: what PyTorch's compiler makes.
         steps: of a call.
         size: whether it is for a table, or a test.
+        compared: the step after which they have to agree.
     """
-    expected = parties["torch"](3)()
-    check_agreement(expected, **{name: party(3)() for name, party in parties.items()})
+    expected = parties["torch"](compared)()
+    check_agreement(expected, **{name: party(compared)() for name, party in parties.items()})
     if size is Size.FULL:
         try:
-            check_agreement(expected, compiled=compiled(3)())
+            check_agreement(expected, compiled=compiled(compared)())
         except (RuntimeError, AssertionError) as problem:
             progress(f"torch.compile is left out: {problem}\n")
         else:

@@ -62,12 +62,12 @@ class SessionOptions(BaseModel):
     calledGraphs: Literal["auto", "kept", "dispatched", "rolled", "inlined"] = Field(
         default="auto",
         description="How called graphs are compiled. 'kept': in one program, in which each graph that is called from "
-        "several places is compiled once. 'dispatched': each such graph by itself, and the host runs them one after "
-        "the other; compile time does not grow with the number of calls. 'rolled': in one program, in which calls "
-        "that differ only in what they are given are turns of a loop, with their updates; variables that take the same "
-        "part lie in one array. 'inlined': every call as if it had been written out. 'auto': on CPUs dispatched, where "
-        "much would be compiled again and again, or rolled if calls are small; kept otherwise. Elsewhere rolled, where "
-        "that saves enough.",
+        "several places is compiled once (but on TPUs written out). 'dispatched': each such graph by itself, "
+        "and the host runs them one after the other; compile time does not grow with the number of calls. "
+        "'rolled': in one program, in which calls that differ only in what they are given are turns of a loop, with "
+        "their updates; variables that take the same part lie in one array. 'inlined': every call as if it had been "
+        "written out. 'auto': on CPUs dispatched, where much would be compiled again and again, or rolled if calls are "
+        "small; kept otherwise. Elsewhere rolled, where that saves enough.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",

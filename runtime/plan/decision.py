@@ -68,6 +68,9 @@ def decide(
         return Decision("dispatched", of_places, choice, places)
     if calls is not None:
         return Decision(calls, "It was so in the file.", choice, rolling=_rolling(main, held, calls))
+    if options.calledGraphs == "kept" and destination.platform == "tpu":
+        reason = "`ir.options.calledGraphs` is 'kept', but XLA for TPUs writes out every call."
+        return Decision("inlined", reason + of_places, choice)
     if options.calledGraphs != "auto":
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
         rolling = _rolling(main, held, options.calledGraphs)

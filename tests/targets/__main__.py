@@ -198,10 +198,6 @@ default precision less than one.
 `ops.conv` and poptorch lay out what is under each column of the filters, and convolve along the other axis only, if
 filters and their channels are few (`runtime/tpu/convolutions.py`): 10 seconds for that gradient.
 
-**Kept calls in branches, with remote buffers in the host's memory, on TPUs.** With `calledGraphs = "kept"` and replicas
-that share a chip, XLA ends the process ("raw_hash_map<>::at"). XLA for TPUs writes kept calls out anyway; "inlined"
-compiles. One of the tests of `variables` is such a program, so that not all of them are in the table.
-
 **cuDNN's attention.** `jax.nn.dot_product_attention(..., implementation="cudnn")` asks for cuDNN when it is traced:
 "RuntimeError: cuDNN not found." Past that question JAX lowers the call for a GPU that is not here, and XLA compiles
 it, but as a name alone: it is cuDNN that says how much workspace the kernel needs, and that makes it. Without cuDNN,

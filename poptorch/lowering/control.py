@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import popxl
 from poptorch.capture.derivatives import OWN
@@ -21,7 +20,8 @@ from poptorch.lowering.emission import Emission, emission, popxl_dtype
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
 from popxl.errors import DeviceError, PopxlError
-from popxl.op import Effect, Op
+from popxl.op import Op
+from popxl.ops.host import host_call_kind
 from popxl.transforms.op_gradient import Forward
 
 Tensors = Sequence[popxl.Tensor]
@@ -85,30 +85,10 @@ _own_derivative = OpKind(
 # On the host ----------------------------------------------------------------------------------------------------------
 
 
-def _on_host(*inputs: Any, function: HostFunction, specs: tuple[popxl.TensorSpec, ...]) -> tuple[Any, ...]:
-    def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        wanted = [np.zeros(s.shape, s.dtype.as_numpy()) for s in specs]
-        return tuple(function.arrays(map(np.array, arrays), wanted))
-
-    made = [jax.ShapeDtypeStruct(s.shape, s.dtype.as_jax()) for s in specs]
-    found: tuple[Any, ...] = tuple(jax.pure_callback(run, made, *inputs, vmap_method="sequential"))
-    return found
-
-
-_host_function = OpKind(
-    "HostFunction",
-    _on_host,
-    shape=lambda *inputs, function, specs: specs,
-    gradient=None,
-    traits=[Effect()],
-    key="poptorch.HostFunction",
-)
-
-
 @lowers("poptorch.cpu")
 def cpu(inputs: Tensors, function: HostFunction, name: str) -> Any:
     with popxl.name_scope(name):
-        return _host_function(*inputs, function=function, specs=emission().wanted)
+        return host_call_kind(*inputs, function=function.arrays, specs=emission().wanted)
 
 
 # Of users -------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,17 @@ print_tensor_kind: OpKind = OpKind(
     },
 )
 
+host_call_kind = OpKind(
+    "HostFunction",
+    _by_the_machine,
+    shape=lambda *operands, function, specs: specs,
+    gradient=None,
+    traits=[Effect()],
+    key="poptorch.HostFunction",
+)
+"""It calls `function(arrays, wanted)` on the host, with its operands and arrays like its results, and gives what that
+returns."""
+
 
 def _spaced(*, start: float, step: float, count: int, dtype: dtype_) -> Any:
     # Halves are rounded once; whole numbers stay exact.

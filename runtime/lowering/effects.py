@@ -239,17 +239,40 @@ def print_tensor(lowering: Any, op: Op, environment: Any, channels: Channels) ->
         replica = (
             lax.axis_index(lowering.replicas.axis) if lowering.is_shared else 0
         )  # or what is the same for all is printed once
-        if lowering.replicas.is_here or lowering.replicas.device.platform == "tpu":
+        if _has_callbacks(lowering):
             jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
         else:
-            _called_on_gpu(value, jnp.asarray(running), jnp.asarray(replica))
+            _called_on_gpu((), value, jnp.asarray(running), jnp.asarray(replica))
     environment.write(op.outputs[0], value)
 
 
-def _called_on_gpu(*operands: Array) -> None:
+def host_call(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:
+    """Have the host make the results."""
+    function, specs = op.attributes["function"], op.attributes["specs"]
+    values = [environment.read(t) for t in op.inputs]
+    made = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+
+    def run(*arrays: Array) -> tuple[np.ndarray, ...]:
+        return tuple(function(map(np.array, arrays), [np.zeros(spec.shape, spec.dtype.as_numpy()) for spec in specs]))
+
+    if _has_callbacks(lowering):
+        results = jax.pure_callback(run, made, *values, vmap_method="sequential")
+    else:
+        results = _called_on_gpu(made, *values)
+    for t, result in zip(op.outputs, results, strict=True):
+        environment.write(t, result)
+
+
+def _has_callbacks(lowering: Any) -> bool:
+    """Whether JAX can write calls of Python for the device. It cannot for a GPU that is not here (jax-ml/jax#23971)."""
+    return lowering.replicas.is_here or lowering.replicas.device.platform == "tpu"
+
+
+def _called_on_gpu(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Sequence[Array]:
     """What calls Python back on a GPU, where one is only compiled for. JAX writes the same, with the number of the
-    function; but for that it wants a GPU (jax-ml/jax#23971)."""
-    jax.ffi.ffi_call("xla_ffi_python_gpu_callback", (), has_side_effect=True)(*operands, index=np.uint64(0))
+    function."""
+    call = jax.ffi.ffi_call("xla_ffi_python_gpu_callback", made, has_side_effect=True)
+    return call(*operands, index=np.uint64(0))
 
 
 def _write(text: str) -> None:

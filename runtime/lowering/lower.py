@@ -36,7 +36,7 @@ from popxl.fp8_utils import to_device
 from popxl.graph import Graph
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
-from popxl.ops.host import host_load_kind, host_store_kind, print_tensor_kind
+from popxl.ops.host import host_call_kind, host_load_kind, host_store_kind, print_tensor_kind
 from popxl.ops.kernels.kernel import in_forms
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
@@ -458,6 +458,7 @@ def as_declared(t: Tensor, value: Array, op: Op) -> Array:
 meaning(host_load_kind)(effects.host_load)
 meaning(host_store_kind)(effects.host_store)
 meaning(print_tensor_kind)(effects.print_tensor)
+meaning(host_call_kind)(effects.host_call)
 
 
 @meaning(call_kind)

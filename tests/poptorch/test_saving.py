@@ -223,6 +223,18 @@ def test_offline_targets_may_be_machines(description: str, module: Model) -> Non
         model(X)
 
 
+@pytest.mark.targets
+@pytest.mark.parametrize(("description", "call"), [("tpu v5e", " recv("), ("gpu h100", "xla_ffi_python_gpu_callback")])
+def test_functions_of_the_host_compile_for_machines(description: str, call: str) -> None:
+    """JAX itself wants the GPU, for a call of Python."""
+    on_host = poptorch.CPU(lambda x: (x.sin(), x[0] + 1), "mine")
+    options = poptorch.Options().useOfflineIpuTarget(description)
+    model = poptorch.inferenceModel(lambda x: sum(on_host(2 * x)), options)
+    model.compile(X)
+    (text,) = poptorch.sessionOf(model).hlo().values()
+    assert call in text
+
+
 def test_offline_optimizers_have_no_state(module: Model) -> None:
     optimizer = optim.SGD(module.first.parameters(), lr=0.1)
     options = poptorch.Options().connectionType(poptorch.ConnectionType.Never)

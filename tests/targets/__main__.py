@@ -211,7 +211,8 @@ of your own calls cuDNN; its operands are of shape (batch, length, heads, channe
     y = Fused(q, k, v, is_causal=True)
 
 **Python called from a GPU that is not here.** JAX wants a GPU to lower `jax.pure_callback` for one (jax-ml/jax#23971).
-`poptorch.CPU` is such a call, and cannot be compiled for a GPU that is not here. `print_tensor` can.
+So an op of your own that has such a call in it cannot be compiled for a GPU that is not here. `print_tensor` and
+`poptorch.CPU` can: what calls Python is written without JAX there.
 
     jax.jit(lambda x: jax.pure_callback(np.sin, x, x)).trace(x).lower(lowering_platforms=("cuda",))
 

@@ -14,6 +14,7 @@ import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
+from popxl.ops.kernels.products import weights_gradient
 from popxl.ops.precision import rounded_once, widened
 
 Tensors = Sequence[popxl.Tensor]
@@ -130,11 +131,11 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
 
         each = ((of.from_input(x), from_state, before), g_each)
         g_first, (g_input, g_product, g_out) = lax.scan(turn, g_last, each, reverse=not backwards)
-        found = [g_input @ of.w_ih, *g_first, _over_time(g_input, x), _over_time(g_product, before[0])]
+        found = [g_input @ of.w_ih, *g_first, weights_gradient(g_input, x), weights_gradient(g_product, before[0])]
         if has_biases:
             found += [g.sum(range(g.ndim - 1)) for g in (g_input, g_product)]
         if of.w_hr is not None:
-            found.append(_over_time(g_out, kept[-1]))
+            found.append(weights_gradient(g_out, kept[-1]))
         return tuple(g.astype(array.dtype) for g, array in zip(found, arrays, strict=False))
 
     return backward
@@ -149,12 +150,6 @@ def _shifted(t: Any, first: Any, backwards: bool) -> Any:
     """What was there before each turn: what the turn before left, or what was there first."""
     parts = (t[1:], first[None]) if backwards else (first[None], t[:-1])
     return jnp.concatenate(parts)
-
-
-def _over_time(g: Any, t: Any) -> Any:
-    """The gradient of weights that were multiplied with `t` in each turn."""
-    axes = tuple(range(g.ndim - 1))
-    return jnp.tensordot(g, t, (axes, axes))
 
 
 def _kind(name: str, step: _Step, states: int) -> OpKind:

@@ -117,6 +117,7 @@ def test_dropout_overlooks_the_same_keys_in_the_gradient() -> None:
     np.testing.assert_allclose(to_k, to_scores.T @ q, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.here
 def test_memory_grows_with_the_length_not_with_its_square() -> None:
     """Of a program with the gradient, which is compiled, and not run: 32 768 tokens, whose scores would be 4 GiB."""
 

@@ -115,6 +115,7 @@ def test_the_form_of_gpus_computes_the_same() -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.here
 @pytest.mark.targets
 @pytest.mark.parametrize("length", [197, 1024])
 def test_gpus_read_rows_once(length: int) -> None:

@@ -198,6 +198,9 @@ default precision less than one.
 `ops.conv` and poptorch lay out what is under each column of the filters, and convolve along the other axis only, if
 filters and their channels are few (`runtime/tpu/convolutions.py`): 10 seconds for that gradient.
 
+**Products of integers of 64 bits for TPUs.** XLA has such numbers as pairs there, and no products of matrices of them
+("X{64|128} element types … not implemented"). Those of 32 bits it has.
+
 **cuDNN's attention.** `jax.nn.dot_product_attention(..., implementation="cudnn")` asks for cuDNN when it is traced:
 "RuntimeError: cuDNN not found." Past that question JAX lowers the call for a GPU that is not here, and XLA compiles
 it, but as a name alone: it is cuDNN that says how much workspace the kernel needs, and that makes it. Without cuDNN,

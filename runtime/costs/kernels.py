@@ -483,11 +483,22 @@ def _kernel(step: Step, reads: _Reads) -> Kernel:
 
 
 def _keep_rows(kernels: Mapping[Step, Kernel]) -> None:
-    """Have no kernel overwrite the rows that it reduces, too."""
+    """Have no kernel overwrite the rows that it reduces, too: one kernel does both, if nobody else uses what a row is
+    reduced to."""
+    readers: defaultdict[Value, list[Kernel]] = defaultdict(list)
+    for kernel in kernels.values():
+        for value in kernel.reads:
+            readers[value].append(kernel)
+
+    def is_of_rows(rows: Value, reduction: Kernel) -> bool:
+        (made, *_) = reduction.made
+        return all(each.made[0].elements in (rows.elements, made.elements) for each in readers[made])
+
     for kernel in kernels.values():
         makers = (value.maker for value in kernel.reads)
         before = [kernels[step] for step in makers if step is not None and step.kind in _REDUCTIONS]
-        reduced = {v for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW}
+        pairs = ((v, other) for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW)
+        reduced = {v for v, other in pairs if is_of_rows(v, other)}
         kernel.overwrites = tuple(value for value in kernel.overwrites if value not in reduced)
 
 

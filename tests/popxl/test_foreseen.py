@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
 from runtime.costs.foreseen import Foreseen, exact, foreseen, tiled
@@ -200,6 +201,23 @@ def test_room_in_tiles() -> None:
     halves = [256, 256, 256, 1024, 1024, 5120] + [rows * 384 for rows in (2, 2, 4, 4, 8, 8, 16)]
     assert [tiled(shape, 2) for shape in shapes] == [2 * size for size in halves]
     assert tiled((5, 7, 3), 4) == 4 * 5 * 4 * 128 and tiled((300, 1), 4) == 4 * 384 and tiled((0, 3), 4) == 0
+
+
+def test_rows_are_overwritten_if_what_they_are_reduced_to_is_used_elsewhere() -> None:
+    """A softmax is one kernel, which leaves its rows as they are. A loss has the largest logits and the sums, too."""
+
+    def softmax(x: popxl.Tensor) -> popxl.Tensor:
+        y = ops.softmax(x @ square("a"), axis=-1)
+        return y.T @ y
+
+    def learned(x: popxl.Tensor) -> popxl.Tensor:
+        labels = popxl.constant([i % WIDTH for i in range(ROWS)], popxl.int32)
+        loss, gradient = addons.cross_entropy_with_grad(x @ square("a"), labels)
+        ops.host_store(popxl.d2h_stream(loss.shape, loss.dtype, "loss"), loss)
+        return gradient.T @ gradient
+
+    assert 2 * ONE <= needed(softmax).needed
+    assert ONE < needed(learned).needed < 2 * ONE
 
 
 # On a TPU -------------------------------------------------------------------------------------------------------------

@@ -347,17 +347,21 @@ def _scaled(
 
 
 def _powers(x: Any) -> tuple[Any, Any, Any]:
-    """Rows of logits less the largest of each row, their exponentials, and the sums of these."""
+    """Of each row of logits the largest, the exponentials of the distances from that, and their sum."""
     rows = x.reshape(-1, x.shape[-1]).astype(wide_dtype(x))
-    rows -= largest(rows, (1,), keepdims=True)
-    powers = jnp.exp(rows)
-    return rows, powers, summed(powers, (1,), keepdims=True)
+    top = largest(rows, (1,), keepdims=True)
+    powers = jnp.exp(rows - top)
+    return top, powers, summed(powers, (1,), keepdims=True)
 
 
-def _surprise(rows: Any, totals: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
-    """The loss. A label that is none of the classes has a probability of 0."""
+def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
+    """The loss. A label that is none of the classes has a probability of 0.
+
+    Labels pick of the logits, which are there: of the distances, all would be written down to pick a few.
+    """
     flat = _flat(labels)
-    loss = _loss(_picked(rows, flat, -math.inf) - jnp.log(totals[:, 0]), flat, ignore_index, reduction)
+    logs = _picked(x, flat, -math.inf) - top[:, 0] - jnp.log(totals[:, 0])
+    loss = _loss(logs, flat, ignore_index, reduction)
     return loss.reshape(labels.shape if reduction == "none" else ())
 
 
@@ -368,8 +372,8 @@ def _learned(g: Any, probs: Any, labels: Any, ignore_index: int | None, reductio
 
 
 def _cross_entropy_lowering(x: Any, labels: Any, *, ignore_index: int | None, reduction: str) -> Any:
-    rows, _, totals = _powers(x)
-    return _surprise(rows, totals, labels, ignore_index, reduction)
+    top, _, totals = _powers(x)
+    return _surprise(x, top, totals, labels, ignore_index, reduction)
 
 
 def _cross_entropy_backward(g: Any, x: Any, labels: Any, *, ignore_index: int | None, reduction: str) -> Any:
@@ -380,9 +384,9 @@ def _cross_entropy_backward(g: Any, x: Any, labels: Any, *, ignore_index: int | 
 def _cross_entropy_with_grad_lowering(
     x: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
 ) -> tuple[Any, Any]:
-    rows, powers, totals = _powers(x)
+    top, powers, totals = _powers(x)
     dx = _learned(loss_grad, powers / totals, labels, ignore_index, reduction)
-    return _surprise(rows, totals, labels, ignore_index, reduction), dx.reshape(x.shape)
+    return _surprise(x, top, totals, labels, ignore_index, reduction), dx.reshape(x.shape)
 
 
 _cross_entropy_grad = OpKind(

@@ -15,6 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import eq, ge
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from pydantic import computed_field
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
-from runtime.costs.kernels import Kernel, Room, Step, Traced, Value, kernels_of
+from runtime.costs.kernels import Kernel, Room, Step, Traced, Turn, Value, kernels_of, rounded
 from runtime.program.compiled import traced_for
 from runtime.program.layout import Layout
 from runtime.targets.destination import HOST
@@ -114,10 +115,11 @@ def tiled(shape: Sequence[int], size: int) -> int:
 
 @dataclass(frozen=True)
 class _Most:
-    """What is there when most is needed."""
+    """What is there when most is needed; and of each that a trace is given, whether it only rounds that."""
 
     bytes: int
     largest: tuple[tuple[str, int], ...] = ()
+    rounded: tuple[bool, ...] = ()
 
 
 class _Program:
@@ -154,11 +156,12 @@ class _Program:
         if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
             orders = [_sends_first(order) for order in orders]
         found = (_Room(order, {*results}, old, stacked, is_turn).most() for order in orders)
-        return min(found, key=lambda most: most.bytes)
+        return replace(min(found, key=lambda most: most.bytes), rounded=rounded(traced, given, results))
 
-    def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> int:
-        """The same, in bytes, of a turn of a loop."""
-        return self.most(jaxpr, others, replaced, is_turn=True).bytes
+    def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> Turn:
+        """The same, of a turn of a loop."""
+        most = self.most(jaxpr, others, replaced, is_turn=True)
+        return Turn(most.bytes, most.rounded)
 
 
 def _copied(kernels: Sequence[Kernel], old: Mapping[Value, Value]) -> list[Kernel]:
@@ -291,7 +294,9 @@ class _Room:
             over = [v for v in ended if v in kernel.overwrites and not (kernel.step.is_fused and v not in self._bytes)]
             for value in kernel.made:
                 bytes = self._new(value, i, kernel)
-                taken = next((v for v in over if self._place.get(v, 0) >= bytes), None) if bytes else None
+                places = ((v, self._place.get(v, 0)) for v in over)
+                fits = eq if kernel.step.is_fused else ge  # what is computed by element lies in a place of its size
+                taken = next((v for v, place in places if fits(place, bytes)), None) if bytes else None
                 if taken is not None:
                     over.remove(taken)
                     self._bytes[value], self._place[value] = self._bytes.pop(taken, 0), self._place.pop(taken)

@@ -8,7 +8,10 @@ The rules, which hold for most programs:
 - What a product gives goes through what is computed of it element by element, as far as all of that ends in one value.
 - What is computed twice of the same is computed once. What nobody needs is left out.
 - A loop needs room for what its turns carry and stack, and for the most that a turn needs.
+- Of what a collective gives, and everyone rounds, the rounded is kept.
 - On a GPU, all arrays that begin with the same number are filled in at once.
+- On a TPU, float32 that only products use, which round it, is kept as bfloat16; so are stacks of loops whose turns do
+  that. What several kernels use is written down, if each would read four times as much to compute it.
 
 `runtime.costs.foreseen` asks when each value is there.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +39,10 @@ _FUSED = frozenset(
 _SLOW = frozenset("exp exp2 log expm1 log1p logistic sin cos tan tanh erf erfc pow gather concatenate pad".split())
 """Those of them that GPUs do not append to a product."""
 
-_VIEWS = frozenset("reshape squeeze expand_dims pvary sharding_constraint stop_gradient".split())
+_MOVES = frozenset("transpose slice dynamic_slice gather rev copy copy_p".split())
+"""Those of them that give elements of what they take first, and nothing else."""
+
+_VIEWS = frozenset("reshape squeeze expand_dims pvary sharding_constraint layout_constraint stop_gradient".split())
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax cummin "
     "reduce_window_sum reduce_window_max reduce_window_min".split()
@@ -54,6 +60,9 @@ _INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 ROW = 16384
 """So many numbers of a row a GPU reduces and goes on with in one kernel."""
+
+FAR_MORE = 4
+"""Where two kernels read four arrays to compute one, fewer bytes are moved if that is written down, and read twice."""
 
 Room = Callable[[Sequence[int], int], int]
 """The bytes of an array: of its shape, and of the size of an element."""
@@ -100,7 +109,7 @@ class Step:
         made: what it makes.
         inside: the most that a turn of a loop, or a branch, needs.
         in_place: what of the taken it may overwrite.
-        is_rounding: whether it is a product that may round its operands.
+        rounded: what of the taken it rounds before it does anything: products do, and turns of a loop.
     """
 
     kind: str
@@ -108,7 +117,7 @@ class Step:
     made: tuple[Value, ...]
     inside: int = 0
     in_place: tuple[Value, ...] = ()
-    is_rounding: bool = False
+    rounded: frozenset[Value] = frozenset()
 
     @property
     def is_fused(self) -> bool:
@@ -137,6 +146,19 @@ class Kernel:
     overwrites: tuple[Value, ...]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What a turn of a loop, or a branch, needs.
+
+    Attributes:
+        bytes: the most, besides what it is given.
+        rounded: of each that it is given, whether it is rounded before anything is done with it.
+    """
+
+    bytes: int
+    rounded: tuple[bool, ...]
+
+
 class Traced:
     """What JAX has traced, without calls: steps in order, each that computes the same as another left out.
 
@@ -147,7 +169,7 @@ class Traced:
         chips: how many share what is traced outside of what each does.
     """
 
-    def __init__(self, platform: str, room: Room, most: Callable[[Any, int, int], int], chips: int = 1) -> None:
+    def __init__(self, platform: str, room: Room, most: Callable[[Any, int, int], Turn], chips: int = 1) -> None:
         self.platform = platform
         self.steps: list[Step] = []
         self._room, self._most, self._chips = room, most, chips
@@ -228,16 +250,18 @@ class Traced:
             value.maker, value.waits = step, waits
         if kind == "scan":
             consts, carried = params["num_consts"], params["num_carry"]
-            step.inside = self._most(params["jaxpr"], consts, carried)
-            step.in_place = step.taken[consts : consts + carried]
+            turn = self._most(params["jaxpr"], consts, carried)
+            step.inside, step.in_place = turn.bytes, step.taken[consts : consts + carried]
+            exact = {value for value, rounds in zip(step.taken, turn.rounded, strict=True) if not rounds}
+            step.rounded = frozenset(step.taken) - exact
         elif kind == "while":
             others = params["cond_nconsts"] + params["body_nconsts"]
             step.in_place = step.taken[others:]
-            step.inside = self._most(params["body_jaxpr"], params["body_nconsts"], len(step.in_place))
+            step.inside = self._most(params["body_jaxpr"], params["body_nconsts"], len(step.in_place)).bytes
         elif kind == "cond":
-            step.inside = max(self._most(branch, 0, 0) for branch in params["branches"])
-        elif kind in _PRODUCTS:
-            step.is_rounding = "HIGH" not in str(params["precision"])
+            step.inside = max(self._most(branch, 0, 0).bytes for branch in params["branches"])
+        elif kind == "dot_general":  # convolutions read numbers as they are
+            step.rounded = frozenset(() if "HIGH" in str(params["precision"]) else step.taken)
         elif kind in _IN_PLACE:
             step.in_place = step.taken[:1]
         self.steps.append(step)
@@ -271,10 +295,7 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
     """
     results = set(given_back)
     steps = list(_needed(traced.steps, results))
-    users: defaultdict[Value, dict[Step, None]] = defaultdict(dict)
-    for step in steps:
-        for value in step.taken:
-            users[value][step] = None
+    users = _users(steps)
     is_tpu = traced.platform == "tpu"
     there = {value for value in results if value.maker is not None}
     if not is_tpu:
@@ -285,6 +306,7 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
             if step.kind not in _REDUCTIONS and not (is_tpu and step.kind in _PRODUCTS):
                 absorbed = step.kind in _PRODUCTS
                 there.update(v for v in map(_absorbed if absorbed else _itself, step.taken) if v.maker is not None)
+    there.update(kept for value in [*there] if (kept := _rounded(value, users)) is not None)
     order = {step: number for number, step in enumerate(steps)}
     alone = set() if is_tpu else {_CONVOLUTION}  # GPUs carry it out by a library, to which nothing is appended
     products = [step for step in steps if step.kind in _PRODUCTS - alone]
@@ -296,7 +318,8 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
 
     there.update(end for end in ends.values() if end is not None and not is_computed_there(end))
     if is_tpu:
-        _narrow(there, users)
+        _write_down(steps, there, users)
+        _narrow(there, users, results)
     made = [step for step in steps if not step.is_fused or not there.isdisjoint(step.made)]
     reads = _Reads(there)
     found = {step: _kernel(step, reads) for step in made}
@@ -307,13 +330,59 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
     return list(found.values())
 
 
-def _narrow(there: Iterable[Value], users: Mapping[Value, Mapping[Step, None]]) -> None:
-    """Have float32 numbers lie as bfloat16, if all that use them are products that round them to that."""
+def _write_down(steps: Iterable[Step], there: set[Value], users: Mapping[Value, Mapping[Step, None]]) -> None:
+    """Write down what several use, if it is computed of so much that to compute it again would move more bytes."""
+    reads = _Reads(there)
+    for step in steps:
+        (value, *_) = step.made
+        if step.is_fused and value not in there and len(users.get(value, ())) > 1:
+            if sum(each.bytes for each in reads.of([value])) >= FAR_MORE * value.bytes:
+                there.add(value)
+
+
+def rounded(traced: Traced, given: Sequence[Value], results: Iterable[Value]) -> tuple[bool, ...]:
+    """Of each that a trace is given, whether it is rounded before anything is done with it."""
+    back = set(results)
+    users = _users(_needed(traced.steps, back))
+    return tuple(_is_rounded(value, users, back) for value in given)
+
+
+def _users(steps: Iterable[Step]) -> Mapping[Value, Mapping[Step, None]]:
+    """The steps that take each value, in order."""
+    users: defaultdict[Value, dict[Step, None]] = defaultdict(dict)
+    for step in steps:
+        for value in step.taken:
+            users[value][step] = None
+    return users
+
+
+def _narrow(there: Iterable[Value], users: Mapping[Value, Mapping[Step, None]], results: Set[Value]) -> None:
+    """Have float32 numbers lie as bfloat16, if that is what all make of them who use them; but for what collectives
+    give, which round nothing."""
     for value in there:
-        after = users.get(value, {})
-        rounds = [step.is_rounding for step in after if step.kind not in _REDUCTIONS]
-        if value.name.startswith("float32") and any(rounds) and all(rounds):
+        is_sent = value.maker is not None and value.maker.is_exchange
+        if value.name.startswith("float32") and not is_sent and _is_rounded(value, users, results):
             value.bytes //= 2
+
+
+def _is_rounded(value: Value, users: Mapping[Value, Mapping[Step, None]], results: Set[Value]) -> bool:
+    """Whether all that use a value round it, also after it was moved. What makes it may reduce it, too."""
+    rounds = [False] if value in results else []
+    for step in users.get(value, {}):
+        if step.kind in _MOVES and step.taken[0] is value:
+            rounds.append(_is_rounded(step.made[0], users, results))
+        elif step.kind not in _REDUCTIONS:
+            rounds.append(value in step.rounded)
+    return any(rounds) and all(rounds)
+
+
+def _rounded(value: Value, users: Mapping[Value, Mapping[Step, None]]) -> Value | None:
+    """What a collective gives, rounded to fewer bytes, if nobody wants it otherwise: that is kept then."""
+    after = [*users.get(value, {})]
+    if value.maker is None or not value.maker.is_exchange or len(after) != 1:
+        return None
+    (step,) = after
+    return step.made[0] if step.kind == "convert_element_type" and step.made[0].bytes < value.bytes else None
 
 
 def _needed(steps: Sequence[Step], results: Iterable[Value]) -> Iterator[Step]:
@@ -414,11 +483,22 @@ def _kernel(step: Step, reads: _Reads) -> Kernel:
 
 
 def _keep_rows(kernels: Mapping[Step, Kernel]) -> None:
-    """Have no kernel overwrite the rows that it reduces, too."""
+    """Have no kernel overwrite the rows that it reduces, too: one kernel does both, if nobody else uses what a row is
+    reduced to."""
+    readers: defaultdict[Value, list[Kernel]] = defaultdict(list)
+    for kernel in kernels.values():
+        for value in kernel.reads:
+            readers[value].append(kernel)
+
+    def is_of_rows(rows: Value, reduction: Kernel) -> bool:
+        (made, *_) = reduction.made
+        return all(each.made[0].elements in (rows.elements, made.elements) for each in readers[made])
+
     for kernel in kernels.values():
         makers = (value.maker for value in kernel.reads)
         before = [kernels[step] for step in makers if step is not None and step.kind in _REDUCTIONS]
-        reduced = {v for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW}
+        pairs = ((v, other) for other in before for v in other.reads if v.shape and v.shape[-1] <= ROW)
+        reduced = {v for v, other in pairs if is_of_rows(v, other)}
         kernel.overwrites = tuple(value for value in kernel.overwrites if value not in reduced)
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
@@ -118,7 +119,7 @@ def _fetched(slots: Array, offset: Array) -> Array:
     Another shape is given to it there: XLA makes one reshape of two, and takes the first and only slot for the buffer.
     """
     slot = jax.device_put(lax.dynamic_index_in_dim(slots, offset), jax.memory.Space.Device)
-    return slot.reshape(slots.shape[1:])
+    return _in_rows(slot).reshape(slots.shape[1:])
 
 
 @_fetched.def_vmap
@@ -130,7 +131,16 @@ def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Ar
 @custom_vmap
 def _put(slots: Array, value: Array, offset: Array) -> Array:
     """Slots in the host's memory, of which one is what is on the device."""
-    return _replaced(slots, jax.device_put(value, jax.memory.Space.Host), offset)
+    return _replaced(slots, jax.device_put(_in_rows(value), jax.memory.Space.Host), offset)
+
+
+def _in_rows(value: Array) -> Array:
+    """A value on the device, laid out as the host's memory has it.
+
+    What a product would rather read in another layout is transposed after it has come. Without this word, XLA lays out
+    the whole buffer that way, and where another loop wants it in rows, it is fetched, transposed and sent back.
+    """
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
 @_put.def_vmap

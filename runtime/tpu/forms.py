@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from popxl.ops.attention import attended, attended_backward
 from popxl.ops.kernels.convolutions import weights_gradient
 from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.sums import softmax_gradient
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from runtime.tpu import attention as of_attention
 from runtime.tpu import convolutions as of_convolutions
+from runtime.tpu import sums as of_sums
 from runtime.tpu import windows as of_windows
 
 FORMS: Mapping[Kernel, Form] = {
@@ -17,5 +19,6 @@ FORMS: Mapping[Kernel, Form] = {
     attended_backward: of_attention.attended_backward,
     first_largest: of_windows.first_largest,
     first_largest_gradient: of_windows.first_largest_gradient,
+    softmax_gradient: of_sums.softmax_gradient,
     weights_gradient: of_convolutions.weights_gradient,
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from tests.popxl.random_programs.elsewhere import check, program
 
@@ -118,3 +119,69 @@ def test_a_report_says_how_float32_is_multiplied():
         "Products of float32 are computed at the precision 'default': in one pass of bfloat16."
     )
     assert popxl.Session(ir).report.precision is None
+
+
+def temporaries(ir: popxl.Ir) -> int:
+    """The bytes that a v5e needs beside what it is given, with products as it likes them."""
+    ir.options.precision = "default"
+    return popxl.Session(ir, "tpu v5e").memory().temporaries
+
+
+def drawn(*shape: int, dtype: popxl.dtype = F32, name: str | None = None) -> popxl.tensor.Variable:
+    return popxl.variable(popxl.initial.normal(shape, std=0.02, seed=len(shape)), dtype, name)
+
+
+def test_the_gradient_of_a_softmax_writes_no_row_down_for_each_of_its_elements():
+    """Of attention in bfloat16: not even the scores are there in float32, once."""
+    ir, rows, heads, channels = popxl.Ir(), 2048, 8, 128
+    with ir.main_graph, popxl.in_sequence():
+        qkv = drawn(rows, 3 * heads * channels, dtype=popxl.bfloat16)
+
+        def attention(qkv: popxl.Tensor) -> popxl.Tensor:
+            parts = (t.reshape((rows, heads, channels)) for t in ops.split(qkv, 3, axis=1))
+            q, k, v = (t.transpose((1, 0, 2)) for t in parts)
+            scores = ops.cast(q @ k.transpose((0, 2, 1)) * channels**-0.5, F32)
+            mixed = ops.cast(ops.softmax(scores, axis=-1), qkv.dtype) @ v
+            return mixed.transpose((1, 0, 2)).reshape((rows, heads * channels))
+
+        graph = ir.create_graph(attention, qkv)
+        grad = popxl.transforms.autodiff(graph)
+        call = ops.call_with_info(graph, qkv)
+        (g,) = ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call))
+        ops.add_(qkv, g)
+    assert temporaries(ir) < 4 * heads * rows * rows
+
+
+def test_cross_entropy_writes_logits_down_once():
+    ir, rows, classes = popxl.Ir(), 2048, 32768
+    with ir.main_graph, popxl.in_sequence():
+        x, w = drawn(rows, 64), drawn(64, classes)
+        labels = ops.host_load(popxl.h2d_stream((rows,), popxl.int32, "labels"))
+        loss, g = addons.ops.cross_entropy_with_grad(x @ w, labels)
+        kept(loss)
+        dw, dx = x.T @ g, g @ w.T
+        ops.add_(w, dw)
+        ops.add_(x, dx)
+    assert temporaries(ir) < 1.5 * 4 * rows * classes
+
+
+def test_a_buffer_lies_as_it_is_where_products_want_its_slots_transposed():
+    """The whole buffer would be fetched, transposed and sent back, between one loop and the next."""
+    ir, entries, rows, width = popxl.Ir(), 24, 1024, 1024
+    with ir.main_graph, popxl.in_sequence():
+        buffer, w = popxl.remote_buffer((rows, width), F32, entries), drawn(width, width, name="w")
+        total = drawn(width, width, name="total")
+
+        def changed(i: popxl.Tensor, w: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
+            ops.remote_store(buffer, i, ops.relu(ops.remote_load(buffer, i) @ w) @ w)
+            return i + 1, w
+
+        def summed(i: popxl.Tensor, w: popxl.Tensor, total: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+            x = ops.remote_load(buffer, i)
+            return i + 1, w, total + x.T @ ops.relu(x @ w)
+
+        first = popxl.constant(0, popxl.uint32)
+        ops.repeat(ir.create_graph(changed, first, w), entries, first, w)
+        *_, after = ops.repeat(ir.create_graph(summed, first, w, total), entries, first, w, total)
+        ops.var_updates.copy_var_update_(total, after)
+    assert temporaries(ir) < 4 * entries * rows * width

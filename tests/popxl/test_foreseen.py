@@ -9,11 +9,13 @@ import jax
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
 from runtime.costs.foreseen import Foreseen, exact, foreseen, tiled
 from runtime.program.program import Described
 from runtime.targets.devices import Device
+from runtime.targets.offline import Target
 
 ROWS, WIDTH = 24, 5
 ONE = 4 * ROWS * WIDTH
@@ -199,6 +201,109 @@ def test_room_in_tiles() -> None:
     halves = [256, 256, 256, 1024, 1024, 5120] + [rows * 384 for rows in (2, 2, 4, 4, 8, 8, 16)]
     assert [tiled(shape, 2) for shape in shapes] == [2 * size for size in halves]
     assert tiled((5, 7, 3), 4) == 4 * 5 * 4 * 128 and tiled((300, 1), 4) == 4 * 384 and tiled((0, 3), 4) == 0
+
+
+def test_rows_are_overwritten_if_what_they_are_reduced_to_is_used_elsewhere() -> None:
+    """A softmax is one kernel, which leaves its rows as they are. A loss has the largest logits and the sums, too."""
+
+    def softmax(x: popxl.Tensor) -> popxl.Tensor:
+        y = ops.softmax(x @ square("a"), axis=-1)
+        return y.T @ y
+
+    def learned(x: popxl.Tensor) -> popxl.Tensor:
+        labels = popxl.constant([i % WIDTH for i in range(ROWS)], popxl.int32)
+        loss, gradient = addons.cross_entropy_with_grad(x @ square("a"), labels)
+        ops.host_store(popxl.d2h_stream(loss.shape, loss.dtype, "loss"), loss)
+        return gradient.T @ gradient
+
+    assert 2 * ONE <= needed(softmax).needed
+    assert ONE < needed(learned).needed < 2 * ONE
+
+
+# On a TPU -------------------------------------------------------------------------------------------------------------
+
+
+def on_tpus(build: Callable[[popxl.Tensor], Any], shape: tuple[int, int], replicas: int = 1, **options: Any) -> int:
+    """The bytes that are foreseen for a v5e, beside what is given, of a program that loads a matrix of bfloat16."""
+    ir = popxl.Ir(replication=replicas)
+    for name, value in options.items():
+        setattr(ir.options, name, value)
+    with ir.main_graph, popxl.in_sequence():
+        y = build(ops.host_load(popxl.h2d_stream(shape, popxl.bfloat16, "x")))
+        if y is not None:
+            ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
+    device = Device("ipu_hw", Target("tpu v5e:2x2").devices[:replicas])
+    found = foreseen(Described(ir, device).layout)
+    assert found is not None
+    return found.needed
+
+
+def matrix(rows: int, columns: int, dtype: popxl.dtype = popxl.float32, name: str = "w") -> popxl.Tensor:
+    return popxl.variable(popxl.initial.zeros((rows, columns)), dtype, name)
+
+
+@pytest.mark.targets
+def test_stacks_that_turns_round_are_kept_as_bfloat16() -> None:
+    """What goes into each product of a turn, but not what the gradient of tanh reads."""
+    rows, width = 24, 256
+
+    def saved(turns: int) -> int:
+        def network(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+            layer = popxl.gcg().ir.create_graph(lambda x, w: (ops.tanh(x @ w), w), x, w)
+            return ops.repeat(layer, turns, x, w)[0]
+
+        def trained(x: popxl.Tensor) -> None:
+            w = matrix(width, width)
+            x = ops.cast(x, w.dtype)
+            graph = popxl.gcg().ir.create_graph(network, x, w)
+            grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+            call = ops.call_with_info(graph, x, w)
+            (gradient,) = ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call))
+            ops.add_(w, gradient)
+
+        exact_, rounded = (on_tpus(trained, (rows, width), precision=each) for each in ("highest", "default"))
+        return exact_ - rounded
+
+    assert saved(turns=14) - saved(turns=7) == 7 * (rows + width) * width * 4 // 2
+
+
+@pytest.mark.targets
+def test_what_collectives_give_is_kept_as_it_is_rounded() -> None:
+    """They sum bfloat16 in float32."""
+    rows, width = 64, 1024
+
+    def program(count: int) -> int:
+        def build(x: popxl.Tensor) -> popxl.Tensor:
+            w = matrix(width, 128, popxl.bfloat16)
+            parts = [ops.collectives.replicated_all_reduce(ops.exp(x * (i + 0.5))) for i in range(count)]
+            all_known = sum((ops.max(part) for part in parts[1:]), start=ops.max(parts[0]))
+            results = [(part * all_known) @ w for part in parts]
+            return sum(results[1:], start=results[0])
+
+        return on_tpus(build, (rows, width), replicas=4)
+
+    part, result = 2 * rows * width, 2 * rows * 128
+    assert 2 * part <= program(4) - program(2) < 2 * part + 4 * result
+
+
+@pytest.mark.targets
+def test_what_is_computed_of_far_more_is_written_down_for_several() -> None:
+    rows, width = 64, 1024
+    one = 4 * rows * width
+
+    def program(count: int) -> int:
+        def build(x: popxl.Tensor) -> popxl.Tensor:
+            x = ops.cast(x, popxl.float32)
+            parts = [ops.collectives.replicated_all_reduce(ops.exp(x * (i + 0.5))) for i in range(count)]
+            total = sum(parts[1:], start=parts[0])
+            a = ops.exp(ops.max(total) + total) @ matrix(width, width)
+            b = ops.exp(ops.max(a) + a + total) @ matrix(width, width)
+            c = ops.exp(ops.max(b) + a + b + total) @ matrix(width, width)
+            return ops.exp(ops.max(c) + a + b + c + total) @ matrix(width, width)
+
+        return on_tpus(build, (rows, width), replicas=4)
+
+    assert program(4) < 6 * one  # or all parts would be there to the end, and three results
 
 
 PROGRAM = """

@@ -7,10 +7,13 @@ in that order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from jax import lax
 
+from popxl.core.aliasing import reachable
+from popxl.core.recording import Op
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.ops.collectives.collectives import OP_MAP
 from popxl.ops.collectives.exchanging import Exchanging
@@ -111,3 +114,13 @@ class _OnMesh(Exchanging):
 
     def scattered(self, rows: Array) -> Array:
         return lax.psum_scatter(rows, self._along, axis_index_groups=self._groups, tiled=True)
+
+
+def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
+    """Whether devices wait for each other where replicas run these ops."""
+    if replicas.mesh is None:
+        return False
+    ops = tuple(ops)
+    graphs = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
+    parts = (part for op in (*ops, *(op for g in graphs for op in g.ops)) for part in op.parts)
+    return any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)

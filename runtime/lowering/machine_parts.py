@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -53,6 +54,17 @@ class AnyOrder:
         return value
 
 
+class Turns(Protocol):
+    """The turns that executables take whose devices meet, where no two may run at once."""
+
+    def alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call an executable after those before, and wait for its end."""
+
+    def turn(self, changing: Sequence[Array]) -> AbstractContextManager[Callable[[Sequence[Array]], None]]:
+        """A block that calls an executable, which changes this, after those before. It gives a function to be told what
+        the executable makes."""
+
+
 @dataclass(frozen=True)
 class MachineParts:
     """What a kind of machine adds to a program.
@@ -61,21 +73,23 @@ class MachineParts:
         forms: the kernels that it computes in another form.
         order: makes what keeps the order of updates of one graph.
         copied: copies an array that is fed, for the caller may fill it again while the program runs.
+        turns: of executables whose devices meet; `None` where they may run at once.
     """
 
     forms: Mapping[Kernel, Form] = field(default_factory=dict)
     order: Callable[[], Order] = AnyOrder
     copied: Callable[[np.ndarray], np.ndarray] = np.ndarray.copy
+    turns: Turns | None = None
 
 
 @cache
 def parts_for(platform: str) -> MachineParts:
     """What is added on a platform of JAX's. It is imported here, as it is of no use elsewhere."""
     if platform == "cpu":
-        from runtime.cpu import feeds, order
+        from runtime.cpu import feeds, order, turns
         from runtime.cpu import forms as of_cpus
 
-        return MachineParts(of_cpus.FORMS, order.Order, feeds.copied)
+        return MachineParts(of_cpus.FORMS, order.Order, feeds.copied, turns.Turns())
     if platform == "tpu":
         from runtime.tpu import forms as of_tpus
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -23,8 +23,10 @@ from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import lower
 from runtime.files.executables import copied, donating
 from runtime.lowering import remote_buffers as remote
+from runtime.lowering.collectives import devices_meet
 from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
+from runtime.lowering.machine_parts import Turns, parts_for
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import Terms
 from runtime.targets.destination import HOST
@@ -60,11 +62,11 @@ class Run:
         self._channels = channels
         self._recorder = recorder
 
-    def call(self, executable: Any, name: Callable[[], str], *arguments: Any) -> Any:
-        """Call an executable."""
-        if self._recorder is None:
-            return executable(*arguments)
-        return self._recorder(name(), executable, *arguments)
+    def call(self, executable: Any, name: Callable[[], str], *arguments: Any, turns: Turns | None = None) -> Any:
+        """Call an executable, in its turn."""
+        if self._recorder is not None:
+            executable = partial(self._recorder, name(), executable)
+        return executable(*arguments) if turns is None else turns.alone(executable, *arguments)
 
     def put(self, array: Array, place: int) -> Array:
         """An array, in another place."""
@@ -181,6 +183,8 @@ class Piece(Step):
         passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: terms.replicas.put(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
+        meets = devices_meet(self.ops, terms.replicas)
+        self._turns = parts_for(terms.destination.platform).turns if meets else None
         self.structure = self.found(terms)
 
     def lowered(self, terms: Terms) -> Callable[[], Compiled]:
@@ -263,6 +267,7 @@ class Piece(Step):
             self._passed(values),
             [channels.transfers(c) for c in self.feeds],
             channels.positions(self.channels),
+            turns=self._turns,
         )
         channels.move(self.channels, positions)
         values.update(zip(self.donated, overwritten, strict=True))

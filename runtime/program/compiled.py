@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import reachable
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
@@ -126,11 +125,7 @@ def can_be_kept(layout: Layout) -> bool:
     Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
     several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
     """
-    is_spread = any(terms.replicas.mesh is not None for terms in layout.terms.values())
-    if layout.destination.platform != "cpu" or not is_spread:
-        return True
-    parts = (part for graph in reachable(layout.main) for op in graph.ops for part in op.parts)
-    return not any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)
+    return layout.destination.platform != "cpu" or not layout.devices_meet
 
 
 # As one program ------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote
+from runtime.lowering.collectives import devices_meet
 from runtime.lowering.effects import FAILURE, Channel, Failure, channels_of, prints
 from runtime.plan.decision import decide
 from runtime.plan.planning import Steps
@@ -136,6 +137,11 @@ class Layout:
         self.shared = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
 
     # Where it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def devices_meet(self) -> bool:
+        """Whether devices wait for each other in a run."""
+        return any(devices_meet(self.main.ops, terms.replicas) for terms in self.terms.values())
 
     @cached_property
     def _planned(self) -> tuple[Mapping[Any, int], list[Steps]]:

@@ -17,6 +17,7 @@ from popxl.errors import ApplicationRuntimeError
 from runtime.files.executables import prepared
 from runtime.interrupts import uninterrupted
 from runtime.lowering.effects import FAILURE, Channel
+from runtime.lowering.machine_parts import parts_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import Block
 from runtime.program.compiled import Compiled, one_run
@@ -49,6 +50,8 @@ class Runner:
         self._outputs, self._divided = self._layout.outputs, self._layout.divided
         self._prints, self._checks = self._layout.prints, self._layout.checks
         self._call: Callable[..., Any] = self._executable
+        takes_turns = self._layout.devices_meet and not isinstance(compiled.executable, Plan)  # whose pieces do
+        self._turns = parts_for(self._layout.destination.platform).turns if takes_turns else None
         self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
         self._quick: Any = None  # calls the executable by C alone, where the feeds are of these types
         self._quick_for: tuple[type, ...] | None = None
@@ -66,6 +69,25 @@ class Runner:
         if self._divided is not None:
             feeds = self._joined(feeds)
             state.begun += 1
+        if self._turns is None:
+            fetches = self._called(changing, feeds)
+        else:
+            with self._turns.turn(changing) as made:
+                fetches = self._called(changing, feeds)
+                made(state.changing or fetches)
+        if self._divided is not None:
+            fetches = self._own(fetches)
+        if self._prints:
+            jax.effects_barrier()
+        if self._checks:
+            fetches = self._checked(fetches)
+        self.runs += 1
+        self.run_seconds += perf_counter() - start
+        return fetches
+
+    def _called(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Call the executable. Returns what is fetched."""
+        state = self._state
         results: list[Any] = []
         try:
             if self._quick_for == (*map(type, feeds),):
@@ -79,14 +101,6 @@ class Runner:
             if state.changing is changing and any(value.is_deleted() for value in changing):
                 state.changing = None
             raise
-        if self._divided is not None:
-            fetches = self._own(fetches)
-        if self._prints:
-            jax.effects_barrier()
-        if self._checks:
-            fetches = self._checked(fetches)
-        self.runs += 1
-        self.run_seconds += perf_counter() - start
         return fetches
 
     def _call_whole(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +19,8 @@ from popxl.errors import ApplicationRuntimeError
 from popxl.op import OpKind, Requirement
 from popxl.transforms import autodiff
 from runtime.targets.devices import Device
+
+ROOT = Path(__file__).parents[2]
 
 WAYS = ("kept", "dispatched", "inlined")
 
@@ -257,3 +263,42 @@ def test_dtypes(device: Any, dtype: popxl.dtype) -> None:
     with session_of(ir, device) as session:
         found = session.run({into: data})[out]
     assert found.tobytes() == data.tobytes()
+
+
+MEETING = """
+import functools, sys
+import jax, numpy as np, popxl
+from popxl import ops
+
+assert len(jax.devices()) == 2
+sessions = []
+for _ in range(2):
+    ir = popxl.Ir(replication=2)
+    ir.options.calledGraphs = sys.argv[1]
+    with ir.main_graph:
+        into, out = popxl.h2d_stream((64, 64), popxl.float32), popxl.d2h_stream((), popxl.float32)
+        x = ops.host_load(into)
+        graph = ir.create_graph(lambda x: ops.collectives.replicated_all_reduce(ops.tanh(x @ x)), x)
+        results = [ops.call(graph, x * (i / 64))[0] for i in range(8)]
+        ops.host_store(out, ops.max(functools.reduce(ops.add, results)))
+    sessions.append((popxl.Session(ir, "ipu_hw"), into, out))
+feed = np.ones((2, 64, 64), np.float32)
+feed[1] /= 4
+expected = sum(np.tanh(i * i / 64) + np.tanh(i * i / 64 / 16) for i in range(8))
+(one, *streams), (other, *others) = sessions
+with one, other:
+    shown = [(one.run({streams[0]: feed}), other.run({others[0]: feed})) for _ in range(200)]
+    for first, second in shown:
+        np.testing.assert_allclose(first[streams[1]], [expected, expected], rtol=1e-5)
+        np.testing.assert_allclose(second[others[1]], [expected, expected], rtol=1e-5)
+"""
+"""Runs of two programs, none of which needs what another makes, and nobody looks at the results."""
+
+
+@pytest.mark.parametrize("way", ["inlined", "dispatched"])
+def test_runs_that_nobody_waits_for_do_not_wait_for_each_other(way: str) -> None:
+    """Each device of a CPU has a thread. XLA would begin what can begin, and devices of different runs would meet."""
+    as_if_here = {"POPXL_CPU_DEVICES": "2", "NPROC": "2", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", MEETING, way]
+    ran = subprocess.run(command, env={**os.environ, **as_if_here}, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[:2000]

@@ -1,0 +1,59 @@
+"""Executables whose devices meet run one after the other on CPUs.
+
+In a collective, each device takes a thread and waits there for the others. XLA has about as many threads as devices,
+and begins an executable on each device as soon as it can. If devices wait in one executable and others in the next, no
+thread may be left for those that they wait for. XLA ends the process after a minute of that (jaxlib 0.10.2).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+Array = Any
+
+
+class Turns:
+    """Whose turn it is. All executables of the process whose devices meet take one here."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: Array = None  # of what the executable makes that was called last
+
+    def alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call an executable after those before, and wait for its end.
+
+        What it makes may be given up to others that nobody waits for; so this is not left to who comes next.
+        """
+        with self._lock:
+            self._wait()
+            return jax.block_until_ready(call(*arguments))
+
+    @contextmanager
+    def turn(self, changing: Sequence[Array]) -> Iterator[Callable[[Sequence[Array]], None]]:
+        """A block that calls an executable, after those before. Nobody waits for its end here.
+
+        XLA begins it after the executable that has made what it changes; so that one is not waited for, either.
+
+        Args:
+            changing: what it changes, and gives up.
+
+        Yields:
+            A function to be told what it makes.
+        """
+        with self._lock:
+            if not any(array is self._under_way for array in changing):
+                self._wait()
+            yield self._made
+
+    def _made(self, arrays: Sequence[Array]) -> None:
+        self._under_way = min(arrays, key=lambda array: array.nbytes, default=None)  # in memory until the next turn
+
+    def _wait(self) -> None:
+        before, self._under_way = self._under_way, None
+        if before is not None and not before.is_deleted():
+            before.block_until_ready()

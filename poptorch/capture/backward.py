@@ -169,6 +169,7 @@ def _group_norm(
 BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_group_norm.default: _group_norm,
+    aten._efficientzerotensor.default: aten.zeros,  # PyTorch adds these below what it differentiates
     aten.convolution_backward.default: _convolution,
     aten.max_pool2d_with_indices_backward.default: _max_pool(2),
     aten.max_pool3d_with_indices_backward.default: _max_pool(3),
@@ -187,4 +188,5 @@ BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._upsample_nearest_exact2d_backward.default: _upsample(aten._upsample_nearest_exact2d, 2, False),
     aten._upsample_nearest_exact3d_backward.default: _upsample(aten._upsample_nearest_exact3d, 3, False),
 }
-"""What gives the results of an op, for the same arguments: of those of the backward pass, and norms it goes through."""
+"""What gives the results of an op, for the same arguments: of those of the backward pass, of norms that it goes through
+and of zeros that are derivatives in forward mode."""

@@ -108,6 +108,8 @@ class _Seen:
     lens: tuple[View, ...]
     value: Value
     version: int
+    is_frozen: bool = False
+    """Whether no gradients flow to it for now, from what is made of it: `t.requires_grad_(False)`."""
 
 
 @dataclass(eq=False)
@@ -308,6 +310,13 @@ class Recorder:
                 f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
             )
 
+    def track(self, t: torch.Tensor, requires_grad: bool = True) -> None:
+        """Note that a tensor is about to be one that gradients flow to, or to be none, in what is made of it next."""
+        seen = self._seen.get(id(t))
+        if seen is not None and t.requires_grad != requires_grad:
+            seen.cell.settle()
+            seen.is_frozen = not requires_grad
+
     def moved(self, t: torch.Tensor) -> None:
         """Note that a tensor now looks at another place of a storage (`transpose_`), or at another storage."""
         self._seen.pop(id(t), None)
@@ -435,7 +444,7 @@ class Recorder:
 
     def node(self, op: str, overload: str, arguments: Mapping[str, Any], has_effect: bool = False) -> Node:
         """Write an op down. Its arguments may hold tensors; they are read."""
-        values = pytree.tree_map_only(torch.Tensor, self.value_of, dict(arguments))
+        values = pytree.tree_map_only(torch.Tensor, self._read, dict(arguments))
         values = with_values(values, self._here)
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution" and self._beside is None:
@@ -445,6 +454,15 @@ class Recorder:
         node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
         self.trace.nodes.append(node)
         return node
+
+    def _read(self, t: torch.Tensor) -> Value:
+        """The value that a tensor has now, for an op to read. No gradients pass it while the tensor is frozen."""
+        value = self.value_of(t)
+        if not self._seen[id(t)].is_frozen:
+            return value
+        stop = self.result(self.node("aten.detach", "default", {"input": value}), value.shape, value.dtype)
+        stop.requires_grad = False
+        return stop
 
     def result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         """One more result of an op."""

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from poptorch.capture.backward import BACKWARD
+from poptorch.capture.quantisation import QUANTISATION
 from poptorch.capture.torchvision_ops import OF_TORCHVISION
 
 __all__ = [
@@ -201,7 +202,7 @@ NORMS = tuple(
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions())
-    table |= get_decompositions(NORMS) | BACKWARD
+    table |= get_decompositions(NORMS) | BACKWARD | QUANTISATION
     table.pop(torch.ops.aten.detach.default, None)  # it would forget that gradients stop there
     return table
 

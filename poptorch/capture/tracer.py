@@ -234,13 +234,16 @@ class Tracer:
             memo[id(t)] = torch.nn.Parameter(copy, t.requires_grad) if isinstance(t, torch.nn.Parameter) else copy
         return memo[id(t)]
 
-    def differentiate(self) -> None:
+    def differentiate(self, is_forward: bool) -> None:
         """PyTorch is to differentiate what was done: of what functions that were kept whole are made it knows nothing.
 
+        Args:
+            is_forward: whether it is what is done from now on, together with that (`torch.autograd.forward_ad`).
+
         Raises:
-            Again: if there was one.
+            Again: if there was one, or may be.
         """
-        if self._has_whole and not in_transform():
+        if (self._keeps_whole if is_forward else self._has_whole) and not in_transform():
             raise Again
 
     def is_known(self, t: torch.Tensor) -> bool:
@@ -475,14 +478,16 @@ class _Functions(TorchFunctionMode):
                 return tracer.detach_(*args)
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 return tracer.set_data(*args)
+            if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+                tracer.recorder.track(*args, **(kwargs or {}))
             if func is torch.Tensor.__getitem__:
                 return getitem(args[0], args[1], tracer)
             if func is torch.Tensor.__setitem__:
                 return setitem(args[0], args[1], args[2], tracer)
             if func is torch.nn.functional.one_hot:
                 tracer.check_classes(*args, **(kwargs or {}))
-            if func in _DIFFERENTIATING:
-                tracer.differentiate()
+            if func in _DIFFERENTIATING or func is _MAKE_DUAL:
+                tracer.differentiate(is_forward=func is _MAKE_DUAL)
             tracer._generator = (kwargs or {}).get("generator")
             if func in _READING or func in _ROUNDING and tracer._may_cut:
                 return tracer.read(func, args, kwargs or {})
@@ -526,6 +531,8 @@ def _places_of(mask: torch.Tensor) -> list[torch.Tensor]:
 
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+_MAKE_DUAL = torch._VF._make_dual
 
 
 class Again(BaseException):

@@ -364,3 +364,37 @@ def _fake_quantise(
         inside, quantised = inside | (enabled == 0), jnp.where(enabled == 0, input, quantised)
     passing = jnp.where(inside, input, 0)
     return jax.lax.stop_gradient(quantised) + (passing - jax.lax.stop_gradient(passing)), inside
+
+
+@jax_op(
+    "aten._fake_quantize_learnable_per_tensor_affine",
+    "aten._fake_quantize_learnable_per_channel_affine",
+    title="FakeQuantiseLearnable",
+)
+@rounded_once
+def _fake_quantise_learnable(
+    input: Any,
+    scale: Any,
+    zero_point: Any,
+    *,
+    quant_min: int,
+    quant_max: int,
+    grad_factor: float = 1.0,
+    axis: int | None = None,
+) -> Any:
+    """The same, with gradients for the scale and its zero, as if nothing were rounded."""
+
+    def learnt(t: Any) -> Any:
+        slow = grad_factor * t + jax.lax.stop_gradient(t - grad_factor * t)
+        return slow if axis is None else jnp.reshape(slow, [-1 if i == axis else 1 for i in range(input.ndim)])
+
+    def passing(t: Any, rounded: Any) -> Any:
+        return t + jax.lax.stop_gradient(rounded - t)
+
+    scale, zero = learnt(scale), learnt(zero_point)
+    whole = jnp.round(zero) if axis is not None else jnp.trunc(zero + 0.5)  # PyTorch rounds one by one, and all at once
+    zero = passing(zero, jnp.clip(whole, quant_min, quant_max))
+    ratio = input / scale
+    steps = passing(ratio, jnp.round(ratio)) + zero
+    inside = (steps >= quant_min) & (steps <= quant_max)
+    return (jnp.where(inside, steps, jax.lax.stop_gradient(jnp.clip(steps, quant_min, quant_max))) - zero) * scale

@@ -149,6 +149,7 @@ def _gaussian(input: Any, target: Any, var: Any, *, full: bool, eps: float) -> A
 
 
 def _above(x: Any) -> Any:
+    """With a slope at 0, as the losses have that PyTorch makes of `clamp`. Those of several classes have none there."""
     return jnp.where(x >= 0, x, 0)
 
 
@@ -234,7 +235,9 @@ def multilabel_margin_loss(input: Any, target: Any) -> Any:
     classes = input.shape[-1]
     named = jnp.cumsum(target < 0, -1) == 0  # up to the first -1
     hits = (target[..., None] == jnp.arange(classes)) & named[..., None]
-    distances = _above(1 - jnp.take_along_axis(input, jnp.where(named, target, 0), -1)[..., None] + input[..., None, :])
+    distances = jax.nn.relu(
+        1 - jnp.take_along_axis(input, jnp.where(named, target, 0), -1)[..., None] + input[..., None, :]
+    )
     counts = named[..., None] & ~hits.any(-2, keepdims=True)
     return jnp.where(counts, distances, 0).sum((-2, -1)) / classes
 
@@ -243,7 +246,7 @@ def multilabel_margin_loss(input: Any, target: Any) -> Any:
 def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, margin: float) -> Any:
     input = jnp.atleast_1d(input)
     hit = target[..., None] == jnp.arange(input.shape[-1])
-    distances = _above(margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input) ** p
+    distances = jax.nn.relu(margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input) ** p
     distances = distances if weight is None else distances * weight[target][..., None]
     return jnp.where(hit, 0, distances).mean(-1)
 

@@ -15,6 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
+from torch.autograd import forward_ad
+
 import poptorch
 import popxl
 
@@ -509,6 +511,82 @@ def test_backward_within_forward() -> None:
 )
 def test_transformed_functions(function: Function) -> None:
     _agrees(function, _input(2, 3, 4), _input(5, 4))
+
+
+def _with_dual_numbers(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.cos()))).tangent
+
+
+FORWARD_MODE: dict[str, Function] = {
+    "jvp": lambda net, x: torch.func.jvp(net, (x,), (x.cos(),))[1],
+    "jacfwd": lambda net, x: torch.vmap(torch.func.jacfwd(net))(x),
+    "hessian": lambda net, x: torch.vmap(torch.func.hessian(net))(x),
+    "of a constant": lambda net, x: torch.func.jvp(lambda y: net[0](x), (x,), (x,))[1].sum() + net(x),
+    "dual numbers": _with_dual_numbers,
+}
+
+
+class _Derived(torch.nn.Module):
+    """Its loss is made of derivatives in forward mode."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        derivatives = FORWARD_MODE[self.way](self.net, x)
+        return derivatives, poptorch.identity_loss(derivatives.square().mean(), "none")
+
+
+class _Adversarial(torch.nn.Module):
+    """A generator and its critic, which is frozen while the generator is judged."""
+
+    def __init__(self, freeze: Function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.freeze = freeze
+        self.generator, self.critic = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.generator(z)
+        self.freeze(self.critic, True)
+        generator_loss = F.softplus(-self.critic(x)).mean()
+        self.freeze(self.critic, False)
+        critic_loss = F.softplus(self.critic(x.detach())).mean()
+        return critic_loss, poptorch.identity_loss(generator_loss + critic_loss, "none")
+
+
+def _freeze_each(module: torch.nn.Module, is_frozen: bool) -> None:
+    for p in module.parameters():
+        p.requires_grad = not is_frozen
+
+
+def _trains_as_eager(make: Callable[[], torch.nn.Module], x: torch.Tensor) -> None:
+    wrapped, eager = make(), make()
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    options = poptorch.Options().showCompilationProgressBar(False)
+    training = poptorch.trainingModel(wrapped, options, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        result = eager(x)
+        result[-1].backward()
+        optimizer.step()
+        torch.testing.assert_close(training(x), result)
+    torch.testing.assert_close(wrapped.state_dict(), eager.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
+@pytest.mark.parametrize("way", FORWARD_MODE)
+def test_derivatives_in_forward_mode_are_trained(way: str) -> None:
+    _trains_as_eager(lambda: _Derived(way), _input(4, 3))
+
+
+@pytest.mark.parametrize("freeze", [lambda module, is_frozen: module.requires_grad_(not is_frozen), _freeze_each])
+def test_what_is_frozen_for_a_part_of_forward(freeze: Function) -> None:
+    _trains_as_eager(lambda: _Adversarial(freeze), _input(5, 3))
 
 
 class _Hooked(torch.nn.Module):

@@ -111,6 +111,49 @@ def test_a_plain_average_is_still_one_after_training() -> None:
     assert norm.num_batches_tracked == 4  # three here, and one for the shape of the result
 
 
+class _FakeQuantised(nn.Module):
+    """What it is given, as so many steps of a scale that follows it."""
+
+    def __init__(self, channels: int = 1, is_symmetric: bool = False, off: str = "", is_new: bool = False) -> None:
+        super().__init__()
+        self.settings = (0.5, -8, 7, 0, channels > 1, is_symmetric)
+        for name in ("observer_on", "fake_quant_on"):
+            self.register_buffer(name, torch.tensor([name != off]).long())
+        self.register_buffer("low", torch.full((channels,), torch.inf if is_new else -1.0))
+        self.register_buffer("high", torch.full((channels,), -torch.inf if is_new else 1.0))
+        self.register_buffer("scale", torch.ones(channels))
+        self.register_buffer("zero_point", torch.zeros(channels, dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *switches, low, high, scale, zero_point = self.buffers()
+        return torch.fused_moving_avg_obs_fake_quant(x, *switches, low, high, scale, zero_point, *self.settings)
+
+
+@pytest.mark.parametrize("off", ["", "observer_on", "fake_quant_on"])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("channels", [1, 6])
+def test_quantisation_is_simulated_and_follows_its_input(channels: int, is_symmetric: bool, off: str) -> None:
+    torch.manual_seed(0)
+    _same_training(nn.Sequential(nn.Linear(2, 3), _FakeQuantised(channels, is_symmetric, off)), torch.randn(6, 2))
+
+
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("x", [[-1.5, 2.0], [0.5, 1.5], [-0.9, -0.1], [0.0, 0.0], [-2e-6, 1e-6], [0.0, 3e-6]], ids=str)
+def test_the_first_range_of_a_simulated_quantisation(x: list[float], is_symmetric: bool) -> None:
+    ours, theirs = (_FakeQuantised(is_symmetric=is_symmetric, is_new=True) for _ in range(2))
+    model = poptorch.inferenceModel(ours)
+    torch.testing.assert_close(model(torch.tensor([x])), theirs(torch.tensor([x])))
+    model.copyWeightsToHost()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def test_an_observer_of_channels_that_has_seen_nothing() -> None:
+    layer = _FakeQuantised(3)
+    layer.low, layer.high = torch.empty(0), torch.empty(0)
+    with pytest.raises(poptorch.Error, match=r"An observer of 3 channels has buffers for 0.* Run the model once in"):
+        poptorch.inferenceModel(layer)(torch.ones(3, 2))
+
+
 @pytest.mark.parametrize("dim", [None, 0])
 def test_normed_weights_learn(dim: int | None) -> None:
     torch.manual_seed(0)

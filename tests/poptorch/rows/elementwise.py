@@ -184,6 +184,30 @@ ROWS = [
         )
         for enabled in (0, 1)
     ),
+    *(
+        Row(
+            f"fake_quantize that is learnt, {title}",
+            lambda x, scale, zero, function=function, axis=axis: function(x, scale, zero, *axis, -3, 4, 0.5),
+            (normal(4, 3), scale, zero),
+            half=False,
+        )
+        for title, function, axis, scale, zero in (
+            (
+                "of a tensor",
+                torch._fake_quantize_learnable_per_tensor_affine,
+                (),
+                torch.tensor([0.25]),
+                torch.tensor([1.2]),
+            ),
+            (
+                "of channels",
+                torch._fake_quantize_learnable_per_channel_affine,
+                (1,),
+                torch.tensor([0.25, 0.5, 0.125]),
+                torch.tensor([0.0, -1.3, 9.0]),
+            ),
+        )
+    ),
     Row(
         "fake_quantize of channels",
         lambda x, scale, zero: torch.fake_quantize_per_channel_affine(x, scale.detach(), zero, 1, 0, 7),

@@ -142,6 +142,13 @@ ROWS = [
         )
     ),
     _loss("multi_margin_loss", _LOGITS, whole(4, high=3), half=False),
+    *(
+        _loss(name, torch.tensor([[1.0, 0, 2]]), labels, title=f"{name}, on the margin", half=False)
+        for name, labels in (
+            ("multi_margin_loss", torch.tensor([0])),
+            ("multilabel_margin_loss", torch.tensor([[0, -1, 0]])),
+        )
+    ),
     _weighted("multi_margin_loss", _LOGITS, whole(4, high=3), positive(3), p=2, margin=0.8, half=False),
     _loss("nll_loss", _LOGITS, whole(4, high=3)),
     _weighted("nll_loss", _LOGITS, _LABELS, positive(3)),

@@ -20,6 +20,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.values.shapes import integer, integer_or_integers, integers
+from popxl_addons.dot_tree import to_mapping
 from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -209,7 +210,8 @@ class Generator:
             given = [turn, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
             facts, graph = step.create_graph(*given)
             state, cache = _made(facts, is_known=weights is not None)
-            ops.repeat(graph.graph, tokens, *given, inputs_dict=_pairs(graph.args, _merged(state, cache)))
+            bound = to_mapping(graph.args, _merged(state, cache))
+            ops.repeat(graph.graph, tokens, *given, inputs_dict=bound)
             self._written = popxl.d2h_stream((tokens, batch), popxl.int32, "written")
             ops.host_store(self._written, cache.written)
         self._cache: NamedTensors = cache.model
@@ -221,7 +223,7 @@ class Generator:
         self._owner = self.writing if weights is None else weights[0]
         self.variables: NamedTensors = state.model if weights is None else weights[1]
         if weights is not None:
-            _share(self.writing, self._owner, _pairs(state.model, self.variables))
+            _share(self.writing, self._owner, to_mapping(state.model, self.variables))
         self._whole = self._reader(batch)
         self.reading = self._whole.session
 
@@ -238,8 +240,8 @@ class Generator:
             known, filled = _made(facts, is_known=True)
             graph.bind(_merged(known, filled)).call(text, *slot)
         session = popxl.Session(ir, self._device_desc)
-        _share(session, self._owner, _pairs(known, self.variables))
-        _share(session, self.writing, _pairs(filled, self._cache))
+        _share(session, self._owner, to_mapping(known, self.variables))
+        _share(session, self.writing, to_mapping(filled, self._cache))
         return _Reader(session, streams)
 
     @property
@@ -431,8 +433,3 @@ def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, An
 
 def _merged(one: NamedTensors, other: NamedTensors) -> NamedTensors:
     return NamedTensors.from_dict({**one.to_dict(), **other.to_dict()})
-
-
-def _pairs(mine: NamedTensors, theirs: NamedTensors) -> dict[Any, Any]:
-    there = theirs.to_dict()
-    return {t: there[name] for name, t in mine.to_dict().items() if name in there}

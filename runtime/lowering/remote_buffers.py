@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
 from popxl.errors import PopxlError, PopxlInternalError
@@ -159,8 +159,8 @@ def _rows(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tupl
 
 def described(buffer: RemoteBuffer, main: Graph) -> str:
     """A buffer of a program, for errors: the variables in it, and the first line that uses it."""
-    parts = (part for graph in reachable(main) for op in graph.ops for part in op.parts)
-    used = next((f" ({part!r}, {part.source})" for part in parts if part.attributes.get("buffer") is buffer), "")
+    users = (op for op in all_parts(main) if op.attributes.get("buffer") is buffer)
+    used = next((f" ({op!r}, {op.source})" for op in users), "")
     inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
     return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
 
@@ -230,8 +230,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
 
 def stored_to(main: Graph) -> frozenset[RemoteBuffer]:
     """The buffers that a program changes."""
-    parts = (part for graph in reachable(main) for op in graph.ops for part in op.parts)
-    return frozenset(part.attributes["buffer"] for part in parts if part.kind is remote_store_kind)
+    return frozenset(op.attributes["buffer"] for op in all_parts(main) if op.kind is remote_store_kind)
 
 
 def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[Variable, ...]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
@@ -129,8 +129,8 @@ def can_be_kept(layout: Layout) -> bool:
     is_spread = any(terms.replicas.mesh is not None for terms in layout.terms.values())
     if layout.destination.platform != "cpu" or not is_spread:
         return True
-    parts = (part for graph in reachable(layout.main) for op in graph.ops for part in op.parts)
-    return not any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)
+    ops = all_parts(layout.main)
+    return not any(op.kind.between_replicas and op.attributes["group_size"] > 1 for op in ops)
 
 
 # As one program ------------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from popxl.base.nesting import done
-from popxl.core.aliasing import reachable, storages, written_tensors
+from popxl.core.aliasing import reachable, used_storages, written_tensors
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
+from popxl.looking.memory import held_variables
 from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
@@ -93,10 +94,8 @@ class Layout:
         self._usual_room = ir.num_host_transfers
         self.room = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
-        used = {s for made_of in storages(main.ops).values() for s in made_of}
-        written = written_tensors(main)
-        holders = {v if v.piece is None else v.piece: v for v in main.variables}
-        self.held = {t: v for t, v in holders.items() if t in used}
+        used, written = used_storages(main), written_tensors(main)
+        self.held = held_variables(main)
         self.variables = tuple(self.held.values())
         self.changed = tuple(t for t in self.held if t in written)
         self.read = tuple(t for t in self.held if t not in written)

@@ -273,7 +273,7 @@ class Launch:
         replicas = self._count if options.num_replicas is None else options.num_replicas
         if not self._command:
             raise ValueError(
-                "there is no program to run. Write it behind the options: poprun --num-instances 2 python a.py"
+                "there is no program to run. Write it after the options: poprun --num-instances 2 python a.py"
             )
         if replicas % self._count:
             raise ValueError(
@@ -398,8 +398,8 @@ class Launch:
         _say(
             f"instances that have ended: {', '.join(map(str, sorted(ended)))}; that still run, "
             f"{self._options.timeout:g} seconds later: {', '.join(map(str, sorted(running)))}. If these wait for what "
-            "only all compute together, it will not come: each instance has to run the program equally often. Then "
-            "stop poprun."
+            "only all compute together, it will not come: each instance has to run the program as many times as "
+            "the others. Then stop poprun."
         )
 
     def _first_to_fail(self, meetings: Meetings, index: int, code: int | None) -> tuple[int, int]:

@@ -371,9 +371,9 @@ class PoplarExecutor:
 
     @_traced("destroy")
     def destroy(self) -> None:
-        """Bring weights and the state of the optimiser home, and give the device and the host module free.
+        """Bring weights and the state of the optimiser home, and release the device and the host module.
 
-        A call afterwards compiles the model again, for whatever arguments it is given.
+        A later call compiles the model again, for the arguments that it is given.
         """
         compiled = self._compiled
         if self._kinds is not None:
@@ -414,7 +414,7 @@ class PoplarExecutor:
 
     @_traced("detachFromDevice")
     def detachFromDevice(self) -> None:
-        """Give the device free; the state of random numbers, weights and the state of the optimiser come home before.
+        """Release the device. Before that, weights and the states of the optimiser and of random numbers come home.
 
         The next call attaches the model again.
 

@@ -73,7 +73,7 @@ class Layout:
         wide: whether it has numbers of 64 bits.
         calls: how called graphs are compiled: see the option `calledGraphs`.
         rolling: the loops that are made of calls, if they are.
-        reason: why so, in a sentence or two.
+        reason: why they are compiled like this, in a sentence or two.
         terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
             none is.
     """

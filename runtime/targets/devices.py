@@ -177,9 +177,9 @@ class Device:
         self.detach()
 
 
-def cpu_device(name: str = "cpu") -> Device:
+def cpu_device() -> Device:
     """The CPU, as a single device."""
-    return Device(name, _local_devices("cpu")[:1], DeviceType.Cpu)
+    return Device("cpu", _local_devices("cpu")[:1], DeviceType.Cpu)
 
 
 def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:

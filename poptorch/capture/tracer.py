@@ -304,13 +304,7 @@ class Tracer:
         if moves or name == "aten.as_strided":
             return results  # where it looks shows when it is read
         if written:
-            read = {"input"} if name not in _OVERWRITING else set()
-            inputs = {key: value for key, value in given.items() if key not in written or key in read}
-            node = self.recorder.node(name, op._overloadname, inputs)
-            overwritten = list(map(id, written.values()))
-            self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
-            for t in written.values():
-                self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+            self._record_written(name, op._overloadname, given, written, results)
         elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
             node = self.recorder.node(name, op._overloadname, given)
             # A conjugate or a sign that was put off is made good in a clone, below what PyTorch differentiates.
@@ -318,6 +312,18 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results, says_no=not is_resolved)
         return results
+
+    def _record_written(
+        self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, torch.Tensor], results: Any
+    ) -> None:
+        """Write down an op that overwrites some of its arguments: their new values are results of it."""
+        read = {"input"} if name not in _OVERWRITING else set()
+        inputs = {key: value for key, value in given.items() if key not in written or key in read}
+        node = self.recorder.node(name, overload, inputs)
+        overwritten = list(map(id, written.values()))
+        self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
+        for t in written.values():
+            self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
 
     def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
         """What an op draws from a generator of the user's: on the host, whenever the program comes there.

@@ -5,7 +5,7 @@ All of it is known before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -101,20 +101,12 @@ class Layout:
         self.read = tuple(t for t in self.held if t not in written)
         self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
         self.stored_to = remote.stored_to(main)
-        for v in main.variables:
-            if v in used and v.location_info.isRemote():
-                raise PopxlError(
-                    f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
-                    "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
-                )
+        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
+        _check(tensors, (v for v in main.variables if v in used))
         self.prints = prints(main)
         self.counts = transfers_of(main)
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.room[stream]}
-        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
         self.wide = any(t.dtype.is_wide for t in tensors)
-        for t in tensors:
-            if t.dtype.is_complex and t.dtype.is_wide:
-                raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")
         decided = decide(main, ir.options, destination, self.held, self.changed, calls)
         self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
         self._choice = decided.choice if self.calls == "dispatched" else None
@@ -311,3 +303,21 @@ class Layout:
 def _several(*counts: int) -> tuple[int, ...]:
     """Dimensions for what there are several of."""
     return tuple(count for count in counts if count > 1)
+
+
+def _check(tensors: Iterable[Tensor], variables: Iterable[Variable]) -> None:
+    """`PopxlError` for tensors that no device computes with, and for variables that a program uses and has elsewhere.
+
+    Args:
+        tensors: those of all ops.
+        variables: those that ops of the main graph use.
+    """
+    for v in variables:
+        if v.location_info.isRemote():
+            raise PopxlError(
+                f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
+                "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
+            )
+    for t in tensors:
+        if t.dtype.is_complex and t.dtype.is_wide:
+            raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")

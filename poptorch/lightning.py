@@ -202,7 +202,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """It does: it is a part of the program."""
+        """True: accumulation is a part of the program."""
         return True
 
     @property

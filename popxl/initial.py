@@ -37,7 +37,7 @@ __all__ += ["truncated_normal", "uniform", "zeros"]
 Array = np.ndarray
 
 PIECE = 1 << 20
-"""So many elements are made at once, where all are wanted: the rest need not be there in a wider dtype meanwhile."""
+"""How many elements are made at a time, where all are wanted: the others need no room in a wider dtype meanwhile."""
 
 
 class Initial(BaseModel, ABC):

@@ -386,7 +386,7 @@ class Generator:
                 request.cancel()  # whoever reads no further wants no more
 
     def _requests(self, prompts: Iterable[Iterable[int]], count: int, seed: int) -> list[Request]:
-        """Those for some prompts, which are looked at first."""
+        """Requests for some prompts, which are checked first."""
         prompts = _texts(prompts)
         count = integer(count, "Generator: `count`")
         self._check(prompts, count)

@@ -100,7 +100,7 @@ class Metrics:
 
 
 def readable(variables: Iterable[Variable]) -> list[Variable]:
-    """Those that a session reads back."""
+    """The variables that a session reads back."""
     return [v for v in variables if v.dtype not in (popxl.int8, popxl.uint8, popxl.complex128)]
 
 

@@ -346,7 +346,7 @@ def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
 
 
 def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | None:
-    """The same of a shape; `None` if it has no such parts."""
+    """The shape of a weight in the form of the variable; `None` if it cannot be divided into its parts."""
     shape = shape[::-1] if stored.transposed else shape
     n = stored.part[1]
     if n == 1:
@@ -376,7 +376,7 @@ def _parts(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple
 def _rows(
     v: Variable, rows: list[np.ndarray], shape: tuple[int, ...], count: int
 ) -> list[tuple[np.ndarray, Any]] | None:
-    """The same of a weight of `count` rows, for a variable that may have more: a part for each group, or all of it."""
+    """As `_parts`, of a weight of `count` rows for a variable that may have more: a part for each group, or all."""
     if not v.shape or shape != (count, *v.shape[1:]):
         return None
     size = v.shape[0]

@@ -28,7 +28,7 @@ NAMES = {
     "gcetpu": "GceTpuCluster",
     "gketpu": "GkeTpuCluster",
 }
-"""Those that are known here, and what JAX knows them by."""
+"""The schedulers that are known here, and what JAX calls them."""
 
 TIMEOUT = 300.0
 """For how many seconds processes wait for each other."""

@@ -117,7 +117,7 @@ class _Frame:
     trace: Trace = field(default_factory=Trace)
     own: dict[int, Value] = field(default_factory=dict)
     taken: dict[int, Value] = field(default_factory=dict)
-    """By identity of a value from outside, the input that stands for it."""
+    """The inputs that stand for values from outside, by the identity of these."""
 
 
 class Recorder:

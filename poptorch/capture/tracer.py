@@ -517,7 +517,7 @@ _ROUNDING = (torch.Tensor.__bool__, torch.Tensor.__int__)
 
 
 _NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
-"""Those whose result says nothing to the program, or something else in each run."""
+"""Functions whose result says nothing to the program, or something else in each run."""
 
 
 def _is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:

@@ -79,7 +79,7 @@ _own_derivative = OpKind(
     gradient=lambda forward, gs: _backward[forward.op](forward, gs),
     key="poptorch.OwnDerivative",
 )
-"""It returns the first of what it is given. What its gradient is, is known as long as the program is written."""
+"""An op that returns the first of what it is given. Its gradient is known as long as the program is written."""
 
 
 # On the host ----------------------------------------------------------------------------------------------------------

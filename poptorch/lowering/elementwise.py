@@ -268,7 +268,7 @@ def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
 
 @jax_op(title="IntegerPow", shape=broadcast, gradient=None)
 def _integer_pow(base: Any, exponent: Any) -> Any:
-    """Of a negative exponent: the reciprocal, towards zero."""
+    """Powers of integers. A negative exponent gives the reciprocal, rounded towards zero."""
     power = base ** jnp.maximum(exponent, 0)
     sign = jnp.where(exponent % 2 == 0, 1, base)
     return jnp.where(exponent >= 0, power, jnp.where(jnp.abs(base) == 1, sign, 0))

@@ -27,7 +27,7 @@ Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
 
 LONG = 16
-"""So many positions are looked at step by step, which is quicker; more of them are gathered, which compiles faster."""
+"""How many positions are looked at step by step, which is quicker. More are gathered, which compiles faster."""
 
 # Windows --------------------------------------------------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ class Program:
 
     @property
     def _replicas(self) -> int:
-        """Those of all processes; what is dealt to replicas, and returned, is of this one's."""
+        """The number of replicas of all processes; rows are dealt to, and results come from, those of this process."""
         return self.ir.replication_factor
 
     # The model ------------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ class PoplarExecutor:
             return loop(*args, **with_lasting_cache(module, kwargs))
 
     def _another(self) -> PoplarExecutor:
-        """The same, for other arguments."""
+        """A wrapper of the same model, for other arguments."""
         made = PoplarExecutor(self._host.call, self._options, self._training, popxl.__version__)
         made._host.attributes = self._host.attributes
         return made

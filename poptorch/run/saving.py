@@ -103,7 +103,7 @@ class _Ends(_Part):
 
     @classmethod
     def of(cls, ends: Ends) -> _Ends:
-        """Those of a program."""
+        """The ends of a program, by ids."""
         return cls(
             inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
             outputs=[stream.tensor_id for stream in ends.outputs],
@@ -116,7 +116,7 @@ class _Ends(_Part):
         )
 
     def within(self, session: popxl.Session) -> Ends:
-        """The same of the program that a session has loaded."""
+        """The ends of the program that a session has loaded."""
         variables = {v.id: v for v in session.ir.main_graph.variables}
         inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
         outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}

@@ -99,7 +99,7 @@ def changed_inputs(graph: Graph) -> frozenset[int]:
 
 
 def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
-    """Positions of the inputs of an op that the graphs change which it runs."""
+    """Positions of the inputs of an op that are changed by the graphs which it runs."""
     return {i - len(run.own) + run.first for run in op.runs for i in changed[run.graph]}
 
 

@@ -37,7 +37,7 @@ class Flops(NamedTuple):
         return self.products + self.others
 
     def plus(self, more: Flops, times: int = 1) -> Flops:
-        """With those of something that is done so many times."""
+        """The sum of these operations, and of those of something that is done `times` times."""
         return Flops(self.products + times * more.products, self.others + times * more.others)
 
 
@@ -126,7 +126,7 @@ def _numbers(array: Any) -> int:
 
 
 def _of_fourier(equation: Any) -> int:
-    """Of real numbers, or to them, it is half the work."""
+    """The operations of a Fourier transform: half as many, if its operand or its result is real."""
     given, made, size = equation.invars[0].aval, equation.outvars[0].aval, math.prod(equation.params["fft_lengths"])
     of_real = not (_is_complex(given) and _is_complex(made))
     count = (made if _is_complex(given) else given).size // size

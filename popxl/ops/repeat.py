@@ -159,7 +159,7 @@ def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
 
 
 def left_on(t: Tensor) -> int | None:
-    """The IPU that the op leaves a tensor on which makes it: in a graph that is called, if that has ops on several."""
+    """The IPU on which the op that makes a tensor leaves it: an op of a called graph, if that is on several IPUs."""
     op = t.origin.producer
     while op is not None and op.kind.runs is not None and not op.kind.runs.chooses:
         if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:

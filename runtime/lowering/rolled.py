@@ -91,12 +91,12 @@ class Rolled:
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """Those of the model."""
+        """The ops of the model."""
         return self.turns[self.model]
 
     @cached_property
     def all(self) -> tuple[Op, ...]:
-        """Those of all turns, in order."""
+        """The ops of all turns, in order."""
         return tuple(op for turn in self.turns for op in turn)
 
 

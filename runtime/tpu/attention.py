@@ -28,7 +28,7 @@ SMALLEST, LARGEST = 128, 512
 """The sizes of blocks: a power of two in between that divides the length."""
 
 MOST_CHANNELS = 256
-"""With more, blocks would not fit."""
+"""With more channels, blocks would not fit."""
 
 
 def attended(queries: Array, keys: Array, values: Array, mask: Array, seed: Array, **how: Any) -> tuple[Array, Array]:

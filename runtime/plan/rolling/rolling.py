@@ -21,7 +21,7 @@ from runtime.plan.rolling.loops import Item, loops_of
 from runtime.plan.structure import Structures
 
 SMALL = 2**14
-"""So many bytes may be copied to where turns find them: of seeds and other numbers."""
+"""The most bytes of seeds and other numbers that may be copied to where turns find them."""
 
 Source = Tensor | tuple[object, int] | None
 """Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""

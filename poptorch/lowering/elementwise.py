@@ -138,7 +138,7 @@ def round(input: popxl.Tensor, decimals: int = 0) -> popxl.Tensor:
 
 
 def _rounded(input: Any, *, decimals: int) -> Any:
-    """To so many decimals, half to even."""
+    """Numbers rounded to some decimals, half to even."""
     if decimals < 0:  # as PyTorch: dividing by a power of ten is not multiplying by its inverse
         return jnp.round(input / 10.0**-decimals) * 10.0**-decimals
     return jnp.round(input * 10.0**decimals) / 10.0**decimals if decimals else jnp.round(input)

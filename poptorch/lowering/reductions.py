@@ -60,7 +60,7 @@ lowers("aten.min.default", "aten.min.unary_out")(lambda input: amin(input, axes_
 
 
 def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """To the element that was picked. Only its place is kept for it."""
+    """The gradient of the input: it goes to the element that was picked. Only its place is kept for it."""
     (t,), (_, place) = forward.op.inputs, forward.op.outputs
     if gs[0] is None or not forward.wants(0):
         return {}

@@ -281,7 +281,7 @@ class _Sum:
 
     @property
     def cycles(self) -> int:
-        """All of them."""
+        """The cycles of all these ops."""
         return self.spent.total()
 
     @property

@@ -33,7 +33,7 @@ FEW_TERMS, FEW_TERMS_OF_GROUPS = 40, 80
 groups."""
 
 FEW_CHANNELS, MANY_CHANNELS = 6, 16
-"""From so few to so many, or the other way round, XLA's convolution takes longer to gather than to multiply."""
+"""From so few channels to so many, or back, XLA's convolution takes longer to gather than to multiply."""
 
 FEW_PLACES = 64
 """The most places of a kernel that are written one after the other."""

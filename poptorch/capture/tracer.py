@@ -439,7 +439,7 @@ class Tracer:
         return places
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
-        """Run an op that overwrites tensors of the user's that are none of the model's: these keep their numbers."""
+        """Run an op that overwrites tensors of the user that do not belong to the model: these keep their numbers."""
         for t in plain:
             self.recorder.value_of(t)  # as it is now
         others = {id(t): self.fake(t) for t in plain}

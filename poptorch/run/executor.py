@@ -84,7 +84,7 @@ class PoplarExecutor:
         user_model: the module that is told to the user; by default the model.
 
     Raises:
-        poptorch.Error: if the options are none, or do not fit.
+        poptorch.Error: if `options` is no `Options`, or they do not fit.
         RuntimeError: if the model is being trained by another executor.
         AssertionError: if there is an optimiser without training, or no model can be trained with its class.
         ValueError: if it has `amsgrad`.

@@ -43,7 +43,7 @@ def once(what: str, ids: Iterable[object]) -> None:
 
 
 def sizes(values: Any) -> tuple[int, ...]:
-    """A shape. `ValueError` for what is none."""
+    """A shape. `ValueError` for anything else."""
     check(isinstance(values, list) and all(type(v) is int and v >= 0 for v in values), f"{values!r} is no shape")
     return tuple(values)
 

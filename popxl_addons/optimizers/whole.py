@@ -594,7 +594,7 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
         returns the state by name: `step`, and `state.0`, `state.1`, ... in the order of the leaves of Optax's.
 
     Raises:
-        TypeError: for what is no transformation.
+        TypeError: for anything but a transformation.
 
     Example:
         With Optax installed::

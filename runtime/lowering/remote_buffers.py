@@ -182,7 +182,7 @@ def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph)
 
     Args:
         text: the HLO of the executable.
-        results: for each result of it the buffer that it is; `None` for those that are none.
+        results: for each result of it the buffer that it is; `None` if it is no buffer.
         main: the graph that the program runs.
 
     Raises:

@@ -202,7 +202,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """It does: it is a part of the program."""
+        """True: accumulation is a part of the program."""
         return True
 
     @property
@@ -365,7 +365,9 @@ class _Logged:
                 "`on_train_batch_end`. Metrics that are modules have functions that do the same."
             )
         if args:
-            raise createPoptorchError(f"log: give the arguments for {name!r} behind its value by their names.")
+            raise createPoptorchError(
+                f"log: what comes after the value of {name!r} is given by name: `log({name!r}, value, on_epoch=True)`."
+            )
         if name in self.how:
             raise createPoptorchError(f"log: {name!r} is logged twice in a step.")
         self.names.append(name)

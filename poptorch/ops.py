@@ -146,7 +146,11 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
 
 @_op()
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """The same tensor. How much memory the op that makes it may take has no effect here."""
+    """The same tensor. How much memory the op that makes it may take has no effect here.
+
+    Example:
+        >>> y = poptorch.set_available_memory(torch.relu(x), 0.4)
+    """
     return tensor.clone()
 
 
@@ -181,6 +185,9 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
     Raises:
         poptorch.Error: for something that is no tensor; when the model is compiled, for one that is no input, or that
             anything else uses.
+
+    Example:
+        >>> x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop)
     """
     return _overlapping("set_overlap_for_input", input_tensors, mode)
 
@@ -217,7 +224,13 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> torch.Tensor:
-    """A matrix product. That it is split into `factor` parts, along what `mode` says, has no effect here."""
+    """A matrix product. That it is split into `factor` parts, along what `mode` says, has no effect here.
+
+    Example:
+        >>> mode = poptorch.MatMulSerializationMode.OutputChannels
+        >>> poptorch.serializedMatMul(torch.ones(2, 3), torch.ones(3, 4), mode, factor=2).shape
+        torch.Size([2, 4])
+    """
     assert isinstance(mode, MatMulSerializationMode), (
         f"serializedMatMul: `mode` is {mode!r}; expected a poptorch.MatMulSerializationMode."
     )

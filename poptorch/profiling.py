@@ -12,6 +12,7 @@ from jax.profiler import TraceAnnotation
 __all__ = ["Channel"]
 
 Instrumented = TypeVar("Instrumented")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Channel:
@@ -56,13 +57,16 @@ class Channel:
         """
         found = {method: getattr(obj, method) for method in methods}
         for method, call in found.items():
-            setattr(obj, method, self._spanned(method, call))
+            setattr(obj, method, spanned(self, method, call))
         return obj
 
-    def _spanned(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def spanned(*args: Any, **kwargs: Any) -> Any:
-            with self.tracepoint(name):
-                return call(*args, **kwargs)
 
-        return spanned
+def spanned(channel: Channel, name: str, call: Call) -> Call:
+    """A function whose every call is a span of that name."""
+
+    @wraps(call)
+    def in_span(*args: Any, **kwargs: Any) -> Any:
+        with channel.tracepoint(name):
+            return call(*args, **kwargs)
+
+    return in_span  # type: ignore[return-value]

@@ -259,6 +259,14 @@ def in_sequence(mode: bool | Literal["pass"] = True) -> Iterator[Mode]:
     Raises:
         TypeError: if `mode` is `None`.
         ValueError: by the first op created in the block, for any other mode.
+
+    Example:
+        >>> with popxl.Ir().main_graph as main, popxl.in_sequence():
+        ...     v = popxl.variable(1.0)
+        ...     before = v + 0.0
+        ...     v += 1.0  # in place: `before` has been computed by then
+        >>> [op.op_type for op in main.ops]
+        ['Add', 'AddLhsInplace']
     """
     if mode is None:
         raise TypeError("`None` cannot be passed to `in_sequence`: pass True, False or 'pass'.")

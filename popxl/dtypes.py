@@ -237,7 +237,7 @@ ALL = (
     *(bool, int8, int16, int32, int64, uint8, uint16, uint32, uint64),
     *(float8_143, float8_152, float16, bfloat16, float32, float64, complex64, complex128),
 )
-"""All there are."""
+"""All dtypes."""
 
 _BY_NAME = {each.name: each for each in ALL}
 _BY_NUMPY = {array_dtype: each for each in ALL for array_dtype in (each.as_numpy(), each.as_jax())}

@@ -37,7 +37,7 @@ __all__ += ["truncated_normal", "uniform", "zeros"]
 Array = np.ndarray
 
 PIECE = 1 << 20
-"""So many elements are made at once, where all are wanted: the rest need not be there in a wider dtype meanwhile."""
+"""How many elements are made at a time, where all are wanted: the others need no room in a wider dtype meanwhile."""
 
 
 class Initial(BaseModel, ABC):
@@ -76,7 +76,7 @@ class Initial(BaseModel, ABC):
         """The elements from one number to another, in the order of the array's rows."""
 
     def numbers(self, dtype: dtype_ | None = None) -> Array:
-        """All of them, as an array of this element type."""
+        """All elements, as an array of this dtype; by default its own."""
         wanted = self.dtype if dtype is None else dtype
         found = np.empty(self.size, wanted.as_numpy())
         for start in range(0, self.size, PIECE):
@@ -201,7 +201,7 @@ class Stacked(Initial):
 
 
 Known = Annotated[Full | Random | PartOfFile | Stacked, Field(discriminator="kind")]
-"""All that there are."""
+"""Every kind of description."""
 
 Stacked.model_rebuild()
 

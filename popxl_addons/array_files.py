@@ -43,7 +43,7 @@ class Elements(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
     def elements(self, start: int, stop: int) -> np.ndarray:
-        """Those from one number to another, in the order of the array's rows."""
+        """The elements from number `start` to `stop`, in the order of the array's rows."""
 
 
 @dataclass(frozen=True)

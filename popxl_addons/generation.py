@@ -20,6 +20,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.values.shapes import integer, integer_or_integers, integers
+from popxl_addons.dot_tree import to_mapping
 from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -169,26 +170,10 @@ class Generator:
         weights: tuple[popxl.Session, NamedTensors] | None = None,
         device_desc: Any = "cpu",
     ) -> None:
-        batch, prompt, tokens = (
-            integer(value, f"Generator: `{name}`")
-            for name, value in (("batch", batch), ("prompt", prompt), ("tokens", tokens))
-        )
-        self.batch, self.prompt, self.tokens = batch, prompt, tokens
-        self.vocabulary, context = model.config.vocabulary, model.config.context
-        self.room = context if room is None else integer(room, "Generator: `room`")
-        if self.room > context:
-            raise ValueError(f"Generator: `room` is {self.room}; expected at most {context}, the model's `context`.")
-        if not 0 < prompt <= self.room or min(batch, tokens) < 1:
-            raise ValueError(
-                f"Generator: `batch`, `prompt` and `tokens` are {batch}, {prompt}, {tokens}; expected 1 or more, and "
-                f"prompts that fit into the room of {self.room} places."
-            )
-        ends = () if end is None else integer_or_integers(end, "Generator: `end`")
-        self.ends = frozenset([ends] if isinstance(ends, int) else ends)
-        if unknown := sorted(token for token in self.ends if not 0 <= token < self.vocabulary):
-            raise ValueError(
-                f"Generator: `end` has {unknown}; expected tokens of the model, from 0 to {self.vocabulary - 1}."
-            )
+        self._model, self._device_desc = model, device_desc
+        self.vocabulary = model.config.vocabulary
+        self._set_sizes(batch, prompt, room, tokens)
+        self.ends = self._checked_ends(end)
         if not (weights is None or _is_session_and_variables(weights)):
             raise TypeError(
                 f"Generator: `weights` must be a session and the variables of the model in its program, "
@@ -197,33 +182,63 @@ class Generator:
         self._stepping = threading.RLock()
         self._entered: list[ExitStack] = []
         self._waiting: list[Request] = []
-        self._slots: list[Request | None] = [None] * batch
+        self._slots: list[Request | None] = [None] * self.batch
         self._one: _Reader | None = None
-        self._model, self._device_desc = model, device_desc
-        step = _Step(model, batch, self.room, tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-        writing = popxl.Ir()
-        with writing.main_graph, popxl.in_sequence(), undrawn_weights():
-            self._read, self._last = (popxl.h2d_stream((batch,), popxl.int32, name) for name in ("read", "last"))
-            self._seeds = popxl.h2d_stream((batch, 2), popxl.uint32, "seeds")
-            turn = popxl.constant(0, popxl.uint32)
-            given = [turn, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
-            facts, graph = step.create_graph(*given)
-            state, cache = _made(facts, is_known=weights is not None)
-            ops.repeat(graph.graph, tokens, *given, inputs_dict=_pairs(graph.args, _merged(state, cache)))
-            self._written = popxl.d2h_stream((tokens, batch), popxl.int32, "written")
-            ops.host_store(self._written, cache.written)
-        self._cache: NamedTensors = cache.model
+        step = _Step(model, self.batch, self.room, self.tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+        writing, own = self._writer(step, is_known=weights is not None)
         if weights is not None:
             theirs = weights[1].to_dict()
-            if missing := [name for name in state.model.keys_flat() if name not in theirs]:
+            if missing := [name for name in own.keys_flat() if name not in theirs]:
                 raise ValueError(f"Generator: `weights` lacks variables of the model: {missing}.")
         self.writing = popxl.Session(writing, device_desc)
         self._owner = self.writing if weights is None else weights[0]
-        self.variables: NamedTensors = state.model if weights is None else weights[1]
+        self.variables: NamedTensors = own if weights is None else weights[1]
         if weights is not None:
-            _share(self.writing, self._owner, _pairs(state.model, self.variables))
-        self._whole = self._reader(batch)
+            _share(self.writing, self._owner, to_mapping(own, self.variables))
+        self._whole = self._reader(self.batch)
         self.reading = self._whole.session
+
+    def _set_sizes(self, batch: int, prompt: int, room: int | None, tokens: int) -> None:
+        self.batch, self.prompt, self.tokens = (
+            integer(value, f"Generator: `{name}`")
+            for name, value in (("batch", batch), ("prompt", prompt), ("tokens", tokens))
+        )
+        context = self._model.config.context
+        self.room = context if room is None else integer(room, "Generator: `room`")
+        if self.room > context:
+            raise ValueError(f"Generator: `room` is {self.room}; expected at most {context}, the model's `context`.")
+        if not 0 < self.prompt <= self.room or min(self.batch, self.tokens) < 1:
+            raise ValueError(
+                f"Generator: `batch`, `prompt` and `tokens` are {self.batch}, {self.prompt}, {self.tokens}; expected 1 "
+                f"or more, and prompts that fit into the room of {self.room} places."
+            )
+
+    def _checked_ends(self, end: int | Sequence[int] | None) -> frozenset[int]:
+        """The tokens that end a text."""
+        ends = () if end is None else integer_or_integers(end, "Generator: `end`")
+        found = frozenset([ends] if isinstance(ends, int) else ends)
+        if unknown := sorted(token for token in found if not 0 <= token < self.vocabulary):
+            raise ValueError(
+                f"Generator: `end` has {unknown}; expected tokens of the model, from 0 to {self.vocabulary - 1}."
+            )
+        return found
+
+    def _writer(self, step: _Step, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
+        """The program that goes on with texts, and its variables of the model."""
+        ir = popxl.Ir()
+        with ir.main_graph, popxl.in_sequence(), undrawn_weights():
+            self._read, self._last = (popxl.h2d_stream((self.batch,), popxl.int32, name) for name in ("read", "last"))
+            self._seeds = popxl.h2d_stream((self.batch, 2), popxl.uint32, "seeds")
+            turn = popxl.constant(0, popxl.uint32)
+            given = [turn, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
+            facts, graph = step.create_graph(*given)
+            state, cache = _made(facts, is_known)
+            bound = to_mapping(graph.args, _merged(state, cache))
+            ops.repeat(graph.graph, self.tokens, *given, inputs_dict=bound)
+            self._written = popxl.d2h_stream((self.tokens, self.batch), popxl.int32, "written")
+            ops.host_store(self._written, cache.written)
+        self._cache: NamedTensors = cache.model
+        return ir, state.model
 
     def _reader(self, texts: int) -> _Reader:
         """A program that reads prompts: of all texts, or of one, for the slot that it is told."""
@@ -238,8 +253,8 @@ class Generator:
             known, filled = _made(facts, is_known=True)
             graph.bind(_merged(known, filled)).call(text, *slot)
         session = popxl.Session(ir, self._device_desc)
-        _share(session, self._owner, _pairs(known, self.variables))
-        _share(session, self.writing, _pairs(filled, self._cache))
+        _share(session, self._owner, to_mapping(known, self.variables))
+        _share(session, self.writing, to_mapping(filled, self._cache))
         return _Reader(session, streams)
 
     @property
@@ -371,7 +386,7 @@ class Generator:
                 request.cancel()  # whoever reads no further wants no more
 
     def _requests(self, prompts: Iterable[Iterable[int]], count: int, seed: int) -> list[Request]:
-        """Those for some prompts, which are looked at first."""
+        """Requests for some prompts, which are checked first."""
         prompts = _texts(prompts)
         count = integer(count, "Generator: `count`")
         self._check(prompts, count)
@@ -431,8 +446,3 @@ def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, An
 
 def _merged(one: NamedTensors, other: NamedTensors) -> NamedTensors:
     return NamedTensors.from_dict({**one.to_dict(), **other.to_dict()})
-
-
-def _pairs(mine: NamedTensors, theirs: NamedTensors) -> dict[Any, Any]:
-    there = theirs.to_dict()
-    return {t: there[name] for name, t in mine.to_dict().items() if name in there}

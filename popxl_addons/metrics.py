@@ -33,12 +33,13 @@ class Metrics:
         ValueError: if there is nowhere to log to.
         ImportError: if `tensorboardX` or `wandb` is asked for and not installed.
 
-    ```python
-    with Metrics(tensorboard="runs/first") as metrics, session:
-        for step, batch in enumerate(batches):
-            metrics.log(session.run(batch), step)
-        metrics.variables(session, step)
-    ```
+    Example:
+        With `tensorboardX` installed::
+
+            with Metrics(tensorboard="runs/first") as metrics, session:
+                for step, batch in enumerate(batches):
+                    metrics.log(session.run(batch), step)
+                metrics.variables(session, step)
     """
 
     def __init__(self, tensorboard: str | os.PathLike[str] | None = None, wandb: bool = False) -> None:
@@ -99,7 +100,7 @@ class Metrics:
 
 
 def readable(variables: Iterable[Variable]) -> list[Variable]:
-    """Those that a session reads back."""
+    """The variables that a session reads back."""
     return [v for v in variables if v.dtype not in (popxl.int8, popxl.uint8, popxl.complex128)]
 
 

@@ -424,18 +424,15 @@ class TaskSession(popxl.Session):
         stored = {name: _in_groups(named[name], a) if name in named else a for name, a in stored.items()}
         expected = {name for name, t in named.items() if name in stored or not _is_mapped_to(t, maps)}
         missing = [*_differences(source, stored.keys(), expected), *differences]
+        both = {name: (named[name], array) for name, array in stored.items() if name in named}
+        others = {name: (t, a) for name, (t, a) in both.items() if (a.dtype, a.shape) != _on_host(t)}
         unfit = [
-            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(named[name]))} in the state"
-            for name, array in stored.items()
-            if name in named and (array.dtype, array.shape) != _on_host(named[name])
+            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the state"
+            for name, (t, array) in others.items()
         ]
         if expected and expected.isdisjoint(stored):
             unfit = ["No name is on both sides: values are copied by their names in `state`, so these have to agree"]
-        if any(
-            _may_be_divided(t, stored[name].shape)
-            for name, t in named.items()
-            if name in stored and (stored[name].dtype, stored[name].shape) != _on_host(t)
-        ):
+        if any(_may_be_divided(t, array.shape) for t, array in others.values()):
             unfit.append(
                 "If groups of replicas have parts of one value, say along which axis where the variable is made, with "
                 "`group_axis`; if each has a value of its own, leave the variable out of `state`"

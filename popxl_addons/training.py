@@ -96,15 +96,7 @@ def train_step(
         >>> training.variables.keys_flat(), training.loss.shape
         (['w'], ())
     """
-    if not isinstance(module, Module):
-        raise TypeError(f"train_step: `module` must be a Module; got {module!r} ({type(module).__name__}).")
-    for i, each in enumerate(inputs):
-        if not isinstance(each, popxl.HostToDeviceStream | popxl.Tensor):
-            raise TypeError(
-                f"train_step: `inputs[{i}]` must be a HostToDeviceStream, which `popxl.h2d_stream` makes, or a Tensor; "
-                f"got {each!r} ({type(each).__name__})."
-            )
-    streams = [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
+    streams = _checked_streams(module, inputs)
     accumulate = integer(accumulate, "train_step: `accumulate`")
     if accumulate < 1 or (accumulate > 1 and len(streams) < len(inputs)):
         raise ValueError(
@@ -141,6 +133,19 @@ def train_step(
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         state = optimizer(trained, gradients, loss_scaling=scale)
     return Training(mean, variables, state)
+
+
+def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDeviceStream]:
+    """The streams among the inputs. `TypeError` unless a module has streams and tensors for inputs."""
+    if not isinstance(module, Module):
+        raise TypeError(f"train_step: `module` must be a Module; got {module!r} ({type(module).__name__}).")
+    for i, each in enumerate(inputs):
+        if not isinstance(each, popxl.HostToDeviceStream | popxl.Tensor):
+            raise TypeError(
+                f"train_step: `inputs[{i}]` must be a HostToDeviceStream, which `popxl.h2d_stream` makes, or a Tensor; "
+                f"got {each!r} ({type(each).__name__})."
+            )
+    return [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
 
 
 def _check(module: Module, forward: GraphWithNamedArgs) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -346,7 +346,7 @@ def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
 
 
 def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | None:
-    """The same of a shape; `None` if it has no such parts."""
+    """The shape of a weight in the form of the variable; `None` if it cannot be divided into its parts."""
     shape = shape[::-1] if stored.transposed else shape
     n = stored.part[1]
     if n == 1:
@@ -376,7 +376,7 @@ def _parts(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple
 def _rows(
     v: Variable, rows: list[np.ndarray], shape: tuple[int, ...], count: int
 ) -> list[tuple[np.ndarray, Any]] | None:
-    """The same of a weight of `count` rows, for a variable that may have more: a part for each group, or all of it."""
+    """As `_parts`, of a weight of `count` rows for a variable that may have more: a part for each group, or all."""
     if not v.shape or shape != (count, *v.shape[1:]):
         return None
     size = v.shape[0]
@@ -466,7 +466,26 @@ def save_safetensors(
         (3, 2)
     """
     own = _own("save_safetensors", variables, session)
-    table = _table(names, own)
+    parts = _parts_by_name(own, _table(names, own))
+    data = session.get_tensors_data(own.values()) if session is not None else {v: v.data for v in own.values()}
+    views = {name: [_joined(name, v, data[v], s) for v, s in each] for name, each in parts.items()}
+    if (launched() or Instance()).instance_index != 0:
+        return
+    path = Path(place).expanduser()
+
+    def arrays(chosen: Iterable[str]) -> dict[str, np.ndarray]:
+        return {name: _as_stored(views[name], parts[name][0][1].transposed) for name in chosen}
+
+    if path.suffix == ".safetensors":
+        _write(path, arrays(views))
+    else:
+        sizes = {name: sum(a.nbytes for a in each) for name, each in views.items()}
+        _write_folder(path, sizes, file_bytes, arrays)
+
+
+def _parts_by_name(own: Mapping[str, Variable], table: Names) -> dict[str, list[tuple[Variable, Stored]]]:
+    """The variables that each name in the file stands for, in the order of their parts. `ValueError` if there is none
+    for a variable, or if parts are missing: it tells of all."""
     parts: dict[str, dict[int, tuple[Variable, Stored]]] = {}
     problems = []
     for name, v in own.items():
@@ -483,21 +502,22 @@ def save_safetensors(
             problems.append(f"parts {absent} of the {count} of `{name}` are missing")
     if problems:
         raise ValueError(f"save_safetensors: nothing has been written. {'; '.join(problems)}.")
-    data = session.get_tensors_data(own.values()) if session is not None else {v: v.data for v in own.values()}
-    views = {name: [_joined(name, v, data[v], s) for _, (v, s) in sorted(each.items())] for name, each in parts.items()}
-    if (launched() or Instance()).instance_index != 0:
-        return
-    path = Path(place).expanduser()
-    transposed = {name: next(iter(each.values()))[1].transposed for name, each in parts.items()}
+    return {name: [each[k] for k in sorted(each)] for name, each in parts.items()}
 
-    def arrays(chosen: list[str]) -> dict[str, np.ndarray]:
-        return {name: _as_stored(views[name], transposed[name]) for name in chosen}
 
-    if path.suffix == ".safetensors":
-        _write(path, arrays(list(views)))
-        return
+def _write_folder(
+    path: Path, sizes: Mapping[str, int], file_bytes: int, arrays: Callable[[Iterable[str]], dict[str, np.ndarray]]
+) -> None:
+    """Write a folder: one file, or several and an index. Files of weights that were there before go at the end.
+
+    Args:
+        path: the folder.
+        sizes: bytes of each array, by name.
+        file_bytes: about how large a file may get.
+        arrays: gives those of some names.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    files = list(_divided({name: sum(a.nbytes for a in each) for name, each in views.items()}, file_bytes))
+    files = list(_divided(sizes, file_bytes))
     if len(files) == 1:
         _write(path / FILE, arrays(files[0]))
         (path / INDEX).unlink(missing_ok=True)
@@ -506,11 +526,9 @@ def save_safetensors(
         where: dict[str, str] = {}
         for number, chosen in enumerate(files, 1):
             file = f"model-{number:05}-of-{len(files):05}.safetensors"
-            these = arrays(chosen)
-            _write(path / file, these)
-            where |= dict.fromkeys(these, file)
-        size = sum(a.nbytes for each in views.values() for a in each)
-        index = {"metadata": {"total_size": size}, "weight_map": where}
+            _write(path / file, arrays(chosen))
+            where |= dict.fromkeys(chosen, file)
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         replace_file(path / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
         written = set(where.values())
     for old in [path / FILE, *path.glob("model-?????-of-?????.safetensors")]:

@@ -39,7 +39,7 @@ _EXAMPLES = """\
 examples:
   popxl show train.py                       print the graphs of the program, and the memory that they need
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
-  popxl report train.py --layers 12         run the program; options behind the file are its own
+  popxl report train.py --layers 12         run the program; options after the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
@@ -47,7 +47,7 @@ examples:
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl --version                           what programs run with here: for a report of a problem
 
---target may stand right behind the file, too; a program that has such an option itself gets the second one.
+--target may come right after the file, too; a program that has such an option itself gets the second one.
 """
 
 _SHOW = """\

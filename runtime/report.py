@@ -251,7 +251,7 @@ class Report(OnPage, Record):
         replicas: how many there are, over all processes.
         calls: how called graphs were compiled: "dispatched", a plan of executables; "kept", "rolled" or "inlined", one
             program.
-        reason: why so.
+        reason: why it was compiled like this.
         loops: of calls that are rolled.
         written_out: of the calls that are not, if calls are rolled: the graphs, each with why.
         variables, buffers, streams, graphs: what the program has. The main graph comes first.

@@ -28,7 +28,7 @@ NAMES = {
     "gcetpu": "GceTpuCluster",
     "gketpu": "GkeTpuCluster",
 }
-"""Those that are known here, and what JAX knows them by."""
+"""The schedulers that are known here, and what JAX calls them."""
 
 TIMEOUT = 300.0
 """For how many seconds processes wait for each other."""
@@ -52,20 +52,10 @@ def scheduled(
         PopxlError: if there is no such scheduler here, or it does not say what it has to.
         ValueError: if the processes cannot get equal shares of the replicas.
     """
-    wanted = name or os.environ.get(SCHEDULER, "auto")
-    if wanted == "none":
+    name = _present(name or os.environ.get(SCHEDULER, "auto"))
+    if name is None:
         return None
-    if wanted not in ("auto", *NAMES):
-        raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}; expected auto, none, {', '.join(NAMES)}.")
-    kinds = {kind.__name__: kind for kind in ClusterEnv._cluster_types}
-    names = [name for name in NAMES if name != "k8s" or "JOB_COMPLETION_INDEX" in os.environ]  # other pods are alone
-    present = (name for name in (names if wanted == "auto" else (wanted,)) if kinds[NAMES[name]].is_env_present())
-    name = next(present, None)
-    found = None if name is None else kinds[NAMES[name]]
-    if found is None and wanted != "auto":
-        raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}, and this process was not started by it.")
-    if found is None:
-        return None
+    found = _known_to_jax()[NAMES[name]]
     try:
         count = found.get_process_count()
         if count == 1:
@@ -92,6 +82,26 @@ def scheduled(
         host=address.rpartition(":")[0],
         timeout=timeout,
     )
+
+
+def _known_to_jax() -> dict[str, Any]:
+    """The schedulers that JAX knows, by its names of them."""
+    return {kind.__name__: kind for kind in ClusterEnv._cluster_types}
+
+
+def _present(wanted: str) -> str | None:
+    """The name of the scheduler that has started this process; `None` if none has, or none is to be asked."""
+    if wanted == "none":
+        return None
+    if wanted not in ("auto", *NAMES):
+        raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}; expected auto, none, {', '.join(NAMES)}.")
+    kinds = _known_to_jax()
+    names = [name for name in NAMES if name != "k8s" or "JOB_COMPLETION_INDEX" in os.environ]  # other pods are alone
+    present = (name for name in (names if wanted == "auto" else (wanted,)) if kinds[NAMES[name]].is_env_present())
+    found = next(present, None)
+    if found is None and wanted != "auto":
+        raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}, and this process was not started by it.")
+    return found
 
 
 def ask_scheduler(num_replicas: int | None) -> None:

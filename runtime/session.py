@@ -145,7 +145,7 @@ class Session:
     @property
     def report(self) -> Report:
         """What the program consists of and what it needs: its schedule, its size with and without outlining, what was
-        compiled and why so, memory, operations, variables, streams, replicas, remote traffic, times.
+        compiled and why, memory, operations, variables, streams, replicas, remote traffic, times.
 
         It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
         path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
@@ -177,7 +177,7 @@ class Session:
         """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
         estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
 
-        Two programs compiled for one target are so compared exactly, and on any machine.
+        So two programs compiled for one target can be compared exactly, on any machine.
 
         Example:
             >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
@@ -649,7 +649,7 @@ class Session:
             )
         return self._copies.host_is_stale and is_here
 
-    # Each process its part
+    # Each process its part ------------------------------------------------------------------------------------------
 
     _notes = Notes()
 

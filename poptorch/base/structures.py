@@ -465,7 +465,7 @@ def _check_type(name: str, expected: type, value: Any) -> None:
 
 
 def _of_length(name: str, expected: int, values: Sequence[Any], what: str = "") -> Sequence[Any]:
-    """The same values, if there are as many."""
+    """The values, if there are as many as expected."""
     if len(values) != expected:
         raise _mismatch(f"Length mismatch for {name}: expected {expected}{what} but got {len(values)}")
     return values

@@ -87,7 +87,7 @@ def found(
 
 
 _MOST = 1000
-"""So many objects are looked into, and so many parts of each."""
+"""The most objects that are looked into, and the most parts of each."""
 
 _CONTAINERS = (dict, list, tuple, deque)
 _CLOSED = (

@@ -6,7 +6,7 @@ says where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,6 +20,7 @@ from poptorch.capture.cuts import Cuts
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
+from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import seeding
 from poptorch.capture.torch_private import (
     UNREADABLE,
@@ -146,13 +147,7 @@ def _capture(
     if cuts is not None:
         trained = [value for key, value in state_values.items() if state[key].requires_grad]
         cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
-    tracer.hooks += _module_hooks()
-    tracer.hooks += [f"The parameter {name}" for name, t in state.items() if _is_hooked(t)]
-    tracer.hooks += [
-        f"The module {path or type(each).__name__}"
-        for path, each in (torch.nn.Module.named_modules(module) if module is not None else ())
-        if each._backward_hooks or each._backward_pre_hooks
-    ]
+    tracer.hooks += _hooks(module, state)
     attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
@@ -166,28 +161,12 @@ def _capture(
                 stack.enter_context(_scopes(module, recorder.scopes))
         stack.enter_context(going_on(tracer))
         stack.enter_context(seeding(recorder))
-        stack.enter_context(unvalidated_distributions())
-        stack.enter_context(unlogged_errors())
-        stack.enter_context(one_by_one())
-        stack.enter_context(choosing())
-        stack.enter_context(without_compile())
-        stack.enter_context(without_checkpoints())
+        for change in _ALWAYS:
+            stack.enter_context(change())
         applications = stack.enter_context(deriving(tracer)) if derives else []
         stack.enter_context(tracer.listening())
-        try:
+        with _told(recorder):
             result = forward(list(inputs))
-        except UNREADABLE as problem:
-            where = recorder.source(_last_frame(problem))
-            raise createPoptorchError(f"{_unreadable(problem)} It is needed here ({where}): {problem}") from problem
-        except UnsupportedOperatorException as problem:
-            where = recorder.source(_last_frame(problem))
-            raise createPoptorchError(
-                f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
-                "rows and columns. Pad nested tensors before the model."
-            ) from problem
-        except (RuntimeError, TypeError, ValueError) as problem:
-            problem.args = tuple(map(_as_eager_says, problem.args))
-            raise
         returned = flatten(result)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
@@ -224,14 +203,40 @@ def _capture(
     )
 
 
-def _module_hooks() -> list[str]:
-    """Hooks on gradients of all modules there are."""
+_ALWAYS = (unvalidated_distributions, unlogged_errors, one_by_one, choosing, without_compile, without_checkpoints)
+"""What PyTorch does otherwise while any function is captured."""
+
+
+def _hooks(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What of a module has hooks on gradients, in words; those of all modules that there are included."""
     private = torch.nn.modules.module
-    return ["Every module"] if private._global_backward_hooks or private._global_backward_pre_hooks else []
+    if private._global_backward_hooks or private._global_backward_pre_hooks:
+        yield "Every module"
+    for name, t in state.items():
+        if t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks:
+            yield f"The parameter {name}"
+    for path, each in torch.nn.Module.named_modules(module) if module is not None else ():
+        if each._backward_hooks or each._backward_pre_hooks:
+            yield f"The module {path or type(each).__name__}"
 
 
-def _is_hooked(t: torch.Tensor) -> bool:
-    return bool(t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks)
+@contextmanager
+def _told(recorder: Recorder) -> Iterator[None]:
+    """Have errors of a function that is captured say where, and what to do where that is known."""
+    try:
+        yield
+    except UNREADABLE as problem:
+        where = recorder.source(_last_frame(problem))
+        raise createPoptorchError(f"{_unreadable(problem)} It is needed here ({where}): {problem}") from problem
+    except UnsupportedOperatorException as problem:
+        where = recorder.source(_last_frame(problem))
+        raise createPoptorchError(
+            f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
+            "rows and columns. Pad nested tensors before the model."
+        ) from problem
+    except (RuntimeError, TypeError, ValueError) as problem:
+        problem.args = tuple(map(_as_eager_says, problem.args))
+        raise
 
 
 def _as_eager_says(text: Any) -> Any:

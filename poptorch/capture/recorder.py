@@ -119,7 +119,7 @@ class _Frame:
     trace: Trace = field(default_factory=Trace)
     own: dict[int, Value] = field(default_factory=dict)
     taken: dict[int, Value] = field(default_factory=dict)
-    """By identity of a value from outside, the input that stands for it."""
+    """The inputs that stand for values from outside, by the identity of these."""
 
 
 class Recorder:
@@ -245,10 +245,8 @@ class Recorder:
             if node.op in _COPIES:
                 value = given["input"]
             elif node.op in ("aten.add", "aten.sub") and (number := self._known_integer(given["other"])) is not None:
-                value, added = (
-                    given["input"],
-                    added + number * given.get("alpha", 1) * (1 - 2 * (node.op == "aten.sub")),
-                )
+                sign = -1 if node.op == "aten.sub" else 1
+                value, added = given["input"], added + sign * number * given.get("alpha", 1)
             elif node.op == "aten.add" and (number := self._known_integer(given["input"])) is not None:
                 if given.get("alpha", 1) != 1:
                     break

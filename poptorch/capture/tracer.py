@@ -307,13 +307,7 @@ class Tracer:
         if moves or name == "aten.as_strided":
             return results  # where it looks shows when it is read
         if written:
-            read = {"input"} if name not in _OVERWRITING else set()
-            inputs = {key: value for key, value in given.items() if key not in written or key in read}
-            node = self.recorder.node(name, op._overloadname, inputs)
-            overwritten = list(map(id, written.values()))
-            self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
-            for t in written.values():
-                self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+            self._record_written(name, op._overloadname, given, written, results)
         elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
             node = self.recorder.node(name, op._overloadname, given)
             # A conjugate or a sign that was put off is made good in a clone, below what PyTorch differentiates.
@@ -321,6 +315,18 @@ class Tracer:
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results, says_no=not is_resolved)
         return results
+
+    def _record_written(
+        self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, torch.Tensor], results: Any
+    ) -> None:
+        """Write down an op that overwrites some of its arguments: their new values are results of it."""
+        read = {"input"} if name not in _OVERWRITING else set()
+        inputs = {key: value for key, value in given.items() if key not in written or key in read}
+        node = self.recorder.node(name, overload, inputs)
+        overwritten = list(map(id, written.values()))
+        self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
+        for t in written.values():
+            self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
 
     def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
         """What an op draws from a generator of the user's: on the host, whenever the program comes there.
@@ -436,7 +442,7 @@ class Tracer:
         return places
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
-        """Run an op that overwrites tensors of the user's that are none of the model's: these keep their numbers."""
+        """Run an op that overwrites tensors of the user that do not belong to the model: these keep their numbers."""
         for t in plain:
             self.recorder.value_of(t)  # as it is now
         others = {id(t): self.fake(t) for t in plain}
@@ -516,7 +522,7 @@ _ROUNDING = (torch.Tensor.__bool__, torch.Tensor.__int__)
 
 
 _NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
-"""Those whose result says nothing to the program, or something else in each run."""
+"""Functions whose result says nothing to the program, or something else in each run."""
 
 
 def _is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:

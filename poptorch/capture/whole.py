@@ -149,7 +149,7 @@ _LOSSES_OF_TORCH = (
         shaped_as=_shaped_as_ctc,
     ),
 )
-"""Those that `torch` has by the same names as `torch.nn.functional`, but with parameters of their own. The reduction is
+"""Losses that `torch` has by the names of `torch.nn.functional`, but with parameters of their own. The reduction is
 a number; in Python it is 0, for none, if it is left out, whatever their schemas say."""
 
 _WHOLE_LOSSES = (
@@ -253,7 +253,7 @@ def _shaped_as_grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Of any dtype: PyTorch's own, without numbers, knows that of its fastest kernel alone."""
+    """The product, of any dtype: PyTorch's own, without numbers, knows that of its fastest kernel alone."""
     if bias is not None:
         raise createPoptorchError("grouped_mm: `bias` is not supported, as in PyTorch. Add it to the result.")
     if mat_a.dim() == mat_b.dim() == 2:
@@ -266,7 +266,7 @@ def _shaped_as_grouped_mm(
 def _shaped_as_lstsq(
     input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """Of a matrix of full rank: there are residuals of no other. Which results there are depends on the driver."""
+    """The results for a matrix of full rank: no other has residuals. Which results there are depends on the driver."""
     vectors = b.dim() == input.dim() - 1
     solution, none = torch.matmul(input.mT, b.unsqueeze(-1) if vectors else b), input.new_empty(0)
     has_residuals = driver not in (None, "gelsy") and input.shape[-2] > input.shape[-1]

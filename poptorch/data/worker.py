@@ -303,7 +303,7 @@ def _described(batch: Any) -> str:
 
 
 def _layout(tensors: list[torch.Tensor]) -> tuple[list[_Place], int]:
-    """Places for tensors, one behind the other, and their size in bytes."""
+    """Places for tensors, one after the other, and their size in bytes."""
     layout, end = [], 0
     for tensor in tensors:
         layout.append(_Place(end, tuple(tensor.shape), tensor.dtype))

@@ -58,7 +58,7 @@ def polar(abs: popxl.Tensor, angle: popxl.Tensor) -> popxl.Tensor:
 
 @jax_op(title="Sgn")
 def sgn(input: Any) -> Any:
-    """Of length 1, in the direction of a complex number; 0 at 0."""
+    """The number of length 1 in the direction of a complex number; 0 at 0."""
     length = jnp.abs(jnp.where(input == 0, 1, input))
     return jnp.where(input == 0, 0, input / length)
 

@@ -59,7 +59,7 @@ def own_derivative(results: Tensors, inputs: Tensors, backward: Trace, numbers: 
 def _gradients(
     forward: Forward, gs: Sequence[popxl.Tensor | None], *, backward: Trace, numbers: Sequence[int], name: str
 ) -> dict[int, popxl.Tensor]:
-    """The gradients of the inputs, which stand behind as many operands as there are results."""
+    """The gradients of the inputs, which come after as many operands as there are results."""
     first = len(numbers)
     by_number = dict(zip(numbers, gs, strict=True))
     specs = backward.inputs[: len(backward.inputs) - len(backward.outer)]
@@ -79,7 +79,7 @@ _own_derivative = OpKind(
     gradient=lambda forward, gs: _backward[forward.op](forward, gs),
     key="poptorch.OwnDerivative",
 )
-"""It returns the first of what it is given. What its gradient is, is known as long as the program is written."""
+"""An op that returns the first of what it is given. Its gradient is known as long as the program is written."""
 
 
 # On the host ----------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ for _name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
 
 
 def _between(start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int) -> popxl.Tensor:
-    """So many numbers from `start` to `end`, one of which is a tensor."""
+    """`steps` numbers from `start` to `end`, one of which is a tensor."""
     way = popxl.constant(np.linspace(0, 1, steps), popxl.float32)
     first, last = (together(each, popxl.float32) for each in (start, end))
     return first * (1 - way) + last * way

@@ -69,7 +69,7 @@ def _ctc_losses(
 
 
 def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) -> Any:
-    """Of one sequence: `[time, classes]` and `[labels]`."""
+    """The loss of one sequence, of log probabilities `[time, classes]` and `[labels]`."""
     states = jnp.full(2 * labels.shape[0] + 1, blank).at[1::2].set(labels)  # blanks around and between
     before = jnp.roll(states, 2)
     may_skip = (states != blank) & (states != before) & (jnp.arange(states.shape[0]) >= 2)

@@ -138,7 +138,7 @@ def round(input: popxl.Tensor, decimals: int = 0) -> popxl.Tensor:
 
 
 def _rounded(input: Any, *, decimals: int) -> Any:
-    """To so many decimals, half to even."""
+    """Numbers rounded to some decimals, half to even."""
     if decimals < 0:  # as PyTorch: dividing by a power of ten is not multiplying by its inverse
         return jnp.round(input / 10.0**-decimals) * 10.0**-decimals
     return jnp.round(input * 10.0**decimals) / 10.0**decimals if decimals else jnp.round(input)
@@ -268,7 +268,7 @@ def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
 
 @jax_op(title="IntegerPow", shape=broadcast, gradient=None)
 def _integer_pow(base: Any, exponent: Any) -> Any:
-    """Of a negative exponent: the reciprocal, towards zero."""
+    """Powers of integers. A negative exponent gives the reciprocal, rounded towards zero."""
     power = base ** jnp.maximum(exponent, 0)
     sign = jnp.where(exponent % 2 == 0, 1, base)
     return jnp.where(exponent >= 0, power, jnp.where(jnp.abs(base) == 1, sign, 0))

@@ -271,7 +271,7 @@ def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:
 
 
 def drawing(nodes: Sequence[Node]) -> list[Node]:
-    """Those of some nodes, in an order in which they can run, that draw random numbers."""
+    """The nodes that draw random numbers, of some nodes in an order in which they can run."""
     seeds: list[popxl.Tensor] = []
 
     def seed() -> popxl.Tensor:

@@ -19,7 +19,9 @@ from popxl.ops.precision import rounded_once, widened
 # Softmax --------------------------------------------------------------------------------------------------------------
 
 
-def _along_a_dim(name: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
+def _along_a_dim(*names: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
+    """The lowering of ops of PyTorch that an op along an axis is."""
+
     def lowering(
         input: popxl.Tensor,
         dim: int,
@@ -30,7 +32,7 @@ def _along_a_dim(name: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
         t = ops.reshape(input if dtype is None else together(input, dtype), input.shape or (1,))
         return ops.reshape(kind(t, axis=axis_of(input, dim)), input.shape)
 
-    return lowers(f"torch.{name}", f"aten._{name}")(lowering)
+    return lowers(*names)(lowering)
 
 
 def _softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popxl.Tensor:
@@ -43,14 +45,16 @@ def _log_softmax_gradient(g: popxl.Tensor, out: popxl.Tensor, axis: int) -> popx
 
 
 softmax = _along_a_dim(
-    "softmax",
-    jax_op(title="Softmax", gradient={"input": _softmax_gradient})(
+    "torch.softmax",
+    "aten._softmax",
+    kind=jax_op(title="Softmax", gradient={"input": _softmax_gradient})(
         rounded_once(lambda input, *, axis: sums.softmax(input, axis))
     ),
 )
 log_softmax = _along_a_dim(
-    "log_softmax",
-    jax_op(title="LogSoftmax", gradient={"input": _log_softmax_gradient})(
+    "torch.log_softmax",
+    "aten._log_softmax",
+    kind=jax_op(title="LogSoftmax", gradient={"input": _log_softmax_gradient})(
         rounded_once(lambda input, *, axis: sums.log_softmax(input, axis))
     ),
 )
@@ -64,10 +68,7 @@ def masked_softmax(input: Any, *, axis: int) -> Any:
     return jnp.where(hidden, 0, sums.softmax(input, axis))
 
 
-@lowers("aten._safe_softmax")
-def safe_softmax(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
-    t = ops.reshape(input if dtype is None else together(input, dtype), input.shape or (1,))
-    return ops.reshape(masked_softmax(t, axis=axis_of(input, dim)), input.shape)
+_along_a_dim("aten._safe_softmax", kind=masked_softmax)
 
 
 # Embeddings -----------------------------------------------------------------------------------------------------------

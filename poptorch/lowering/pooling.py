@@ -27,7 +27,7 @@ Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
 
 LONG = 16
-"""So many positions are looked at step by step, which is quicker; more of them are gathered, which compiles faster."""
+"""How many positions are looked at step by step, which is quicker. More are gathered, which compiles faster."""
 
 # Windows --------------------------------------------------------------------------------------------------------------
 
@@ -85,9 +85,10 @@ def _readers(table: Table, size: int) -> Table:
 
 
 def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
-    """What is at some positions along an axis; `fill` at the one behind the end.
+    """What is at some positions along an axis; `fill` at the one after the end.
 
-    Positions in equal steps, each of them once or equally often, are sliced: XLA gathers much more slowly on CPUs.
+    Positions in equal steps, each of them once or the same number of times, are sliced: XLA gathers much more slowly on
+    CPUs.
     """
     if at.max() == t.shape[axis]:
         edges = [(0, int(a == axis), 0) for a in range(t.ndim)]

@@ -60,7 +60,7 @@ lowers("aten.min.default", "aten.min.unary_out")(lambda input: amin(input, axes_
 
 
 def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """To the element that was picked. Only its place is kept for it."""
+    """The gradient of the input: it goes to the element that was picked. Only its place is kept for it."""
     (t,), (_, place) = forward.op.inputs, forward.op.outputs
     if gs[0] is None or not forward.wants(0):
         return {}
@@ -225,7 +225,7 @@ def cdist(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any
 @jax_op("aten._euclidean_dist", title="EuclideanDistance")
 @rounded_once
 def euclidean_distance(x1: Any, x2: Any) -> Any:
-    """By a matrix product: less exact, and much quicker."""
+    """Distances by a matrix product: less exact, and much quicker."""
     lengths = jnp.sum(x1 * x1, -1)[..., :, None] + jnp.sum(x2 * x2, -1)[..., None, :]
     return _root(jnp.maximum(lengths - 2 * jnp.matmul(x1, jnp.swapaxes(x2, -1, -2)), 0))
 
@@ -254,7 +254,7 @@ _running("logcumsumexp", lax.cumlogsumexp)
 
 
 def _running_extreme(name: str, is_beyond: Callable[[Any, Any], Any]) -> None:
-    """Of equal elements, the last one counts; NaN counts as beyond all."""
+    """Declare a running extreme. Of equal elements the last one counts, and NaN is beyond all numbers."""
 
     def later(first: Any, second: Any) -> Any:
         wins = jnp.isnan(second[0]) | (is_beyond(second[0], first[0]) & ~jnp.isnan(first[0]))
@@ -340,7 +340,7 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Any:
-    """Of each row, if there are several, the reductions of its segments, which follow upon each other."""
+    """The reductions of segments, which follow upon each other; of each row, if there are several."""
     if offsets is None:
         offsets = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
     of_row = partial(_of_segments, reduce=reduce, initial=initial)

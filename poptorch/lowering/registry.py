@@ -75,5 +75,5 @@ def has_lowering(op: str, overload: str) -> bool:
 
 
 def lowerings() -> Mapping[str, Lowering]:
-    """All of them, by name."""
+    """All lowerings, by the names of ops."""
     return dict(_lowerings)

@@ -42,7 +42,7 @@ class Axis:
     antialias: bool = False
 
     def taps(self) -> Taps:
-        """Of each new element, the old ones that it is a sum of, and factors."""
+        """The old elements that each new one is a sum of, with their factors."""
         taps = self._area() if self.mode == "area" else self._antialiased() if self.antialias else self._around()
         return [(np.clip(position, 0, self.size - 1).astype(np.int32), factor) for position, factor in taps]
 

@@ -51,7 +51,7 @@ def _is_nan(lines: Any) -> Any:
 
 
 def _median(lines: Any) -> Any:
-    """Of an even number of elements the lower one in the middle; a NaN, if there is one."""
+    """The place of the median: of an even number of elements the lower one in the middle; a NaN, if there is one."""
     nan = _is_nan(lines)
     return jnp.where(jnp.any(nan, -1), jnp.argmax(nan, -1), _kth(lines, k=(lines.shape[-1] + 1) // 2))
 
@@ -62,7 +62,7 @@ def _nanmedian(lines: Any) -> Any:
 
 
 def _mode(lines: Any) -> Any:
-    """Of the elements that are there most often the smallest; of these, the last one."""
+    """The place of the mode: the smallest of the elements that are there most often, and the last one of these."""
     order = jnp.argsort(lines, stable=True)
     ordered = jnp.take_along_axis(lines, order, -1)
     number = lax.broadcasted_iota(jnp.int32, lines.shape, lines.ndim - 1)

@@ -191,7 +191,7 @@ class Program:
 
     @property
     def _replicas(self) -> int:
-        """Those of all processes; what is dealt to replicas, and returned, is of this one's."""
+        """The number of replicas of all processes; rows are dealt to, and results come from, those of this process."""
         return self.ir.replication_factor
 
     # The model ------------------------------------------------------------------------------------------------------
@@ -267,6 +267,32 @@ class Program:
 
     def _declared(self, host: Mapping[str, np.ndarray], count: int, seed: int) -> Tensors:
         """Streams and variables; what the loops work with."""
+        tensors = self._loaded() | self._on_device(host)
+        if self._update is not None:
+            self.state = self._update.create_state(self._trained() if self._gradient is not None else ())
+            tensors |= {f"//{name}": v for name, v in self.state.items()}
+            if count:
+                self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
+                tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
+        if RANDOM in self._model.inputs:
+            seeds = popxl.create_seeds(seed, replicas=self._replicas)
+            own = self._each_its_own
+            self.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=own)
+        if self._batching.micro_batches > 1:
+            tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
+            for number, result in enumerate(self._returned):
+                spec = self.spec(result)
+                shape = spec.shape if result.mode in _SINGLE else (self.count(result), *spec.shape)
+                tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
+        return tensors
+
+    @property
+    def _each_its_own(self) -> popxl.ReplicaGrouping | None:
+        """The grouping of what each replica has a value of its own of."""
+        return self.ir.replica_grouping(group_size=1) if self._replicas > 1 else None
+
+    def _loaded(self) -> Tensors:
+        """The inputs of the model, for all micro-batches."""
         tensors: Tensors = {}
         micro_batches = self._batching.micro_batches
         for number, (leaf, value) in enumerate(zip(self._leaves, self._captured.inputs, strict=True)):
@@ -278,30 +304,18 @@ class Program:
                     continue
                 self.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
                 tensors[f"/{leaf}"] = ops.host_load(self.inputs[number], leaf)
-        each_its_own = self.ir.replica_grouping(group_size=1) if self._replicas > 1 else None
+        return tensors
+
+    def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:
+        """Variables with the values of parameters and buffers: of those that are used, or overwritten."""
+        each_its_own = self._each_its_own
         for name, data in host.items():
             if name in self._model.inputs or name in self.written:
                 grouping = self._groupings.get(name)
                 if name in self.written and each_its_own is not None:
                     grouping, data = each_its_own, np.broadcast_to(data, (self._replicas, *data.shape))
-                v = popxl.variable(data, name=name, replica_grouping=grouping)
-                self.variables[name] = tensors[name] = v
-        if self._update is not None:
-            self.state = self._update.create_state(self._trained() if self._gradient is not None else ())
-            tensors |= {f"//{name}": v for name, v in self.state.items()}
-            if count:
-                self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
-                tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
-        if RANDOM in self._model.inputs:
-            seeds = popxl.create_seeds(seed, replicas=self._replicas)
-            self.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=each_its_own)
-        if micro_batches > 1:
-            tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
-            for number, result in enumerate(self._returned):
-                spec = self.spec(result)
-                shape = spec.shape if result.mode in _SINGLE else (self.count(result), *spec.shape)
-                tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
-        return tensors
+                self.variables[name] = popxl.variable(data, name=name, replica_grouping=grouping)
+        return dict(self.variables)
 
     def _all_iterations(self, tensors: Tensors) -> Sequence[popxl.Tensor | None]:
         """The loop over device iterations. Returns the results."""

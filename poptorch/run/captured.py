@@ -74,14 +74,7 @@ def captured_model(
             cuts=cuts,
             derives=training,
         )
-    if captured.carried and module is not None and module not in _told:
-        _told.add(module)
-        logger.warning(
-            "`forward` changes %s. A program carries parameters and buffers from run to run, and no other attributes: "
-            "each run begins with what was there when the model was wrapped. Have the module own it as a buffer "
-            "(`register_buffer`), and overwrite that: `self.x.copy_(...)`. To look at it, return it.",
-            ", ".join(captured.carried),
-        )
+    _tell_of_carried(captured, module)
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
@@ -100,6 +93,18 @@ def captured_model(
 
 _told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Modules of which it was told that attributes are not carried from run to run."""
+
+
+def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
+    """Warn, once of each module, of attributes by which it means to carry numbers from run to run."""
+    if captured.carried and module is not None and module not in _told:
+        _told.add(module)
+        logger.warning(
+            "`forward` changes %s. A program carries parameters and buffers from run to run, and no other attributes: "
+            "each run begins with what was there when the model was wrapped. Have the module own it as a buffer "
+            "(`register_buffer`), and overwrite that: `self.x.copy_(...)`. To look at it, return it.",
+            ", ".join(captured.carried),
+        )
 
 
 def _check_overlaps(captured: Captured) -> None:

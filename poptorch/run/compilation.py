@@ -104,7 +104,7 @@ def compiled_model(
 
 
 def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, popxl.ReplicaGrouping]:
-    """Those of the parameters that differ between replicas."""
+    """The groupings of parameters that differ between replicas, by name."""
     if model.grouped and ir.replication_factor != options.replication_factor:
         raise NotImplementedError(
             f"replicaGrouping: {', '.join(map(repr, model.grouped))} has groups of replicas, of which other "

@@ -86,7 +86,7 @@ class Ends:
 
     @classmethod
     def of(cls, program: Program) -> Ends:
-        """Those of a program."""
+        """The ends of a program."""
         return cls(
             program.inputs,
             program.outputs,

@@ -15,10 +15,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,23 +49,13 @@ from popxl.looking.estimate import estimate_of
 __all__ = ["Model", "PoplarExecutor"]
 
 Model = torch.nn.Module | Callable[..., Any]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 _channel = profiling.Channel("poptorch")
 
 
-def _traced(name: str) -> Callable[[Method], Method]:
+def _traced(name: str) -> Callable[[profiling.Call], profiling.Call]:
     """Have a method be a span of that name in profiles."""
-
-    def decorate(method: Method) -> Method:
-        @wraps(method)
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            with _channel.tracepoint(name):
-                return method(*args, **kwargs)
-
-        return traced  # type: ignore[return-value]
-
-    return decorate
+    return partial(profiling.spanned, _channel, name)
 
 
 def _check_autocast(then: torch.dtype | None, now: torch.dtype | None) -> None:
@@ -94,7 +84,7 @@ class PoplarExecutor:
         user_model: the module that is told to the user; by default the model.
 
     Raises:
-        poptorch.Error: if the options are none, or do not fit.
+        poptorch.Error: if `options` is no `Options`, or they do not fit.
         RuntimeError: if the model is being trained by another executor.
         AssertionError: if there is an optimiser without training, or no model can be trained with its class.
         ValueError: if it has `amsgrad`.
@@ -130,8 +120,7 @@ class PoplarExecutor:
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = Trainings(self._host.module)
         self._host_writes = HostWrites(self._host.module)
-        self._has_told_of_mode = self._has_told_of_numbers = self._has_told_of_writes = False
-        self._has_told_of_others = False
+        self._told: set[str] = set()  # what has been warned of
         self._instrumented: Instrumented | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -187,46 +176,49 @@ class PoplarExecutor:
 
     def _tell_of_changes(self) -> None:
         """Warn, once each, of what has been done to the module and has no effect on the device."""
-        module, wrap = self._host.module, "trainingModel" if self._training else "inferenceModel"
+        module, attributes = self._host.module, self._host.attributes
         if module is None:
             return
-        if module.training is self._training is not self._host.attributes.training and not self._has_told_of_mode:
-            self._has_told_of_mode = True
+        if "mode" not in self._told and module.training is self._training is not attributes.training:
             here, there = ("train", "eval") if self._training else ("eval", "train")
-            logger.warning(
+            self._tell(
+                "mode",
                 "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was wrapped: "
                 "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`.",
                 here,
                 there,
                 here,
-                wrap,
+                "trainingModel" if self._training else "inferenceModel",
             )
-        if not self._has_told_of_numbers and (changed := self._host.attributes.changed_number()) is not None:
-            self._has_told_of_numbers = True
-            logger.warning(
+        if "numbers" not in self._told and (changed := attributes.changed_number()) is not None:
+            self._tell(
+                "numbers",
                 "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
                 "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
                 "argument of `forward`. Otherwise wrap the module anew.",
                 changed,
             )
-        if not self._has_told_of_writes and (written := self._host_writes.names()):
-            self._has_told_of_writes = True
-            logger.warning(
+        if "writes" not in self._told and (written := self._host_writes.names()):
+            self._tell(
+                "writes",
                 "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"
                 "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
                 f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
                 "them" if written[1:] else "it",
                 ", which overwrite those of the host" * self._training,
             )
-
-        if not self._has_told_of_others and (others := self._host_writes.replaced()):
-            self._has_told_of_others = True
-            logger.warning(
+        if "others" not in self._told and (others := self._host_writes.replaced()):
+            self._tell(
+                "others",
                 "The module has another %s than when the device took its numbers. The device goes on with what it had "
                 "then. Where names and shapes are the same, `copyWeightsToDevice()` of the wrapper takes the new one; "
                 "otherwise call `destroy()`, and wrap the module anew, with an optimizer of what it has now.",
                 " and another ".join(others),
             )
+
+    def _tell(self, what: str, text: str, *values: str) -> None:
+        self._told.add(what)
+        logger.warning(text, *values)
 
     def _check_untouched(self) -> None:
         """Check that nothing has been changed that is a part of the program."""
@@ -274,7 +266,7 @@ class PoplarExecutor:
             return loop(*args, **with_lasting_cache(module, kwargs))
 
     def _another(self) -> PoplarExecutor:
-        """The same, for other arguments."""
+        """A wrapper of the same model, for other arguments."""
         made = PoplarExecutor(self._host.call, self._options, self._training, popxl.__version__)
         made._host.attributes = self._host.attributes
         return made
@@ -371,9 +363,9 @@ class PoplarExecutor:
 
     @_traced("destroy")
     def destroy(self) -> None:
-        """Bring weights and the state of the optimiser home, and give the device and the host module free.
+        """Bring weights and the state of the optimiser home, and release the device and the host module.
 
-        A call afterwards compiles the model again, for whatever arguments it is given.
+        A later call compiles the model again, for the arguments that it is given.
         """
         compiled = self._compiled
         if self._kinds is not None:
@@ -414,7 +406,7 @@ class PoplarExecutor:
 
     @_traced("detachFromDevice")
     def detachFromDevice(self) -> None:
-        """Give the device free; the state of random numbers, weights and the state of the optimiser come home before.
+        """Release the device. Before that, weights and the states of the optimiser and of random numbers come home.
 
         The next call attaches the model again.
 

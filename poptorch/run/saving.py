@@ -101,6 +101,36 @@ class _Ends(_Part):
     random: str | None
     names: list[str]
 
+    @classmethod
+    def of(cls, ends: Ends) -> _Ends:
+        """The ends of a program, by ids."""
+        return cls(
+            inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
+            outputs=[stream.tensor_id for stream in ends.outputs],
+            variables={name: v.id for name, v in ends.variables.items()},
+            written=sorted(ends.written),
+            numbers=ends.numbers.tensor_id if ends.numbers is not None else None,
+            state={name: v.id for name, v in ends.state.items()},
+            random=ends.random.id if ends.random is not None else None,
+            names=list(ends.names),
+        )
+
+    def within(self, session: popxl.Session) -> Ends:
+        """The ends of the program that a session has loaded."""
+        variables = {v.id: v for v in session.ir.main_graph.variables}
+        inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
+        outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
+        return Ends(
+            inputs={i: inputs[id] for i, id in self.inputs.items()},
+            outputs=[outputs[id] for id in self.outputs],
+            variables={name: variables[id] for name, id in self.variables.items()},
+            written=frozenset(self.written),
+            numbers=inputs[self.numbers] if self.numbers is not None else None,
+            state={name: variables[id] for name, id in self.state.items()},
+            random=variables[self.random] if self.random is not None else None,
+            names=tuple(self.names),
+        )
+
 
 class _Tensor(_Part):
     """A parameter or buffer of the module.
@@ -177,23 +207,13 @@ def save(
         own = weights.tensors_of(module)
         tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
         model = _model(module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
-    ends = compiled.ends
     about = _About(
         format=FORMAT,
         poptorch=popxl.__version__,
         training=trainer is not None,
         options=options_to_data(options),
         call=call,
-        ends=_Ends(
-            inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
-            outputs=[stream.tensor_id for stream in ends.outputs],
-            variables={name: v.id for name, v in ends.variables.items()},
-            written=sorted(ends.written),
-            numbers=ends.numbers.tensor_id if ends.numbers is not None else None,
-            state={name: v.id for name, v in ends.state.items()},
-            random=ends.random.id if ends.random is not None else None,
-            names=list(ends.names),
-        ),
+        ends=_Ends.of(compiled.ends),
         grouped={
             name: (each.groups.replicas, each.groups.size, each.groups.stride, each.retrieval.value)
             for name, each in grouped.items()
@@ -412,7 +432,7 @@ class Saved:
 
     def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
         """The compiled model, for a `forward` with the same parameters."""
-        call, ends = self._about.call, self._about.ends
+        call = self._about.call
         with tempfile.TemporaryDirectory(prefix="poptorch-") as folder:
             path = Path(folder, _SESSION)
             path.write_bytes(self._session)
@@ -420,9 +440,6 @@ class Saved:
                 session = popxl.Session.load(path, chosen_device(options), weights_to_host_on_exit=False)
             except (PopxlError, ValueError) as problem:
                 raise createPoptorchError(f"{self._name} holds no program that can be run here: {problem}") from problem
-        variables = {v.id: v for v in session.ir.main_graph.variables}
-        inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
-        outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
         compiled = Compiled(
             Signature(forward, self._args, self._kwargs),
             Batching.of(options, self.training),
@@ -430,16 +447,7 @@ class Saved:
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
             [Result(*each) for each in call.results],
             call.rewritten,
-            Ends(
-                {i: inputs[id] for i, id in ends.inputs.items()},
-                [outputs[id] for id in ends.outputs],
-                {name: variables[id] for name, id in ends.variables.items()},
-                frozenset(ends.written),
-                inputs[ends.numbers] if ends.numbers is not None else None,
-                {name: variables[id] for name, id in ends.state.items()},
-                variables[ends.random] if ends.random is not None else None,
-                tuple(ends.names),
-            ),
+            self._about.ends.within(session),
             session,
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,

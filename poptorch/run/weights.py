@@ -370,7 +370,7 @@ class HostWrites:
         return [name for name, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
 
     def replaced(self) -> list[str]:
-        """The names of parameters, buffers and modules that are other ones by now. It is as quick."""
+        """The names of parameters, buffers and modules that have been replaced. It is as quick."""
         if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return []
         now = map(dict.get, self._holders, self._keys)

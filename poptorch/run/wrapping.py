@@ -36,6 +36,19 @@ def trainingModel(
         RuntimeError: if another wrapper trains the model.
         AssertionError: if no model can be trained with the class of the optimiser.
         ValueError: if that has `amsgrad`.
+
+    Example:
+        >>> class Fit(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(3, 2)
+        ...     def forward(self, x, target):
+        ...         return torch.nn.functional.mse_loss(self.layer(x), target)
+        >>> fit = Fit()
+        >>> model = poptorch.trainingModel(fit, optimizer=torch.optim.SGD(fit.parameters(), lr=0.1))
+        >>> first, second = model(x, target), model(x, target)  # a step each
+        >>> bool(second < first)
+        True
     """
     return PoplarExecutor(model, options, True, popxl.__version__, optimizer)
 
@@ -47,6 +60,11 @@ def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None
         model: a module, a function, or another wrapper, whose model is meant. If it is being trained, too, the weights
             follow.
         options: the options; they are frozen.
+
+    Example:
+        >>> model = poptorch.inferenceModel(module)
+        >>> model(x).shape
+        torch.Size([4, 2])
     """
     return PoplarExecutor(model, options, False, popxl.__version__)
 

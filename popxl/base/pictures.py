@@ -43,7 +43,7 @@ Scale = Callable[[float], float]
 
 
 SHOWN = 200
-"""So many values are drawn each by itself: those that are large and long there. The others are one layer."""
+"""How many values are drawn one by one: the large ones that are held for long. The others are one layer."""
 
 Held = tuple[str, int, int, int]
 """A name, a size, the first step during which it is held, and the first one during which it is not any more."""

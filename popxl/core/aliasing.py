@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from popxl.core.tensor import Tensor
@@ -27,6 +27,11 @@ def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
     return found
 
 
+def used_storages(graph: Graph) -> set[Tensor]:
+    """The tensors whose storage ops of a graph use."""
+    return {s for made_of in storages(graph.ops).values() for s in made_of}
+
+
 def reachable(graph: Graph) -> tuple[Graph, ...]:
     """A graph, and all graphs that running it runs; each once, in the order in which they are first mentioned."""
     found: dict[Graph, None] = {}
@@ -37,6 +42,12 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
             found[new] = None
             waiting += reversed(new.called_graphs)
     return tuple(found)
+
+
+def all_parts(graph: Graph) -> Iterator[Op]:
+    """The ops that are carried out when a graph is run, calls included: those of each graph once, none of which stands
+    for several."""
+    return (part for each in reachable(graph) for op in each.ops for part in op.parts)
 
 
 def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
@@ -88,7 +99,7 @@ def changed_inputs(graph: Graph) -> frozenset[int]:
 
 
 def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
-    """Positions of the inputs of an op that the graphs change which it runs."""
+    """Positions of the inputs of an op that are changed by the graphs which it runs."""
     return {i - len(run.own) + run.first for run in op.runs for i in changed[run.graph]}
 
 

@@ -290,6 +290,13 @@ def graph_output(t: Tensor) -> None:
         RuntimeError: without a current graph.
         TypeError: if `t` is no tensor.
         ValueError: if `t` is not in the current graph.
+
+    Example:
+        >>> graph = popxl.Ir().create_empty_graph("doubled")
+        >>> with graph:
+        ...     popxl.graph_output(popxl.graph_input((), popxl.float32, "x") * 2.0)
+        >>> len(graph.outputs)
+        1
     """
     graph: Any = get_current_context().graph
     graph.add_output(t, extend_calls=False)

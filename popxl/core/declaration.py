@@ -398,7 +398,7 @@ class _Parameters:
 
     @staticmethod
     def of(lowering: Callable[..., Any]) -> _Parameters:
-        """Of a function."""
+        """The parameters of a function."""
         by_kind: dict[Any, list[inspect.Parameter]] = defaultdict(list)
         for parameter in inspect.signature(lowering).parameters.values():
             by_kind[parameter.kind].append(parameter)

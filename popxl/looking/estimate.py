@@ -147,7 +147,7 @@ class Estimate(OnPage, Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def cycles(self) -> int:
-        """Of the IPU that takes longest."""
+        """The cycles of the IPU that takes longest."""
         return max((each.cycles for each in self.ipus), default=0)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -273,7 +273,7 @@ class _Sum:
     spent: Counter[str] = field(default_factory=Counter)
 
     def add(self, count: int, flops: Flops, spent: Counter[str]) -> None:
-        """So many ops more."""
+        """Count `count` ops more, each with these operations and cycles."""
         self.count += count
         self.flops += count * flops.total
         for what, cycles in spent.items():
@@ -281,7 +281,7 @@ class _Sum:
 
     @property
     def cycles(self) -> int:
-        """All of them."""
+        """The cycles of all these ops."""
         return self.spent.total()
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from popxl.core.tracing import needed
@@ -36,7 +37,7 @@ class Flops(NamedTuple):
         return self.products + self.others
 
     def plus(self, more: Flops, times: int = 1) -> Flops:
-        """With those of something that is done so many times."""
+        """The sum of these operations, and of those of something that is done `times` times."""
         return Flops(self.products + times * more.products, self.others + times * more.others)
 
 
@@ -88,31 +89,31 @@ _OF_WINDOWS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".
 
 def _of(jaxpr: Any) -> Flops:
     """The operations of a trace."""
-    found = Flops()
-    for equation in jaxpr.eqns:
-        name, inner = equation.primitive.name, [*_inside(equation.params.values())]
-        if name in _PRODUCTS:
-            found = found.plus(Flops(products=_PRODUCTS[name](equation)))
-        elif name in _OF_RESULTS:
-            made = equation.outvars[0].aval
-            found = found.plus(Flops(others=_numbers(made) * (3 if name == "mul" and _is_complex(made) else 1)))
-        elif name in _OF_OPERANDS:
-            found = found.plus(Flops(others=_numbers(equation.invars[0].aval)))
-        elif name in _OF_UPDATES:
-            found = found.plus(Flops(others=_numbers(equation.invars[-1].aval)))
-        elif name == "fft":
-            found = found.plus(Flops(others=_of_fourier(equation)))
-        elif name in _OF_WINDOWS:
-            window = math.prod(equation.params["window_dimensions"])
-            found = found.plus(Flops(others=window * equation.outvars[0].aval.size))
-        elif name == "cond" and equation.params.get("branches_platforms"):  # one thing in several forms, the plain last
-            found = found.plus(_of(inner[-1]))
-        elif name == "cond":
-            found = found.plus(max(map(_of, inner), key=lambda f: f.total))
-        else:
-            for each in inner:
-                found = found.plus(_of(each), equation.params.get("length", 1))
-    return found
+    return reduce(Flops.plus, map(_of_equation, jaxpr.eqns), Flops())
+
+
+def _of_equation(equation: Any) -> Flops:
+    """The operations of one equation of a trace, those of the traces inside it included."""
+    name, parameters = equation.primitive.name, equation.params
+    given, made = ([v.aval for v in side] for side in (equation.invars, equation.outvars))
+    if name in _PRODUCTS:
+        return Flops(products=_PRODUCTS[name](equation))
+    if name in _OF_RESULTS:
+        return Flops(others=_numbers(made[0]) * (3 if name == "mul" and _is_complex(made[0]) else 1))
+    if name in _OF_OPERANDS:
+        return Flops(others=_numbers(given[0]))
+    if name in _OF_UPDATES:
+        return Flops(others=_numbers(given[-1]))
+    if name in _OF_WINDOWS:
+        return Flops(others=made[0].size * math.prod(parameters["window_dimensions"]))
+    if name == "fft":
+        return Flops(others=_of_fourier(equation))
+    inner = [*_inside(parameters.values())]
+    if name == "cond" and parameters.get("branches_platforms"):  # one thing in several forms, the plain last
+        return _of(inner[-1])
+    if name == "cond":
+        return max(map(_of, inner), key=lambda flops: flops.total)
+    return Flops().plus(reduce(Flops.plus, map(_of, inner), Flops()), parameters.get("length", 1))
 
 
 def _is_complex(array: Any) -> bool:
@@ -125,7 +126,7 @@ def _numbers(array: Any) -> int:
 
 
 def _of_fourier(equation: Any) -> int:
-    """Of real numbers, or to them, it is half the work."""
+    """The operations of a Fourier transform: half as many, if its operand or its result is real."""
     given, made, size = equation.invars[0].aval, equation.outvars[0].aval, math.prod(equation.params["fft_lengths"])
     of_real = not (_is_complex(given) and _is_complex(made))
     count = (made if _is_complex(given) else given).size // size

@@ -18,7 +18,7 @@ from pydantic import computed_field
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text
 from popxl.base.pictures import steps
 from popxl.base.records import Record
-from popxl.core.aliasing import callees_first, reachable, storages
+from popxl.core.aliasing import callees_first, reachable, storages, used_storages
 from popxl.core.printing import summary
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.values.spec import brief
@@ -224,7 +224,7 @@ def variables_on_host(main: Graph) -> int:
 
 def held_variables(main: Graph) -> dict[Tensor, Variable]:
     """What the program keeps on the device: the variables that it uses, or the pieces that it uses in their place."""
-    used = {s for made_of in storages(main.ops).values() for s in made_of}
+    used = used_storages(main)
     holders = {v if v.piece is None else v.piece: v for v in main.variables}
     return {t: v for t, v in holders.items() if t in used}
 

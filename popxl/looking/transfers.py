@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from popxl.base.source import warn_at
-from popxl.core.aliasing import callees_first, reachable
+from popxl.core.aliasing import all_parts, callees_first, reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.errors import UnusedTransferWarning
@@ -23,7 +22,7 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
     of: dict[Graph, Counter[Stream]] = {}
     for graph in callees_first(main):
         counts = of[graph] = Counter()
-        for op in _parts(graph):
+        for op in (part for each in graph.ops for part in each.parts):
             if op.kind.exchange == "stream":
                 counts[op.attributes["stream"]] += 1
             most: Counter[Stream] = Counter()
@@ -35,10 +34,9 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
 
 def unread_streams(main: Graph) -> set[Stream]:
     """The streams that a graph loads from, and of which nobody looks at what is loaded."""
-    graphs = reachable(main)
-    read = {t for graph in graphs for t in graph.outputs}
+    read = {t for graph in reachable(main) for t in graph.outputs}
     loads: dict[Stream, list[Tensor]] = {}
-    for op in (part for graph in graphs for part in _parts(graph)):
+    for op in all_parts(main):
         loads_from = op.attributes["stream"] if op.kind.exchange == "stream" and op.outputs else None
         if loads_from is None:
             read.update(op.inputs)
@@ -60,7 +58,7 @@ def warn_of_unused_transfers(ir: Ir) -> None:
     counts = transfers_of(main)
     needed = max((count for stream, count in counts.items() if not stream.has_own_transfers), default=0)
     users: dict[Stream, Op] = {}
-    for op in (part for graph in reachable(main) for part in _parts(graph)):
+    for op in all_parts(main):
         if op.kind.exchange == "stream":
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():
@@ -83,10 +81,6 @@ def warn_of_unused_transfers(ir: Ir) -> None:
             f"{'are' if left > 1 else 'is'} never {verb}.{remedy}"
         )
         warn_at(users[stream].source, message, UnusedTransferWarning)
-
-
-def _parts(graph: Graph) -> Iterator[Op]:
-    return (part for each in graph.ops for part in each.parts)
 
 
 def _times(count: int) -> str:

@@ -31,7 +31,7 @@ from popxl.values.shapes import broadcast_shapes, like_first, number, same_dtype
 from popxl.values.spec import TensorSpec
 
 BLOCK = 512
-"""So many queries and keys at most are looked at together."""
+"""The most queries, and the most keys, that are looked at together."""
 
 # Arrays, block by block ----------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class _Blocks:
         return (self.q.shape[3], self.k.shape[2]) == (self.rows, self.columns)
 
     def softmax(self) -> tuple[Any, Any]:
-        """Of one pair of blocks: the share that each query gets of each value, and the logarithm of the sum of
+        """For the only pair of blocks: the share that each query gets of each value, and the logarithm of the sum of
         exponentials."""
         scores = self.scores(0, 0)
         top = largest(scores, (4,), keepdims=True)
@@ -136,7 +136,7 @@ class _Blocks:
         return lax.scan(lambda state, pair: (step(state, pair[0], pair[1]), None), state, places)[0]
 
     def filled(self, channels: int, value: float = 0) -> Any:
-        """So many numbers for each query, in the form that blocks are put into."""
+        """`channels` equal numbers for each query, in the form that blocks are put into."""
         return jnp.full((*self.lead, self.q.shape[3], channels), value, self.wide)
 
 

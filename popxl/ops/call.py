@@ -368,18 +368,7 @@ def bind_inputs(
         if isinstance(value, Tensor) and value.graph_ref is not here.ref:
             raise foreign_tensor("call", f"input {i}", value, here)
     named = dict(by_tensor or {})
-    for key in named:
-        if not isinstance(key, Tensor):
-            raise TypeError(f"call: the keys of `inputs_dict` are inputs of the graph; got {key!r}.")
-        if key.graph_ref is not graph.ref:
-            raise ValueError(f"call: the key {key!r} of `inputs_dict` is not in the {which} graph {graph.name}.")
-    for key, value in named.items():
-        if isinstance(value, Tensor) and value.graph_ref is not here.ref:
-            raise foreign_tensor("call", f"input {key.name}", value, here)
-    own = {*graph.inputs}
-    for key in named:
-        if key not in own:
-            raise PopxlError(f"call: the key {key!r} of `inputs_dict` is in {graph.title}, but is not an input of it.")
+    _check_named(graph, named, here, which)
     bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
     for key in named:
         if key in bound:
@@ -397,6 +386,22 @@ def bind_inputs(
             f"{', '.join(t.name for t in missing)}.\n{table}"
         )
     return tuple(constant(arrays[t], t.dtype) if t in arrays else _in_place_of(bound[t], t) for t in graph.inputs)
+
+
+def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str) -> None:
+    """Check that the keys of an `inputs_dict` are inputs of a graph, and the tensors in it of the current one."""
+    for key in named:
+        if not isinstance(key, Tensor):
+            raise TypeError(f"call: the keys of `inputs_dict` are inputs of the graph; got {key!r}.")
+        if key.graph_ref is not graph.ref:
+            raise ValueError(f"call: the key {key!r} of `inputs_dict` is not in the {which} graph {graph.name}.")
+    for key, value in named.items():
+        if isinstance(value, Tensor) and value.graph_ref is not here.ref:
+            raise foreign_tensor("call", f"input {key.name}", value, here)
+    own = {*graph.inputs}
+    for key in named:
+        if key not in own:
+            raise PopxlError(f"call: the key {key!r} of `inputs_dict` is in {graph.title}, but is not an input of it.")
 
 
 def _in_place_of(given: Tensor, wanted: Tensor) -> Tensor:

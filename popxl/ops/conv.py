@@ -101,7 +101,7 @@ def _kernel(t: Any, weight: Any) -> tuple[int, ...]:
 
 
 def _fitted(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
-    """So many entries: the first ones, or with the missing ones filled in."""
+    """`count` entries: the first ones, or all of them and then `missing`, as often as needed."""
     return (entries + (missing,) * count)[:count]
 
 

@@ -134,7 +134,6 @@ def binary(
     *,
     kind: str = "",
     shape: Callable[..., TensorSpec] = broadcast,
-    result: str = "",
     traits: Iterable[Trait] = (),
     see: str = "",
 ) -> Binary:
@@ -143,7 +142,7 @@ def binary(
     Arguments as for `unary`, but `lowering` gets halves as they are.
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
-    declared |= {"shape": shape, "result": result or f"{name}_out", "operands": ("lhs", "rhs"), "traits": traits}
+    declared |= {"shape": shape, "result": f"{name}_out", "operands": ("lhs", "rhs"), "traits": traits}
     declaration = OpKind(kind or camel(name), lowering, **declared)
     returns = "a bool for each element" if shape is predicate else "their dtype"
     refused = "" if shape is predicate else " or the dtypes differ"

@@ -45,7 +45,7 @@ equal = binary(
 )
 
 
-def _comparison(name: str, relation: Callable[[Any, Any], Any], meaning: str, kind: str = "") -> Binary:
+def _comparison(name: str, relation: Callable[[Any, Any], Any], meaning: str) -> Binary:
     """Declare a comparison of two tensors of one dtype."""
 
     def shape(lhs: Any, rhs: Any) -> TensorSpec:
@@ -53,7 +53,7 @@ def _comparison(name: str, relation: Callable[[Any, Any], Any], meaning: str, ki
         return predicate(lhs, rhs)
 
     traits = () if relation is jnp.not_equal else REAL
-    return binary(name, relation, meaning, REFUSED, kind=kind, shape=shape, traits=traits, see=f"numpy.{name}")
+    return binary(name, relation, meaning, REFUSED, shape=shape, traits=traits, see=f"numpy.{name}")
 
 
 greater_equal = _comparison(

@@ -25,7 +25,7 @@ from popxl.values.spec import TensorSpec
 __all__ = ["average_pool", "max_pool"]
 
 LONG = 16
-"""So many places of a window are combined one after the other; more of them take too long to compile."""
+"""How many places of a window are combined one after the other. Longer windows would take too long to compile."""
 
 
 # Windows of a tensor ------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Combining(NamedTuple):
         return over_windows(self, t, windows)
 
     def along(self, t: Any, axis: int, windows: Windows) -> Any:
-        """The same for windows along one axis."""
+        """What windows along one axis give."""
         if windows.reach > LONG:
             return self.by_xla(t, {axis: windows})
         edges = [(windows.begin, windows.end, 0) if a == axis else (0, 0, 0) for a in range(t.ndim)]
@@ -81,7 +81,7 @@ class Combining(NamedTuple):
         return reduce(self.of_two, places)
 
     def by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
-        """The same for windows along some axes."""
+        """What windows along some axes give."""
 
         def each(entry: str, otherwise: int) -> list[int]:
             return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]

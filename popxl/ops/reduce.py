@@ -210,7 +210,7 @@ def _median_pullback(g: Any, place: Any, *, axis: tuple[int, ...] | None, shape:
 
 
 def _median_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """It reads where the median was found, and nothing else."""
+    """The gradient of the input. It reads where the median was found, and nothing else."""
     (t,), (_, place) = forward.op.inputs, forward.op.outputs
     if gs[0] is None or not forward.wants(0):
         return {}

@@ -159,7 +159,7 @@ def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
 
 
 def left_on(t: Tensor) -> int | None:
-    """The IPU that the op leaves a tensor on which makes it: in a graph that is called, if that has ops on several."""
+    """The IPU on which the op that makes a tensor leaves it: an op of a called graph, if that is on several IPUs."""
     op = t.origin.producer
     while op is not None and op.kind.runs is not None and not op.kind.runs.chooses:
         if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:
@@ -267,22 +267,8 @@ def repeat_with_info(
         True
     """
     check_callable(graph, get_current_context().graph)
-    if not isinstance(repeat_count, SupportsIndex):
-        raise TypeError(f"repeat: `repeat_count` must be an int; got {repeat_count!r} ({type(repeat_count).__name__}).")
-    repeat_count = operator.index(repeat_count)
-    if repeat_count < 0:
-        raise ValueError(f"Repeat count must be >= 0; it is {repeat_count} for the graph {graph.name}.")
-    if len(graph.outputs) > len(graph.inputs):
-        raise ValueError(
-            f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs become "
-            f"the inputs of the next turn; it has {len(graph.outputs)} outputs and {len(graph.inputs)} inputs."
-        )
-    for k, (out, into) in enumerate(zip(graph.outputs, graph.inputs, strict=False)):
-        if out.spec.to_tuple() != into.spec.to_tuple():
-            raise PopxlError(
-                f"repeat: output {k} of {graph.title}, `{out.name}`, is {brief(out)} and becomes the input "
-                f"`{into.name}` of the next turn, which is {brief(into)}; they have to be alike."
-            )
+    repeat_count = _checked_count(graph, repeat_count)
+    _check_carried(graph)
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
     context = get_current_context()
     ir = context.graph.ir
@@ -304,6 +290,31 @@ def repeat_with_info(
         raise
     op.edit(name=context.scope_prefix + op.name)  # the results take no name scope, the op does
     return RepeatSiteInfo(op)
+
+
+def _checked_count(graph: Graph, repeat_count: Any) -> int:
+    """The number of turns, 0 or more."""
+    if not isinstance(repeat_count, SupportsIndex):
+        raise TypeError(f"repeat: `repeat_count` must be an int; got {repeat_count!r} ({type(repeat_count).__name__}).")
+    count = operator.index(repeat_count)
+    if count < 0:
+        raise ValueError(f"Repeat count must be >= 0; it is {count} for the graph {graph.name}.")
+    return count
+
+
+def _check_carried(graph: Graph) -> None:
+    """Check that the outputs of a graph can become its first inputs."""
+    if len(graph.outputs) > len(graph.inputs):
+        raise ValueError(
+            f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs become "
+            f"the inputs of the next turn; it has {len(graph.outputs)} outputs and {len(graph.inputs)} inputs."
+        )
+    for k, (out, into) in enumerate(zip(graph.outputs, graph.inputs, strict=False)):
+        if out.spec.to_tuple() != into.spec.to_tuple():
+            raise PopxlError(
+                f"repeat: output {k} of {graph.title}, `{out.name}`, is {brief(out)} and becomes the input "
+                f"`{into.name}` of the next turn, which is {brief(into)}; they have to be alike."
+            )
 
 
 def numbered(graph: Graph, ir: Any) -> list[str]:

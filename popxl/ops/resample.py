@@ -62,13 +62,13 @@ _nearest: dict[str, Callable[[Any], Any]] = {
 
 
 def _taps(size: int, scale: float, mode: str, nearest_mode: str, coordinate_transformation_mode: str) -> Taps:
-    """Of a resized axis, on the old one. Beyond its ends, the element at the edge goes on for ever."""
+    """The taps of a resized axis on the old one. Beyond its ends, the element at the edge goes on for ever."""
     taps = _around(_coordinates(size, scale, coordinate_transformation_mode), mode, nearest_mode)
     return [(np.clip(position, 0, size - 1).astype(np.int32), factor) for position, factor in taps]
 
 
 def _around(x: Any, mode: str, nearest_mode: str) -> Taps:
-    """Of elements at the coordinates `x`."""
+    """The taps of elements at the coordinates `x`."""
     if mode == "nearest":
         return [(_nearest[nearest_mode](x), None)]
     if mode == "linear":
@@ -134,7 +134,7 @@ def _interpolate_backward(g: Any, *, shape: tuple[int, ...], scale_factor: tuple
 
 
 def transposed(taps: Taps, size: int) -> Taps:
-    """Of an old axis of this size, on the resized one. (Gathering is many times faster than JAX's scattering.)"""
+    """The taps of the old axis, of this size, on the resized one. (Gathering is many times faster than scattering.)"""
     length = len(taps[0][0])
     read = np.concatenate([position.astype(np.int64) * length + np.arange(length) for position, _ in taps])
     factors = np.concatenate([np.ones(length) if factor is None else factor for _, factor in taps])

@@ -55,7 +55,7 @@ def leading(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def padded(block: Any, shape: tuple[int, ...]) -> Any:
-    """An array with a leading block, and zeros behind it."""
+    """An array with a leading block, and zeros after it."""
     return jnp.pad(block, [(0, size - part) for size, part in zip(shape, block.shape, strict=True)])
 
 

@@ -113,7 +113,7 @@ _topk_grad = OpKind("TopKGrad", _put_back, shape=lambda g, places, *, axis, shap
 
 
 def _topk_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """To where the values came from, and zero elsewhere. Only the places are kept for it."""
+    """The gradient of the input: put where values came from, and zero elsewhere. Only the places are kept for it."""
     values, op = gs[0], forward.op
     if values is None or not forward.wants(0):
         return {}

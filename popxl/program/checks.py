@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from popxl.ir import Ir
 
 LARGEST = 2**42
-"""So many bytes, 4 TiB, no array of a program in a file may have, nor all remote buffers or one stream: nobody has the
-memory. A file of a few lines could claim any number."""
+"""The most bytes, 4 TiB, that an array of a program in a file may have, or a stream, or all remote buffers: nobody has
+more memory, and a file of a few lines could claim any number."""
 
 _MOST_CALLS = 10**8
-"""So many ops at most a program in a file may come to, if each call is written out. Graphs that call others twice, ten
-times over, make a thousand of one; thirty times over, nobody gets to the end."""
+"""The most ops that a program in a file may have, if each call is written out. Graphs that call others twice, ten times
+over, make a thousand ops of one; thirty times over, nobody gets to the end."""
 
 _MOST_IPUS = 2**16
 
@@ -43,7 +43,7 @@ def once(what: str, ids: Iterable[object]) -> None:
 
 
 def sizes(values: Any) -> tuple[int, ...]:
-    """A shape. `ValueError` for what is none."""
+    """A shape. `ValueError` for anything else."""
     check(isinstance(values, list) and all(type(v) is int and v >= 0 for v in values), f"{values!r} is no shape")
     return tuple(values)
 
@@ -62,7 +62,7 @@ def ipu_checked(location: tuple[int | None, bool | None]) -> tuple[int | None, b
 
 
 def check_places(t: Tensor) -> None:
-    """`ValueError` if a tensor is where a tensor is which is where it is."""
+    """`ValueError` if following where a tensor is bound to, from tensor to tensor, leads back to it."""
     met = set()
     here: Tensor | None = t
     while here is not None:

@@ -145,6 +145,7 @@ class _Reader:
         self._pieces: list[Tensor] = []
 
     def read(self) -> None:
+        """Fill the Ir, and check what is put there. What comes later needs what came before."""
         ir, program = self._ir, self._program
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
@@ -156,42 +157,45 @@ class _Reader:
         check(bool(program.graphs) and program.graphs[0].id == "", "the first graph is not the main graph")
         ir.graphs = [Graph._make(ir, saved.id) for saved in program.graphs]
         self._graphs = {graph.id: graph for graph in ir.graphs}
+        graphs = [*zip(ir.graphs, program.graphs, strict=True)]
         once("tensor", (t.id for saved in program.graphs for t in saved.tensors))
         once("stream", (t.id for saved in program.graphs for t in saved.streams))
-        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
-            for tensor in saved.tensors:
-                graph._tensors[tensor.id] = self._tensors[tensor.id] = self._tensor(graph, tensor)
-            check(not graph.id or not saved.streams, f"{graph.title} has streams, and is not the main graph")
-            for stream in saved.streams:
-                t = graph._streams[stream.id] = self._tensor(graph, stream)
-                check(type(t) is Tensor, f"{t!r} stands for no stream")
-        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
-            graph._inputs = self._tensors_in(graph, saved.inputs, f"input of {graph.title}")
-            graph._outputs = self._tensors_in(graph, saved.outputs, f"output of {graph.title}")
-            graph.differentiable = saved.differentiable
-            graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
-            once(f"input of {graph.title}", saved.inputs)
-            check(bool(graph.id) or not saved.inputs, "the main graph has inputs")
-            for tensor in saved.tensors:
-                self._add_ties(self._tensors[tensor.id], tensor)
+        for pair in graphs:
+            self._add_tensors(*pair)
+        for pair in graphs:
+            self._add_ends(*pair)
         for t in self._tensors.values():
             check_places(t)
         once("op", (op.id for saved in program.graphs for op in saved.ops))
-        for graph, saved in zip(ir.graphs, program.graphs, strict=True):
-            self._add_ops(graph, saved)
+        for pair in graphs:
+            self._add_ops(*pair)
         for graph in ir.graphs:
             graph.call_sites.sort(key=lambda op: op.id)
         check_calls(ir)
-        for graph in ir.graphs:
-            for op in graph.ops:
-                check_overwritten(op)
-                for checked in dict.fromkeys((op, *op.parts)):
-                    checked.kind.verify(checked)
-                    if self._traces:
-                        checked.kind.try_out(checked)
+        self._check_ops()
         self._set_transfers()
         self._check_sizes()
         self._set_counters()
+
+    def _add_tensors(self, graph: Graph, saved: SavedGraph) -> None:
+        """The tensors of a graph, and those that stand for streams, without what they have to do with each other."""
+        for tensor in saved.tensors:
+            graph._tensors[tensor.id] = self._tensors[tensor.id] = self._tensor(graph, tensor)
+        check(not graph.id or not saved.streams, f"{graph.title} has streams, and is not the main graph")
+        for stream in saved.streams:
+            t = graph._streams[stream.id] = self._tensor(graph, stream)
+            check(type(t) is Tensor, f"{t!r} stands for no stream")
+
+    def _add_ends(self, graph: Graph, saved: SavedGraph) -> None:
+        """The inputs and outputs of a graph, and what its tensors and itself have to do with others."""
+        graph._inputs = self._tensors_in(graph, saved.inputs, f"input of {graph.title}")
+        graph._outputs = self._tensors_in(graph, saved.outputs, f"output of {graph.title}")
+        graph.differentiable = saved.differentiable
+        graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
+        once(f"input of {graph.title}", saved.inputs)
+        check(bool(graph.id) or not saved.inputs, "the main graph has inputs")
+        for tensor in saved.tensors:
+            self._add_ties(self._tensors[tensor.id], tensor)
 
     def _add_buffer(self, saved: SavedBuffer) -> None:
         spec = self._spec_of(saved.slot)
@@ -216,20 +220,7 @@ class _Reader:
         t.by_ref, t._path = saved.by_ref, saved.path
         t._used_at = ipu_checked(saved.used_at)
         if isinstance(t, Variable):
-            check(not graph.id, f"{t!r} is not in the main graph")
-            t.replica_grouping = self.value(saved.grouping)
-            check(isinstance(t.replica_grouping, ReplicaGrouping), f"{t!r} has no replica grouping")
-            t.retrieval_mode = saved.retrieval_mode or "one_per_group"
-            t.location_info, t.piece, t._group_axis = ON_DEVICE, None, None
-            if saved.remote is not None:
-                number, entry, sharded = saved.remote
-                buffer = self._buffer(number)
-                check(0 <= entry < buffer.entries, f"{t!r} is in slot {entry} of {buffer!r}")
-                t.location_info = LocationInfo(buffer, entry, sharded)
-            if saved.group_axis is not None:
-                check(0 <= saved.group_axis < len(t.shape), f"{t!r} has no axis {saved.group_axis}")
-                t.group_axis = saved.group_axis
-            t._in_sync = True
+            self._place_variable(t, saved)
         if saved.begins is not None:
             if not isinstance(t, Variable):
                 raise ValueError(f"{t!r} is no variable, and begins with {saved.begins}")
@@ -246,6 +237,23 @@ class _Reader:
         if isinstance(t, Constant):
             t.data.flags.writeable = False
         return t
+
+    def _place_variable(self, v: Variable, saved: SavedTensor) -> None:
+        """Which replicas have values of a variable, and where its numbers are."""
+        check(not v.graph.id, f"{v!r} is not in the main graph")
+        v.replica_grouping = self.value(saved.grouping)
+        check(isinstance(v.replica_grouping, ReplicaGrouping), f"{v!r} has no replica grouping")
+        v.retrieval_mode = saved.retrieval_mode or "one_per_group"
+        v.location_info, v.piece, v._group_axis = ON_DEVICE, None, None
+        if saved.remote is not None:
+            number, entry, sharded = saved.remote
+            buffer = self._buffer(number)
+            check(0 <= entry < buffer.entries, f"{v!r} is in slot {entry} of {buffer!r}")
+            v.location_info = LocationInfo(buffer, entry, sharded)
+        if saved.group_axis is not None:
+            check(0 <= saved.group_axis < len(v.shape), f"{v!r} has no axis {saved.group_axis}")
+            v.group_axis = saved.group_axis
+        v._in_sync = True
 
     def _add_ties(self, t: Tensor, saved: SavedTensor) -> None:
         """What a tensor has to do with others, which are there by now."""
@@ -309,6 +317,15 @@ class _Reader:
             ipus: Any = attributes[kind.ipus]
             check(len(ipus) == len(op.outputs), f"{what} has {len(op.outputs)} results, on the IPUs {ipus}")
         return op
+
+    def _check_ops(self) -> None:
+        """Of each op and its parts: what it overwrites, what it makes, and if asked for, whether JAX can trace it."""
+        for op in (op for graph in self._ir.graphs for op in graph.ops):
+            check_overwritten(op)
+            for checked in dict.fromkeys((op, *op.parts)):
+                checked.kind.verify(checked)
+                if self._traces:
+                    checked.kind.try_out(checked)
 
     def _set_transfers(self) -> None:
         """The numbers of transfers that streams have of their own."""

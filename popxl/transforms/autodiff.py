@@ -81,17 +81,7 @@ def autodiff(
     if graph not in infos:
         required = list(graph.inputs if grads_required is None else grads_required)
         provided = list(graph.outputs if grads_provided is None else grads_provided)
-        if not required:
-            raise PopxlError(f"autodiff: no gradients are required of {graph.title}; name some in `grads_required`.")
-        for name, tensors in (("grads_provided", provided), ("grads_required", required)):
-            for t in tensors:
-                if not isinstance(t, Tensor) or t.graph_ref is not graph.ref:
-                    raise PopxlError(
-                        f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}. Name tensors of the graph "
-                        "itself, such as those of `graph.inputs` and `graph.outputs`."
-                    )
-        if inner := [t.name for t in provided if t not in graph.outputs]:
-            _log.warn(f"autodiff: {', '.join(inner)} of `grads_provided` are no outputs of {graph.title}.")
+        _check_tensors(graph, provided, required)
         _refuse_modifying_ops(graph, infos)
         with graph.ir.undone_on_failure():
             _bring_calls_up_to_date(graph)
@@ -103,6 +93,21 @@ def autodiff(
 
 Infos = dict[Graph, GradGraphInfo | None]
 """What is known of gradient graphs; `None` for a graph through which no gradient flows."""
+
+
+def _check_tensors(graph: Graph, provided: list[Any], required: list[Any]) -> None:
+    """`PopxlError` unless gradients are required, and all that is named is of the graph."""
+    if not required:
+        raise PopxlError(f"autodiff: no gradients are required of {graph.title}; name some in `grads_required`.")
+    for name, tensors in (("grads_provided", provided), ("grads_required", required)):
+        for t in tensors:
+            if not isinstance(t, Tensor) or t.graph_ref is not graph.ref:
+                raise PopxlError(
+                    f"autodiff: {t!r} in `{name}` is not a tensor of {graph.title}. Name tensors of the graph "
+                    "itself, such as those of `graph.inputs` and `graph.outputs`."
+                )
+    if inner := [t.name for t in provided if t not in graph.outputs]:
+        _log.warn(f"autodiff: {', '.join(inner)} of `grads_provided` are no outputs of {graph.title}.")
 
 
 def _bring_calls_up_to_date(graph: Graph) -> None:

@@ -211,7 +211,7 @@ def _vjp(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
     function = made_of.kind.on_arrays(made_of.operands, dict(made_of.attributes))
 
     def pullback(*operands: Any) -> tuple[Any, ...]:
-        """Of all inputs, and the given gradients."""
+        """The gradients of the wanted inputs, by all inputs and the given gradients."""
         primals, gs = list(operands[: len(inputs)]), operands[len(inputs) :]
 
         def of_wanted(*values: Any) -> tuple[Any, ...]:

@@ -214,19 +214,6 @@ def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
         )
         _known(said, hint, sliding_window=(None,))
     turning = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    way = turning.get("rope_type", turning.get("type", "default"))
-    stretch = None
-    if way == "linear":
-        stretch = Stretch(factor=turning["factor"])
-    elif way == "llama3":
-        stretch = Stretch(
-            factor=turning["factor"],
-            low=turning["low_freq_factor"],
-            high=turning["high_freq_factor"],
-            length=turning["original_max_position_embeddings"],
-        )
-    elif way != "default":
-        raise ValueError(f"LanguageConfig: there are no layers for rotary positions of the type {way!r}.")
     has_bias = said.get("attention_bias", False)
     return {
         "vocabulary": said["vocab_size"],
@@ -238,7 +225,7 @@ def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
         "hidden": said["intermediate_size"],
         "context": context,
         "rotary": turning.get("rope_theta", said.get("rope_theta", 10000.0)),
-        "stretch": stretch,
+        "stretch": _stretch(turning),
         "norm": "rms",
         "eps": said["rms_norm_eps"],
         "activation": "swiglu",
@@ -247,6 +234,23 @@ def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
         "head_norm": kind == "qwen3",
         "tied": said.get("tie_word_embeddings", False),
     }
+
+
+def _stretch(turning: Mapping[str, Any]) -> Stretch | None:
+    """How rotary positions are stretched, by what a file says of them."""
+    way = turning.get("rope_type", turning.get("type", "default"))
+    if way == "default":
+        return None
+    if way == "linear":
+        return Stretch(factor=turning["factor"])
+    if way == "llama3":
+        return Stretch(
+            factor=turning["factor"],
+            low=turning["low_freq_factor"],
+            high=turning["high_freq_factor"],
+            length=turning["original_max_position_embeddings"],
+        )
+    raise ValueError(f"LanguageConfig: there are no layers for rotary positions of the type {way!r}.")
 
 
 class _Remembering(TransformerBlock):

@@ -84,7 +84,7 @@ def _turned(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _pairs(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> popxl.TensorSpec:
+def _rotary_spec(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> popxl.TensorSpec:
     if len(t.shape) < 3 or t.shape[-1] % 2:
         raise PopxlError("expected `t` of shape (batch, ..., length, channels), with an even number of channels.")
     if not first.dtype.is_int or first.nelms not in (1, t.shape[0]):
@@ -95,7 +95,7 @@ def _pairs(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) ->
 _rotary = OpKind(
     "RotaryPositions",
     rounded_once(lambda t, first, **how: _turned(t, first, **how)),
-    shape=_pairs,
+    shape=_rotary_spec,
     operands=("t", "first"),
     key="popxl_addons.RotaryPositions",
 )
@@ -167,15 +167,9 @@ class Attention(Module):
                 caller, as the layers of a model share it.
             seed: for dropout.
         """
-        if x.rank != 3:
-            raise ValueError(f"Attention: `x` has the shape {x.shape}; expected (batch, length, width).")
-        if self.channels is None and x.shape[-1] % self.heads:
-            raise ValueError(f"Attention: the width {x.shape[-1]} cannot be divided by {self.heads} heads.")
-        if cache is not None and Cache(*cache).slot is not None and (x.shape[0] != 1 or cache[2] is not None):
-            raise ValueError(
-                f"Attention: with a `slot`, one text begins; `x` has {x.shape[0]} texts, and "
-                f"{'nothing' if cache[2] is None else 'something'} of them has been read (`known`)."
-            )
+        kept = None if cache is None else Cache(*cache)
+        known = None if kept is None else kept.known
+        self._check(x, kept)
         channels = x.shape[-1] // self.heads if self.channels is None else self.channels
         batch, length, width = x.shape
         self.query = Linear(self.heads * channels, bias=bool(self.bias))
@@ -190,8 +184,6 @@ class Attention(Module):
         if self.head_norm is not None:
             self.query_norm, self.key_norm = RMSNorm(), RMSNorm()
             q, k = self.query_norm(q, self.head_norm), self.key_norm(k, self.head_norm)
-        kept = None if cache is None else Cache(*cache)
-        known = None if kept is None else kept.known
         first = popxl.constant(0, popxl.int32) if known is None else known
         if self.rotary is not None:
             stretch = {} if self.stretch is None else {"stretch": astuple(self.stretch)}
@@ -208,6 +200,18 @@ class Attention(Module):
             q, k, v, mask, causal, dropout=self.dropout if seed is not None else 0.0, seed_tensor=seed
         )
         return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, self.heads * channels)))
+
+    def _check(self, x: popxl.Tensor, kept: Cache | None) -> None:
+        """`ValueError` for a text that does not fit the heads or the cache."""
+        if x.rank != 3:
+            raise ValueError(f"Attention: `x` has the shape {x.shape}; expected (batch, length, width).")
+        if self.channels is None and x.shape[-1] % self.heads:
+            raise ValueError(f"Attention: the width {x.shape[-1]} cannot be divided by {self.heads} heads.")
+        if kept is not None and kept.slot is not None and (x.shape[0] != 1 or kept.known is not None):
+            raise ValueError(
+                f"Attention: with a `slot`, one text begins; `x` has {x.shape[0]} texts, and "
+                f"{'nothing' if kept.known is None else 'something'} of them has been read (`known`)."
+            )
 
 
 _append_ = OpKind(

@@ -55,7 +55,7 @@ class DynamicLossScaling:
             raise ValueError(f"DynamicLossScaling: `grow_after` is {self.grow_after}; expected 1 step or more.")
 
     def init(self) -> LossScale:
-        """Its variables, in the main graph. Optimisers take what is returned as `loss_scaling`."""
+        """Make its variables, in the main graph. Optimisers take what is returned as `loss_scaling`."""
         value = popxl.variable(self.start, popxl.float32, "optimizer.loss_scaling.value")
         good_steps = popxl.variable(0, popxl.float32, "optimizer.loss_scaling.good_steps")
         return LossScale(self, value, good_steps)

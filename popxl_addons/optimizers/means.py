@@ -18,7 +18,7 @@ Array = Any
 
 
 class Means:
-    """Those over arrays that are whole."""
+    """Means over arrays that are whole."""
 
     def of_all(self, t: Array) -> Array:
         """The mean of all elements."""
@@ -38,7 +38,7 @@ class Means:
 
 
 class MeansOverPieces(Means):
-    """Those over arrays of which each replica holds a piece, as a flat array with zeros behind the end of the whole.
+    """Means over arrays of which each replica holds a piece, as a flat array with zeros after the end of the whole.
 
     A piece is laid into lines that are as long as the rows of the whole, at the place where it begins in its row. Sums
     over lines and columns then are dense, and what replicas tell each other is as long as the means.

@@ -274,12 +274,19 @@ def _if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) 
     return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
 
+def _decay_of(weight_decay: float, decays: Callable[[str], bool]) -> Callable[[str], float]:
+    """The weight decay of a variable, by its name."""
+    return lambda name: float(weight_decay) if decays(name) else 0.0
+
+
 def _updated(
-    step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], numbers: Callable[[str], Any]
+    step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
+    """Update all variables by an op that takes state of their shapes. Returns the state of the optimiser."""
     factors = step.factors
     for each in step.trained:
-        kind(each.tensor, each.gradient, step.number, *step.kept(each, **slots), *factors, **numbers(each.name))
+        kept = step.kept(each, **slots)
+        kind(each.tensor, each.gradient, step.number, *kept, *factors, **numbers, decay=decay(each.name))
     return step.named_state
 
 
@@ -345,11 +352,9 @@ def adamw(
     """
     with popxl.in_sequence():
         step = _Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
-        numbers = {"beta1": float(beta1), "beta2": float(beta2), "eps": float(eps)}
         slots = dict.fromkeys(("first_moment", "second_moment"), moment_dtype)
-        return _updated(
-            step, _adamw, slots, lambda name: numbers | {"decay": float(weight_decay) if decays(name) else 0.0}
-        )
+        decay = _decay_of(weight_decay, decays)
+        return _updated(step, _adamw, slots, decay, beta1=float(beta1), beta2=float(beta2), eps=float(eps))
 
 
 def _sgd_formula(
@@ -404,13 +409,9 @@ def sgd(
     """
     with popxl.in_sequence():
         step = _Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
-        numbers = {"momentum": float(momentum), "nesterov": bool(nesterov)}
-        return _updated(
-            step,
-            _momentum if momentum else _sgd,
-            {"velocity": velocity_dtype} if momentum else {},
-            lambda name: numbers | {"decay": float(weight_decay) if decays(name) else 0.0},
-        )
+        kind, slots = (_momentum, {"velocity": velocity_dtype}) if momentum else (_sgd, {})
+        decay = _decay_of(weight_decay, decays)
+        return _updated(step, kind, slots, decay, momentum=float(momentum), nesterov=bool(nesterov))
 
 
 def _lion_formula(
@@ -460,13 +461,8 @@ def lion(
     """
     with popxl.in_sequence():
         step = _Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
-        numbers = {"beta1": float(beta1), "beta2": float(beta2)}
-        return _updated(
-            step,
-            _lion,
-            {"momentum": moment_dtype},
-            lambda name: numbers | {"decay": float(weight_decay) if decays(name) else 0.0},
-        )
+        decay = _decay_of(weight_decay, decays)
+        return _updated(step, _lion, {"momentum": moment_dtype}, decay, beta1=float(beta1), beta2=float(beta2))
 
 
 def _adafactor_formula(
@@ -553,7 +549,7 @@ def adafactor(
     """
     with popxl.in_sequence():
         step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        factors = step.factors
+        factors, decay = step.factors, _decay_of(weight_decay, decays)
         numbers: dict[str, Any] = {
             "beta2_decay": float(beta2_decay),
             "eps1": eps[0],
@@ -561,8 +557,7 @@ def adafactor(
             "clip": float(update_clip),
         }
         for each in step.trained:
-            shape, f32, how = each.whole_shape, popxl.float32, dict(numbers)
-            how["decay"] = float(weight_decay) if decays(each.name) else 0.0
+            shape, f32, how = each.whole_shape, popxl.float32, numbers | {"decay": decay(each.name)}
             cut = bool(each.tensor.meta_shape)
             if cut:
                 how |= {"whole": shape, "pieces": each.pieces, **members("adafactor", each.grouping.const_rg)}
@@ -599,7 +594,7 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
         returns the state by name: `step`, and `state.0`, `state.1`, ... in the order of the leaves of Optax's.
 
     Raises:
-        TypeError: for what is no transformation.
+        TypeError: for anything but a transformation.
 
     Example:
         With Optax installed::

@@ -140,32 +140,8 @@ class PipelineSchedule:
 
     def __init__(self, rows: Iterable[Iterable[tuple[int, int]]], needs: Sequence[Sequence[int]] | None = None) -> None:
         table = tuple(tuple(Task(*task) for task in row) for row in rows)
-        where = {task: device for device, row in enumerate(table) for task in row}
-        stages = 1 + max((task.stage for task in where), default=-1)
-        steps = 1 + max((task.micro_batch for task in where), default=-1)
-        wanted = {Task(s, m) for s in range(stages) for m in range(steps)}
-        if wrong := sorted(wanted ^ where.keys()):
-            raise ValueError(
-                f"PipelineSchedule: the rows have {len(where)} different tasks, expected each of {stages} stages for "
-                f"each of {steps} micro-batches; {_some(wrong)} should {'' if wrong[0] in wanted else 'not '}be there."
-            )
-        if not wanted:
-            raise ValueError("PipelineSchedule: there are no tasks; expected one stage and one micro-batch, or more.")
-        if len(where) != sum(map(len, table)):
-            twice = sorted({task for task in where if list(chain(*table)).count(task) > 1})
-            raise ValueError(f"PipelineSchedule: expected each task once; these are there twice: {_some(twice)}.")
-        for s in range(stages):
-            if len(devices := {where[s, m] for m in range(steps)}) > 1:  # type: ignore[index]
-                raise ValueError(f"PipelineSchedule: stage {s} is in the rows {sorted(devices)}, expected one row.")
-        for row in table:
-            last = dict.fromkeys(range(stages), -1)
-            for task in row:
-                if task.micro_batch != last[task.stage] + 1:
-                    raise ValueError(
-                        f"PipelineSchedule: the task {task} comes after {task.stage}:{last[task.stage]}; a stage "
-                        "takes one micro-batch after the other."
-                    )
-                last[task.stage] += 1
+        device_of = _devices_of(table)
+        stages = len(device_of)
         given = [[s - 1] * (s > 0) for s in range(stages)] if needs is None else needs
         if len(given) != stages:
             raise ValueError(f"PipelineSchedule: `needs` is of {len(given)} stages, and the rows are of {stages}.")
@@ -175,7 +151,7 @@ class PipelineSchedule:
             )
         object.__setattr__(self, "rows", table)
         object.__setattr__(self, "needs", tuple(tuple(n) for n in given))
-        object.__setattr__(self, "device_of", tuple(where[s, 0] for s in range(stages)))  # type: ignore[index]
+        object.__setattr__(self, "device_of", device_of)
         self.simulate()  # it can be done
 
     @property
@@ -453,6 +429,39 @@ def _filled(devices: int, steps: int, waiting: int) -> tuple[list[list[Task]], i
                 count[task.stage] += 1
         time += 1
     return rows, time
+
+
+def _devices_of(table: Sequence[Sequence[Task]]) -> tuple[int, ...]:
+    """The device of each stage. `ValueError` unless each task is in the table once, those of a stage in one row, and in
+    order."""
+    where = {task: device for device, row in enumerate(table) for task in row}
+    stages = 1 + max((task.stage for task in where), default=-1)
+    steps = 1 + max((task.micro_batch for task in where), default=-1)
+    wanted = {Task(s, m) for s in range(stages) for m in range(steps)}
+    if wrong := sorted(wanted ^ where.keys()):
+        raise ValueError(
+            f"PipelineSchedule: the rows have {len(where)} different tasks, expected each of {stages} stages for "
+            f"each of {steps} micro-batches; {_some(wrong)} should {'' if wrong[0] in wanted else 'not '}be there."
+        )
+    if not wanted:
+        raise ValueError("PipelineSchedule: there are no tasks; expected one stage and one micro-batch, or more.")
+    if len(where) != sum(map(len, table)):
+        twice = sorted({task for task in where if list(chain(*table)).count(task) > 1})
+        raise ValueError(f"PipelineSchedule: expected each task once; these are there twice: {_some(twice)}.")
+    devices = [sorted({where[Task(s, m)] for m in range(steps)}) for s in range(stages)]
+    for s, rows in enumerate(devices):
+        if len(rows) > 1:
+            raise ValueError(f"PipelineSchedule: stage {s} is in the rows {rows}, expected one row.")
+    for row in table:
+        last = dict.fromkeys(range(stages), -1)
+        for task in row:
+            if task.micro_batch != last[task.stage] + 1:
+                raise ValueError(
+                    f"PipelineSchedule: the task {task} comes after {task.stage}:{last[task.stage]}; a stage "
+                    "takes one micro-batch after the other."
+                )
+            last[task.stage] += 1
+    return tuple(device for (device,) in devices)
 
 
 def _some(tasks: Sequence[Task]) -> str:

@@ -26,20 +26,20 @@ from runtime.calls import kept
 from runtime.cpu.quick import quick_on_cpus
 
 LITTLE_WORK = 2**16
-"""So many products take XLA little time in any form, and its own compiles faster."""
+"""How many products take XLA little time in any form. Its own form compiles faster."""
 
 FEW_TERMS, FEW_TERMS_OF_GROUPS = 40, 80
-"""So many products for an element of the result are written as one expression; more of them where XLA would go through
+"""How many products for an element of the result are written as one expression: more of them where XLA would go through
 groups."""
 
 FEW_CHANNELS, MANY_CHANNELS = 6, 16
-"""From so few to so many, or the other way round, XLA's convolution takes longer to gather than to multiply."""
+"""From so few channels to so many, or back, XLA's convolution takes longer to gather than to multiply."""
 
 FEW_PLACES = 64
-"""So many places of a kernel are written one after the other."""
+"""The most places of a kernel that are written one after the other."""
 
 FEW_SUMS, FEW_PUT = 2**20, 2**22
-"""Matrices of so many elements are added up in caches."""
+"""The most elements of matrices that are added up in caches."""
 
 
 class Sliding(tuple[Windows, ...]):

@@ -1,4 +1,4 @@
-"""In which order XLA computes what does not depend on each other."""
+"""The order in which XLA computes what does not depend on each other."""
 
 from __future__ import annotations
 

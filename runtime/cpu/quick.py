@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 LANES = 8
-"""So many numbers fill the vector instructions of most CPUs."""
+"""How many numbers the vector instructions of most CPUs take."""
 
 
 def quick_on_cpus(quick: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

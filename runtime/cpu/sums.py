@@ -17,10 +17,10 @@ from jax import lax
 from runtime.cpu.quick import LANES, quick_on_cpus
 
 ROWS = range(16, 1025)
-"""So many rows are worth a product, and not so many that adding them up one by one is less exact."""
+"""For how many rows a product pays. With more, to add them up one by one, as a product does, is less exact."""
 
 FEW = 16
-"""So many numbers of a row are reduced one after the other: fewer are little faster, and take longer to compile."""
+"""How many numbers of a row are reduced one after the other. Fewer are little faster, and take longer to compile."""
 
 
 class _Reduction(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts, reachable
 from popxl.core.recording import Op
 from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
@@ -206,13 +206,12 @@ def _order(channel: Channel) -> tuple[bool, Any]:
 
 def prints(graph: Graph) -> bool:
     """Whether running a graph prints, calls included."""
-    return any(op.kind is print_tensor_kind for g in reachable(graph) for op in g.ops)
+    return any(op.kind is print_tensor_kind for op in all_parts(graph))
 
 
 def acts_at_once(graph: Graph) -> bool:
     """Whether running a graph does more than give results: it prints, or stores to remote buffers; calls included."""
-    parts = (part for g in reachable(graph) for op in g.ops for part in op.parts)
-    return any(part.kind in (print_tensor_kind, remote_store_kind) for part in parts)
+    return any(op.kind in (print_tensor_kind, remote_store_kind) for op in all_parts(graph))
 
 
 def host_load(lowering: Any, op: Op, environment: Any, channels: Channels) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import checkify
 
 from popxl.base.names import identifier
-from popxl.core.aliasing import storages, written_inputs, written_tensors
+from popxl.core.aliasing import used_storages, written_inputs, written_tensors
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
 from popxl.core.traits import REFUSED, VJP
@@ -296,8 +296,7 @@ class MainFunction(GraphFunction):
 
     def _describe(self) -> dict[str, _Parameter]:
         main = self.graph
-        used = {s for made_of in storages(main.ops).values() for s in made_of}
-        changed = written_tensors(main)
+        used, changed = used_storages(main), written_tensors(main)
         self._variables = tuple(v for v in main.variables if v in used)
         self.written = tuple(v.name for v in self._variables if v in changed)
         streams: tuple[Channel, ...] = channels_of(main)

@@ -424,12 +424,16 @@ def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
     return sites
 
 
+def targets_of(op: Op) -> list[Tensor]:
+    """Where what an op's lowering returns belongs: its outputs, unless they alias what it overwrites, and that."""
+    overwritten = [op.inputs[i] for i in sorted(op.modified)]
+    return overwritten if op.kind.aliased else [*op.outputs, *overwritten]
+
+
 def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:
     """Put what an op's lowering returned where it belongs."""
     values = list(results) if isinstance(results, tuple | list) else [results]
-    targets = [op.inputs[i] for i in sorted(op.modified)]
-    if not op.kind.aliased:
-        targets = [*op.outputs, *targets]
+    targets = targets_of(op)
     if len(values) != len(targets):
         raise PopxlInternalError(
             f"{op!r} ({op.source}): the lowering returned {len(values)} results for {len(targets)}."

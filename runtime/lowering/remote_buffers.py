@@ -23,7 +23,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Variable
 from popxl.errors import PopxlError, PopxlInternalError
@@ -169,8 +169,8 @@ def _rows(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tupl
 
 def described(buffer: RemoteBuffer, main: Graph) -> str:
     """A buffer of a program, for errors: the variables in it, and the first line that uses it."""
-    parts = (part for graph in reachable(main) for op in graph.ops for part in op.parts)
-    used = next((f" ({part!r}, {part.source})" for part in parts if part.attributes.get("buffer") is buffer), "")
+    users = (op for op in all_parts(main) if op.attributes.get("buffer") is buffer)
+    used = next((f" ({op!r}, {op.source})" for op in users), "")
     inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
     return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
 
@@ -192,7 +192,7 @@ def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph)
 
     Args:
         text: the HLO of the executable.
-        results: for each result of it the buffer that it is; `None` for those that are none.
+        results: for each result of it the buffer that it is; `None` if it is no buffer.
         main: the graph that the program runs.
 
     Raises:
@@ -240,8 +240,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
 
 def stored_to(main: Graph) -> frozenset[RemoteBuffer]:
     """The buffers that a program changes."""
-    parts = (part for graph in reachable(main) for op in graph.ops for part in op.parts)
-    return frozenset(part.attributes["buffer"] for part in parts if part.kind is remote_store_kind)
+    return frozenset(op.attributes["buffer"] for op in all_parts(main) if op.kind is remote_store_kind)
 
 
 def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[Variable, ...]:

@@ -91,12 +91,12 @@ class Rolled:
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """Those of the model."""
+        """The ops of the model."""
         return self.turns[self.model]
 
     @cached_property
     def all(self) -> tuple[Op, ...]:
-        """Those of all turns, in order."""
+        """The ops of all turns, in order."""
         return tuple(op for turn in self.turns for op in turn)
 
 
@@ -149,7 +149,7 @@ class _Turning:
         self._last = tuple(m for m in loop.made if m.is_last_only)
         self._made = tuple(m for m in loop.made if not m.is_last_only)
         known = [t for t in loop.taken if t.before is None and not _is_number(t, environment)]
-        for storages in _that_overlap(t.of_turns for t in known):
+        for storages in that_overlap(t.of_turns for t in known):
             _bring_together(environment, storages)
         places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
         in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
@@ -258,8 +258,8 @@ def _is_number(taken: Taken, environment: Environment) -> bool:
     return is_same and not taken.is_written and taken.name not in environment.values
 
 
-def _that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-    """What turns take, with all together that has a storage in common."""
+def that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+    """The storages that turns take, in groups: what has a storage in common, directly or not, is one."""
     found: dict[Tensor, list[Tensor]] = {}
     for storages in of_turns:
         groups = {id(group): group for t in storages if (group := found.get(t)) is not None}

@@ -30,7 +30,7 @@ class Decision(NamedTuple):
 
     Attributes:
         calls: how called graphs are: see the option `calledGraphs`. "dispatched" is a plan.
-        reason: why so, in a sentence or two.
+        reason: why they are compiled like this, in a sentence or two.
         choice: which calls are pieces, in a plan.
         places: where ops run, if IPUs are devices of their own.
         rolling: the loops that calls are rolled to, if they are.

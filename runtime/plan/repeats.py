@@ -18,7 +18,7 @@ FEWEST, LONGEST = 4, 100
 of a layer and the updates of its weights, say. One dispatch does what many small ones would."""
 
 SMALL = 300
-"""So many ops are soon compiled, whatever they repeat."""
+"""This many ops are compiled quickly, whatever they repeat."""
 
 
 def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:

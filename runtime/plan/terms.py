@@ -27,7 +27,7 @@ class Terms:
 
     @cached_property
     def replicas(self) -> Replicas:
-        """Those that run the program."""
+        """The replicas that run the program."""
         return self.destination.replicas
 
     @cached_property

@@ -27,7 +27,7 @@ class Block:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it has rows."""
+        """Whether it has several rows, one for each of its tensors."""
         return len(self.tensors) > 1
 
     @property

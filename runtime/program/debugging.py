@@ -27,7 +27,7 @@ from popxl.errors import NonFiniteError, PopxlError
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
 from runtime.lowering.effects import Channel, Channels
-from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results
+from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results, targets_of
 from runtime.program.blocks import Block
 from runtime.targets.replicas import Replicas
 
@@ -138,9 +138,7 @@ class Debugged(Lowering):
             store_results(op, results, environment)
         else:
             super().carry_out(op, environment, channels)
-        targets = [op.inputs[i] for i in sorted(op.modified)]
-        if not op.kind.aliased:
-            targets = [*op.outputs, *targets]
+        targets = targets_of(op)
         made = [environment.read(t) for t in targets]
         after = _unusual(made)
         new_nan = after.nans and not before.nans

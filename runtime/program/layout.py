@@ -5,7 +5,7 @@ All of it is known before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from popxl.base.nesting import done
-from popxl.core.aliasing import reachable, storages, written_tensors
+from popxl.core.aliasing import reachable, used_storages, written_tensors
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
+from popxl.looking.memory import held_variables
 from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
@@ -73,7 +74,7 @@ class Layout:
         wide: whether it has numbers of 64 bits.
         calls: how called graphs are compiled: see the option `calledGraphs`.
         rolling: the loops that are made of calls, if they are.
-        reason: why so, in a sentence or two.
+        reason: why they are compiled like this, in a sentence or two.
         terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
             none is.
     """
@@ -94,29 +95,19 @@ class Layout:
         self._usual_room = ir.num_host_transfers
         self.room = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
-        used = {s for made_of in storages(main.ops).values() for s in made_of}
-        written = written_tensors(main)
-        holders = {v if v.piece is None else v.piece: v for v in main.variables}
-        self.held = {t: v for t, v in holders.items() if t in used}
+        used, written = used_storages(main), written_tensors(main)
+        self.held = held_variables(main)
         self.variables = tuple(self.held.values())
         self.changed = tuple(t for t in self.held if t in written)
         self.read = tuple(t for t in self.held if t not in written)
         self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
         self.stored_to = remote.stored_to(main)
-        for v in main.variables:
-            if v in used and v.location_info.isRemote():
-                raise PopxlError(
-                    f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
-                    "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
-                )
+        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
+        _check(tensors, (v for v in main.variables if v in used))
         self.prints = prints(main)
         self.counts = transfers_of(main)
         self._excess = {stream: count for stream, count in self.counts.items() if count > self.room[stream]}
-        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
         self.wide = any(t.dtype.is_wide for t in tensors)
-        for t in tensors:
-            if t.dtype.is_complex and t.dtype.is_wide:
-                raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")
         decided = decide(main, ir.options, destination, self.held, self.changed, calls)
         self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
         self._choice = decided.choice if self.calls == "dispatched" else None
@@ -318,3 +309,21 @@ class Layout:
 def _several(*counts: int) -> tuple[int, ...]:
     """Dimensions for what there are several of."""
     return tuple(count for count in counts if count > 1)
+
+
+def _check(tensors: Iterable[Tensor], variables: Iterable[Variable]) -> None:
+    """`PopxlError` for tensors that no device computes with, and for variables that a program uses and has elsewhere.
+
+    Args:
+        tensors: those of all ops.
+        variables: those that ops of the main graph use.
+    """
+    for v in variables:
+        if v.location_info.isRemote():
+            raise PopxlError(
+                f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
+                "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
+            )
+    for t in tensors:
+        if t.dtype.is_complex and t.dtype.is_wide:
+            raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")

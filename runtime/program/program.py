@@ -52,7 +52,7 @@ class Described:
 
     @property
     def replicas(self) -> Replicas:
-        """Those that run it. On the device, arrays have a leading dimension for them, if there are several."""
+        """The replicas that run it. On the device, arrays have a leading dimension for them, if there are several."""
         return self.layout.replicas
 
     @property

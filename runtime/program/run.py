@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts
 from popxl.errors import ApplicationRuntimeError
 from runtime.files.executables import prepared
 from runtime.interrupts import uninterrupted
@@ -151,8 +151,7 @@ class Runner:
 
     def _raise_failure(self, id: int, number: int) -> None:
         """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
-        main = self._layout.main
-        for op in (op for graph in reachable(main) for each in graph.ops for op in each.parts if op.id == id):
+        for op in (op for op in all_parts(self._layout.main) if op.id == id):
             required = op.kind.requirements[number]
             text = f"`{op.source.text}` " if op.source.text else ""
             raise ApplicationRuntimeError(

@@ -45,7 +45,7 @@ def ask_for_cpu_devices() -> None:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -177,9 +177,9 @@ class Device:
         self.detach()
 
 
-def cpu_device(name: str = "cpu") -> Device:
+def cpu_device() -> Device:
     """The CPU, as a single device."""
-    return Device(name, _local_devices("cpu")[:1], DeviceType.Cpu)
+    return Device("cpu", _local_devices("cpu")[:1], DeviceType.Cpu)
 
 
 def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
@@ -229,7 +229,7 @@ def all_devices() -> list[Device]:
 
 
 def _local_devices(kind: str | None = None) -> list[jax.Device]:
-    """Those of a kind, or of the best, that this process may use."""
+    """The devices of a kind, or of the best one, that this process may use."""
     compilers.start_jax()
     return jax.local_devices(backend=kind)
 

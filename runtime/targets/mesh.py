@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts
 from popxl.ir import Ir
 from popxl.looking.communication import communication_of
 from runtime.targets.replicas import AXIS, Dimension
@@ -32,8 +32,8 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
         ValueError: if the program has axes of another number of replicas.
     """
     axes, count = ir.checked_axes("Session"), ir.replication_factor
-    ops = (part for graph in reachable(ir.main_graph) for op in graph.ops for part in op.parts)
-    groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops if op.kind.between_replicas}
+    ops = (op for op in all_parts(ir.main_graph) if op.kind.between_replicas)
+    groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops}
     named = {} if axes is None else axes.places
     cuts = {1, count}
     for stride, size in {*groups, *named}:

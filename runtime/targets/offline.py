@@ -120,7 +120,7 @@ class Target:
         return self.first(self.count)
 
     def first(self, count: int) -> tuple[jax.Device, ...]:
-        """So many of the chips: of one host, if it has as many."""
+        """The first `count` chips: those of one host, if it has as many."""
         if isinstance(self.chip, Tpu):
             whole, name = self._around(count), self._part("name").lower()
             return compilers.tpu_devices(name, whole, self.chip.host, self.chip.config)[:count]

@@ -28,7 +28,7 @@ SMALLEST, LARGEST = 128, 512
 """The sizes of blocks: a power of two in between that divides the length."""
 
 MOST_CHANNELS = 256
-"""With more, blocks would not fit."""
+"""With more channels, blocks would not fit."""
 
 
 def attended(queries: Array, keys: Array, values: Array, mask: Array, seed: Array, **how: Any) -> tuple[Array, Array]:
@@ -80,7 +80,7 @@ def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) ->
 
 
 def _by_head(queries: Array, *others: Array) -> tuple[Array, ...]:
-    """All in the form (batch, heads of the queries, length, channels): heads of keys once for each query's."""
+    """Arrays in the form (batch, heads of the queries, length, channels): heads of keys once for each query's."""
     batch, heads = math.prod(queries.shape[:-3]), math.prod(queries.shape[-3:-2])
     times = heads // math.prod(others[0].shape[-3:-2])
     wide = (t.reshape(batch, heads // times, *t.shape[-2:]) for t in others)

@@ -19,7 +19,7 @@ from popxl.ops.kernels.convolutions import under_places
 from popxl.ops.windows import Windows
 
 FEW_CHANNELS, FEW_FILTERS = 8, 32
-"""With fewer of both, in float32, XLA takes long."""
+"""With fewer channels and fewer filters than these, in float32, XLA takes long."""
 
 
 def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:

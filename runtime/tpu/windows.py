@@ -29,7 +29,7 @@ def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t:
 
 
 def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequence[Windows], g: Any, t: Any) -> Any:
-    """By a kernel of XLA's. In a window with NaN, which number the gradient goes to is open."""
+    """The gradient, by a kernel of XLA's. In a window with NaN, it is open which number the gradient goes to."""
     if not _takes(windows):
         return function(g, t)
     batch = (1,) * (2 - t.ndim + len(windows))  # XLA wants two axes besides those of the windows
@@ -49,7 +49,7 @@ def _largest(t: Any, windows: Sequence[Windows]) -> Any:
 
 
 def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Of two numbers and their places: the larger one, of equal ones the first, of NaN and a number NaN."""
+    """The larger of two numbers, with its place: the first one of equal ones, and NaN rather than a number."""
     (a, at), (b, there) = one, other
     is_nan, is_other_nan = a != a, b != b
     is_equal = (a == b) | (is_nan & is_other_nan)

@@ -92,7 +92,7 @@ def test_report_runs_the_program(command: Any) -> None:
 
 @pytest.mark.targets
 @pytest.mark.parametrize(
-    "arguments", [("FILE", "--target", "tpu v5e", "-b"), ("--target=tpu v5e", "FILE", "-b")], ids=["behind", "before"]
+    "arguments", [("FILE", "--target", "tpu v5e", "-b"), ("--target=tpu v5e", "FILE", "-b")], ids=["after", "before"]
 )
 def test_show_and_report_compile_for_a_target(arguments: tuple[str, ...], command: Any) -> None:
     code, out, err = command(PROGRAM, "show", *arguments)

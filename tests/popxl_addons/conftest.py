@@ -25,6 +25,14 @@ def ir() -> Iterator[popxl.Ir]:
 
 
 @pytest.fixture
+def replicated_ir() -> Iterator[popxl.Ir]:
+    """A new Ir of four replicas, whose main graph is current."""
+    ir = popxl.Ir(replication=4)
+    with ir.main_graph:
+        yield ir
+
+
+@pytest.fixture
 def evaluate() -> Evaluate:
     """`evaluate(*tensors)` runs the program once and returns what tensors of its main graph are, on each replica."""
 

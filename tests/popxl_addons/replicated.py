@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,20 +13,10 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons.patterns import apply_pre_alias_patterns
 from runtime.targets.devices import Device
+from tests.devices import a_device_each, one_device
 
 Array = np.ndarray
 Devices = Callable[[int], Device]
-
-
-def a_device_each(count: int) -> Device:
-    devices = jax.devices("cpu")[:count]
-    if len(devices) < count:
-        pytest.skip("JAX was started with fewer devices")
-    return Device("ipu_model", tuple(devices))
-
-
-def one_device(count: int) -> Device:
-    return Device("ipu_model", tuple(jax.devices("cpu")[:1]))
 
 
 both_ways = pytest.mark.parametrize("device", [one_device, a_device_each], ids=["one device", "a device each"])

@@ -24,13 +24,6 @@ F32 = popxl.float32
 SPEC = popxl.TensorSpec((4, 6), F32)
 
 
-@pytest.fixture
-def replicated_ir():
-    ir = popxl.Ir(replication=4)
-    with ir.main_graph:
-        yield ir
-
-
 def factory(shape, dtype=F32, data=None, **settings):
     values = np.arange(np.prod(shape)).reshape(shape) if data is None else data
     return VariableFactory(lambda: values, dtype, **settings)

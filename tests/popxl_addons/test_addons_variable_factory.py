@@ -19,13 +19,6 @@ from popxl_addons.variable_factory import (
 )
 
 
-@pytest.fixture
-def replicated_ir():
-    ir = popxl.Ir(replication=4)
-    with ir.main_graph:
-        yield ir
-
-
 def counting(shape=(2,)):
     """A callable whose n-th result is full of n, from 0."""
     counter = itertools.count()

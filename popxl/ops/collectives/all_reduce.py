@@ -64,7 +64,7 @@ def _gradients_summed(forward: Forward, gs: Gs) -> Gradients:
 
 
 def _gradients_passed(forward: Forward, gs: Gs) -> Gradients:
-    """For each input, the gradient of its own result."""
+    """The gradients: for each input, that of its own result."""
     _only_sums(forward)
     return {i: g for i, g in enumerate(gs) if g is not None}
 

@@ -59,7 +59,7 @@ class Group(ABC):
         return self.chunk(self.combined(t, op), chunk_size(t.size, self.size))
 
     def chunk(self, t: Array, length: int) -> Array:
-        """The own chunk of an array; zeros lie behind its end."""
+        """The replica's own chunk of an array; zeros follow its end."""
         return lax.dynamic_index_in_dim(self.chunks(t, length), self.rank, keepdims=False)
 
     def chunks(self, t: Array, length: int) -> Array:

@@ -95,7 +95,7 @@ def widened_pair(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """With the channels last: XLA has quick code for that form everywhere, and does not always find it by itself."""
+    """A convolution, channels last. XLA has quick code for that form everywhere, and does not always choose it."""
     n = t.ndim - 2
     axes = ascii_lowercase[:n]
     result = lax.conv_general_dilated(

@@ -64,7 +64,7 @@ def _cross_entropy(logits: Any, indices: Any, *, group: Group) -> tuple[Any, Any
 
 
 def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """Of the logits."""
+    """The gradient of the logits."""
     if gs[0] is None or not forward.wants(0):
         return {}
     op = forward.op

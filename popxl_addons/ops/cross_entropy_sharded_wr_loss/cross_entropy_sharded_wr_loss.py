@@ -30,7 +30,7 @@ def _halves(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _specs(*tensors: Any, ipus: tuple[int, ...]) -> list[TensorSpec]:
-    """Of the loss, and of what each IPU keeps for the gradient."""
+    """The specs of the loss, and of what each IPU keeps for the gradient."""
     logits, indices = _halves(tensors)
     samples = indices[0].shape
     if len(samples) != 1:
@@ -74,7 +74,7 @@ def _cross_entropy_grad(g: Any, *tensors: Any, ipus: tuple[int, ...]) -> tuple[A
 
 
 def _gradients(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """Of the logits, by one op."""
+    """The gradients of the logits, by one op."""
     if gs[0] is None:
         return {}
     op = forward.op

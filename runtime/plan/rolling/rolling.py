@@ -14,14 +14,14 @@ from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.looking.flops import own_flops
 from popxl.ops.repeat import returned_by_ref
-from runtime.lowering.rolled import NARROW, AsWritten, Rolled, Taken
+from runtime.lowering.rolled import NARROW, AsWritten, Rolled, Taken, that_overlap
 from runtime.plan.rolling.flat import Flat
 from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.loops import Item, loops_of
 from runtime.plan.structure import Structures
 
 SMALL = 2**14
-"""So many bytes may be copied to where turns find them: of seeds and other numbers."""
+"""The most bytes of seeds and other numbers that may be copied to where turns find them."""
 
 Source = Tensor | tuple[object, int] | None
 """Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""
@@ -200,12 +200,7 @@ class _Walk:
 
     def together(self) -> list[tuple[Tensor, ...]]:
         """The variables that turns take in one place, those that loops have in common with each other together."""
-        group: dict[Tensor, list[Tensor]] = {}
-        for _, _, wish in self._wishes:
-            known = {id(group[t]): group[t] for t in wish if t in group}
-            whole = list(dict.fromkeys([*(t for each in known.values() for t in each), *wish]))
-            group.update(dict.fromkeys(whole, whole))
-        return _side_by_side([*{id(each): each for each in group.values()}.values()], self._wishes)
+        return _side_by_side(that_overlap(wish.variables for wish in self._wishes), self._wishes)
 
 
 def _side_by_side(groups: Sequence[Sequence[Tensor]], wishes: Sequence[_Wish]) -> list[tuple[Tensor, ...]]:

@@ -26,7 +26,7 @@ def rolled(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[
         read_later: what is read, or overwritten, after these ops.
 
     Raises:
-        CannotRoll: if they are none.
+        CannotRoll: if they cannot be the turns of a loop.
     """
     return _Laid(turns, roots).loop(read_later)
 

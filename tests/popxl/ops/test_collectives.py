@@ -24,23 +24,13 @@ from popxl.ops.collectives import CommGroup, CommGroupType
 from popxl.ops.collectives.collectives import OP_MAP, members, to_collective_op
 from popxl.transforms import autodiff
 from runtime.targets.devices import Device
+from tests.devices import a_device_each, one_device
 from tests.popxl.ops.rows.collectives import reduced
 from tests.popxl.ops.rows.schema import values
 
 c = ops.collectives
 Array = np.ndarray
 Groups = list[list[int]]
-
-
-def a_device_each(count: int) -> Device:
-    devices = jax.devices("cpu")[:count]
-    if len(devices) < count:
-        pytest.skip("JAX was started with fewer devices")
-    return Device("ipu_model", tuple(devices))
-
-
-def one_device(count: int) -> Device:
-    return Device("ipu_model", tuple(jax.devices("cpu")[:1]))
 
 
 @pytest.fixture(params=[one_device, a_device_each], ids=["one device", "a device each"])

@@ -1,4 +1,4 @@
-"""Attention."""
+"""Attention: `scaled_dot_product_attention`, and what PyTorch has around it for several heads."""
 
 from __future__ import annotations
 
@@ -117,10 +117,8 @@ def multi_head_attention_forward(
     # to undo that; two transpositions in a row cost nothing.
     batch_first = {t: _batch_first(t) for t in given}
     given = [batch_first[t] for t in given]
-    if query is key is value and in_proj_weight is not None:  # one product for all
-        found = linear(given[0], in_proj_weight, in_proj_bias)
-        heads = ops.reshape(found, (*found.shape[:2], 3, num_heads, found.shape[2] // (3 * num_heads)))
-        q, k, v = (ops.reshape(t, t.shape[1:]) for t in ops.split(ops.transpose(heads, (2, 0, 3, 1, 4)), 3, axis=0))
+    if query is key is value and in_proj_weight is not None:
+        q, k, v = _by_one_product(given[0], in_proj_weight, in_proj_bias, num_heads)
     else:
         own = [q_proj_weight, k_proj_weight, v_proj_weight]
         weights = own if use_separate_proj_weight else _thirds(in_proj_weight)
@@ -131,12 +129,7 @@ def multi_head_attention_forward(
         k, v = (_appended(t, _heads(row, num_heads)) for t, row in ((k, bias_k), (v, bias_v)))
     if add_zero_attn:
         k, v = (_appended(t, popxl.constant(0.0, t.dtype)) for t in (k, v))
-    more = (bias_k is not None) + add_zero_attn
-    masks = [_wider(mask, by=more) if more else mask for mask in (attn_mask, key_padding_mask) if mask is not None]
-    if attn_mask is not None and len(attn_mask.shape) == 3:
-        masks[0] = ops.reshape(masks[0], (batch, num_heads, *masks[0].shape[1:]))
-    if key_padding_mask is not None:
-        masks[-1] = ops.reshape(masks[-1], (batch, 1, 1, masks[-1].shape[-1]))
+    masks = _masks(attn_mask, key_padding_mask, (batch, num_heads), (bias_k is not None) + add_zero_attn)
     dropout_p = dropout_p if training else 0.0
 
     def output(mixed: popxl.Tensor) -> popxl.Tensor:
@@ -157,6 +150,30 @@ def multi_head_attention_forward(
     if average_attn_weights:
         attention = ops.mean(attention, 1)
     return [out, ops.reshape(attention, attention.shape[1:]) if single else attention]
+
+
+def _by_one_product(t: popxl.Tensor, weight: popxl.Tensor, bias: Optional, heads: int) -> list[popxl.Tensor]:
+    """Queries, keys and values of one text, by heads."""
+    found = linear(t, weight, bias)
+    by_head = ops.reshape(found, (*found.shape[:2], 3, heads, found.shape[2] // (3 * heads)))
+    return [ops.reshape(t, t.shape[1:]) for t in ops.split(ops.transpose(by_head, (2, 0, 3, 1, 4)), 3, axis=0)]
+
+
+def _masks(of_places: Optional, of_keys: Optional, lead: tuple[int, int], more: int) -> list[popxl.Tensor]:
+    """The masks that are given, in a form that scores broadcast with.
+
+    Args:
+        of_places: what each query leaves out.
+        of_keys: the keys that all queries of a text leave out.
+        lead: how many texts and heads there are.
+        more: how many keys there are beside those that masks know.
+    """
+    masks = [_wider(mask, by=more) if more else mask for mask in (of_places, of_keys) if mask is not None]
+    if of_places is not None and len(of_places.shape) == 3:
+        masks[0] = ops.reshape(masks[0], (*lead, *masks[0].shape[1:]))
+    if of_keys is not None:
+        masks[-1] = ops.reshape(masks[-1], (lead[0], 1, 1, masks[-1].shape[-1]))
+    return masks
 
 
 def _seen(masks: Sequence[popxl.Tensor]) -> Optional:

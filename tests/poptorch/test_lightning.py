@@ -157,12 +157,17 @@ def test_what_a_program_cannot_do_is_said(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: Any) -> Any:
             self.log("rate", self.rate)
 
+    class Unnamed(Classifier):
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            self.log("loss", batch[0].sum(), True)
+
     class Skips(Classifier):
         def training_step(self, batch: Any, batch_idx: Any) -> Any:
             return None
 
     fails("`automatic_optimization` is False", Manual())
     fails("log: 'rate' is 0.1 .float. in a step, which is captured once", Number())
+    fails(r"what comes after the value of 'loss' is given by name: `log\('loss', value, on_epoch=True\)`", Unnamed())
     fails("should return the loss.*cannot be skipped", Skips())
     fails("max_grad_norm=0.5", module(), gradient_clip_val=0.5)
     given = IPUStrategy(training_opts=poptorch.Options())

@@ -15,6 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import permutations
 from operator import eq, ge
 from typing import Any
 
@@ -91,14 +92,20 @@ def _of_a_chip(given: jax.ShapeDtypeStruct, room: Room) -> int:
     return 0 if where.memory_kind == HOST else room(where.shard_shape(given.shape), given.dtype.itemsize)
 
 
-def exact(shape: Sequence[int], size: int) -> int:
-    """The bytes of an array whose elements lie side by side."""
+def exact(shape: Sequence[int], size: int, along: Sequence[int] | None = None) -> int:
+    """The bytes of an array whose elements lie side by side, along whichever dimensions."""
     return math.prod(shape) * size
 
 
-def tiled(shape: Sequence[int], size: int) -> int:
+def tiled(shape: Sequence[int], size: int, along: Sequence[int] | None = None) -> int:
     """The bytes of an array in the memory of a TPU: in tiles of up to 8 rows and 128 columns, along the two dimensions
-    of which it needs least; in several rows are the bytes of a word."""
+    of which it needs least; in several rows are the bytes of a word.
+
+    Args:
+        shape: of the array.
+        size: the bytes of an element.
+        along: the two dimensions, if there is no choice: convolutions want images and channels.
+    """
     together = max(1, 4 // size) if size else 1
     elements = math.prod(shape)
     if len(shape) < 2 or elements == 0:
@@ -109,7 +116,7 @@ def tiled(shape: Sequence[int], size: int) -> int:
         tile = min(8, max(together, 1 << (rows - 1).bit_length()))
         return math.ceil(rows / tile) * tile * math.ceil(columns / 128) * 128
 
-    pairs = {(shape[i], shape[j]) for i in range(len(shape)) for j in range(len(shape)) if i != j}
+    pairs = {(shape[i], shape[j]) for i, j in permutations(along or range(len(shape)), 2)}
     return min(elements // (rows * columns) * padded(rows, columns) for rows, columns in pairs) * size
 
 

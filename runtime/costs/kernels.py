@@ -11,7 +11,8 @@ The rules, which hold for most programs:
 - Of what a collective gives, and everyone rounds, the rounded is kept.
 - On a GPU, all arrays that begin with the same number are filled in at once.
 - On a TPU, float32 that only products use, which round it, is kept as bfloat16; so are stacks of loops whose turns do
-  that. What several kernels use is written down, if each would read four times as much to compute it.
+  that. What several kernels use is written down, if each would read four times as much to compute it. What convolutions
+  give is tiled along images and channels.
 
 `runtime.costs.foreseen` asks when each value is there.
 """
@@ -64,8 +65,9 @@ ROW = 16384
 FAR_MORE = 4
 """Where two kernels read four arrays to compute one, fewer bytes are moved if that is written down, and read twice."""
 
-Room = Callable[[Sequence[int], int], int]
-"""The bytes of an array: of its shape, and of the size of an element."""
+Room = Callable[..., int]
+"""The bytes of an array: of its shape, the size of an element, and the two dimensions that it is tiled along, if others
+are no choice."""
 
 
 @dataclass(eq=False)
@@ -97,6 +99,10 @@ class Value:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> str:
+        return self.name.partition("[")[0]
 
 
 @dataclass(eq=False)
@@ -175,12 +181,12 @@ class Traced:
         self._room, self._most, self._chips = room, most, chips
         self._known: dict[Any, tuple[Value, ...]] = {}
 
-    def value(self, aval: Any, name: str = "") -> Value:
-        """What JAX describes."""
+    def value(self, aval: Any, name: str = "", along: Sequence[int] | None = None) -> Value:
+        """What JAX describes. It is tiled along two dimensions, if they are told."""
         shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
         size = getattr(dtype, "itemsize", 8)
         on_host = "Host" in str(getattr(aval, "memory_space", ""))
-        bytes = 0 if on_host else self._room(shape, size) // self._chips
+        bytes = 0 if on_host else self._room(shape, size, along) // self._chips
         return Value(shape, bytes, name=f"{dtype}{[*shape]} {name}".rstrip())
 
     def given(self, jaxpr: Any) -> list[Value]:
@@ -244,7 +250,8 @@ class Traced:
         waits = frozenset[tuple[Value, ...]]().union(*(value.waits for value in taken))
         taken = tuple(value.itself for value in taken)
         name = str(equation.source_info.name_stack)
-        made = tuple(self.value(v.aval, name) for v in equation.outvars)
+        along = params["dimension_numbers"].out_spec[:2] if kind == _CONVOLUTION else None  # images, and channels
+        made = tuple(self.value(v.aval, name, along) for v in equation.outvars)
         step = Step(kind, taken, made)
         for value in made:
             value.maker, value.waits = step, waits
@@ -260,7 +267,7 @@ class Traced:
             step.inside = self._most(params["body_jaxpr"], params["body_nconsts"], len(step.in_place)).bytes
         elif kind == "cond":
             step.inside = max(self._most(branch, 0, 0).bytes for branch in params["branches"])
-        elif kind == "dot_general":  # convolutions read numbers as they are
+        elif kind in _PRODUCTS:
             step.rounded = frozenset(() if "HIGH" in str(params["precision"]) else step.taken)
         elif kind in _IN_PLACE:
             step.in_place = step.taken[:1]
@@ -318,6 +325,9 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
 
     there.update(end for end in ends.values() if end is not None and not is_computed_there(end))
     if is_tpu:
+        for step, end in ends.items():
+            if step.kind == _CONVOLUTION and end is not None and end.dtype == step.made[0].dtype:
+                end.bytes = step.made[0].bytes  # it is laid out in the same way
         _write_down(steps, there, users)
         _narrow(there, users, results)
     made = [step for step in steps if not step.is_fused or not there.isdisjoint(step.made)]
@@ -361,7 +371,7 @@ def _narrow(there: Iterable[Value], users: Mapping[Value, Mapping[Step, None]], 
     give, which round nothing."""
     for value in there:
         is_sent = value.maker is not None and value.maker.is_exchange
-        if value.name.startswith("float32") and not is_sent and _is_rounded(value, users, results):
+        if value.dtype == "float32" and not is_sent and _is_rounded(value, users, results):
             value.bytes //= 2
 
 

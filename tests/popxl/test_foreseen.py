@@ -200,6 +200,8 @@ def test_room_in_tiles() -> None:
     assert [tiled(shape, 4) for shape in shapes] == [4 * size for size in tiles]
     halves = [256, 256, 256, 1024, 1024, 5120] + [rows * 384 for rows in (2, 2, 4, 4, 8, 8, 16)]
     assert [tiled(shape, 2) for shape in shapes] == [2 * size for size in halves]
+    images = [(48, 16, 120, 120), (48, 64, 124, 124), (128, 32, 96, 96)]
+    assert [tiled(shape, 4, (0, 1)) for shape in images] == [117_964_800, 377_880_576, 150_994_944]
     assert tiled((5, 7, 3), 4) == 4 * 5 * 4 * 128 and tiled((300, 1), 4) == 4 * 384 and tiled((0, 3), 4) == 0
 
 
@@ -265,6 +267,22 @@ def test_stacks_that_turns_round_are_kept_as_bfloat16() -> None:
         return exact_ - rounded
 
     assert saved(turns=14) - saved(turns=7) == 7 * (rows + width) * width * 4 // 2
+
+
+@pytest.mark.targets
+def test_images_are_tiled_along_themselves_and_their_channels() -> None:
+    images, channels, size = 16, 24, 32
+
+    def program(x: popxl.Tensor) -> popxl.Tensor:
+        def kernel(count: int, name: str) -> popxl.Tensor:
+            return popxl.variable(popxl.initial.zeros((channels, count, 3, 3)), popxl.float32, name)
+
+        x = ops.cast(x, popxl.float32).reshape((images, 2, size, size))
+        y = ops.relu(ops.conv(x, kernel(2, "v"), padding=(1, 1, 1, 1)))
+        return ops.sum(ops.sin(ops.conv(y, kernel(channels, "w"), padding=(1, 1, 1, 1))) * y)
+
+    between = 4 * images * 128 * size * size
+    assert 1.9 * between < on_tpus(program, (images * 2, size * size)) < 2.2 * between  # what both give
 
 
 @pytest.mark.targets

@@ -18,6 +18,7 @@ RECOMPUTED = "blocks of a GPT, tensor-parallel"
     [
         *((name, kind) for name in ("network, only used", "network, Adam", "attention, bfloat16") for kind in KINDS),
         *((name, "gpu h100") for name in ("network, Adam, 4 chips", "convolutions", "GPT, recomputed")),
+        *((name, "tpu v5e") for name in ("vocabulary", "a layer, eight times", "blocks, bfloat16, 4 chips")),
         *((name, "gpu h100") for name in ("network, Adam, bfloat16", "blocks, bfloat16, 4 chips", "GPT, phased")),
     ],
 )

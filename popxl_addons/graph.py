@@ -19,6 +19,7 @@ from popxl_addons.errors import GradientError
 from popxl_addons.grad_info import merge_called_graphs
 from popxl_addons.named_tensors import NamedTensors, TensorMap
 from popxl_addons.patterns import apply_patterns
+from popxl_addons.variable_factory import NamedVariableFactories
 
 if TYPE_CHECKING:
     from popxl_addons.graph_common import CalledGraphsGradInfoLike
@@ -85,6 +86,11 @@ class GraphWithNamedArgs:
             raise TypeError(
                 f"GraphWithNamedArgs.bind: `args` is a {type(args).__name__}, expected NamedTensors. "
                 "Make one of a dictionary with `NamedTensors.from_dict`."
+            )
+        if isinstance(args, NamedVariableFactories):
+            raise TypeError(
+                "GraphWithNamedArgs.bind: `args` are NamedVariableFactories, which have no variables yet; expected "
+                "NamedTensors. Make the variables with `args.init()`, in the main graph."
             )
         return BoundGraph(self.graph, self.args.to_mapping(args))
 

@@ -25,6 +25,7 @@ from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
 from popxl_addons.array_munging import unshard
+from popxl_addons.dot_tree import DotTree
 from popxl_addons.metrics import as_numbers, readable
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
@@ -94,14 +95,31 @@ class TaskSession(popxl.Session):
     ) -> None:
         if max_checkpoints < 1:
             raise ValueError(f"TaskSession: `max_checkpoints` is {max_checkpoints}; expected at least 1.")
+        self.state = state
         with timer("PopXL compilation"):
             super().__init__(*args, **kwargs)
         self.inputs = inputs if isinstance(inputs, InputStreams) else InputStreams.from_streams(inputs)
         self.outputs = outputs if isinstance(outputs, OutputStreams) else OutputStreams.from_streams(outputs)
-        self.state = state
         self.max_checkpoints = max_checkpoints
         self.session_state: dict[str, Any] = {"steps": 0}
         self._dataloader: DataLoader | None = None
+
+    @property
+    def state(self) -> NamedTensors:
+        """The variables that are saved and loaded, under their names. May be assigned.
+
+        `TypeError` for what has no names as `NamedTensors` have them.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: NamedTensors) -> None:
+        if not isinstance(state, DotTree):
+            raise TypeError(
+                f"TaskSession: `state` is a {type(state).__name__}, expected NamedTensors. "
+                "Make one of a dictionary with `NamedTensors.from_dict`."
+            )
+        self._state = state
         self._writer = checkpoint.Writer(self)
 
     @classmethod

@@ -43,9 +43,10 @@ from popxl.options import SessionOptions
 from runtime.calls import kept
 from runtime.interrupts import handle_waiting
 from runtime.lowering import effects
-from runtime.lowering.collectives import group_of
+from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import MachineParts, Order, parts_for
+from runtime.lowering.meetings import Meetings
 from runtime.lowering.rolled import AsWritten, Rolled, roll
 from runtime.lowering.scopes import Scopes, of_op
 from runtime.lowering.stacks import Row, Stack, put_back, read
@@ -248,6 +249,7 @@ class Lowering:
         self._around: list[Sequence[Array | Row]] = [()]  # the inputs of the graphs that are being run
         self._turns = 1
         self._scopes = Scopes()
+        self._meetings = Meetings()
 
     @cached_property
     def _machine(self) -> MachineParts:
@@ -260,6 +262,7 @@ class Lowering:
 
     def run(self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels) -> Environment:
         """Run ops of one graph, in order. Returns what is in its storages afterwards."""
+        self._meetings = Meetings()
         return done(self.running(ops, values, channels))
 
     def running(
@@ -309,9 +312,32 @@ class Lowering:
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            return op.apply(operands, attributes | {"group": group})
+            if self.met((op,)) is None:
+                return op.apply(operands, attributes | {"group": group})
+            results = op.apply([*map(self._meetings.said, operands)], attributes | {"group": group})
+            jax.tree.map(self._meetings.note, results)
+            return results
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
+
+    def met(self, ops: Iterable[Op]) -> Array | None:
+        """What depends on all meetings of devices so far, if devices meet in these ops and XLA does not order that."""
+        is_asked = self._machine.turns is not None and devices_meet(ops, self.replicas)
+        return self._meetings.met() if is_asked else None
+
+    @contextmanager
+    def meeting_after(self, met: Array | None) -> Iterator[Callable[[], Array | None]]:
+        """While a computation is traced that is carried out as a whole. Gives what depends on its meetings so far."""
+        around, self._meetings = self._meetings, Meetings(met)
+        try:
+            yield lambda: None if met is None else self._meetings.met()
+        finally:
+            self._meetings = around
+
+    def meet_after(self, met: Array | None) -> None:
+        """Have what follows come after the meetings of a computation."""
+        if met is not None:
+            self._meetings = Meetings(met)
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""
@@ -340,7 +366,9 @@ class Lowering:
             results = yield self._inline(graph, inputs, channels)
             return results if in_rows else results.read()
         streams = channels_of(graph)
-        outputs, written, used = self._function(graph)(tuple(map(read, inputs)), channels.take(streams))
+        given = tuple(map(read, inputs)), channels.take(streams), self.met(graph.ops)
+        outputs, written, used, met = self._function(graph)(*given)
+        self.meet_after(met)
         channels.put_back(streams, used)
         return Results(outputs, written)
 
@@ -388,10 +416,11 @@ class Lowering:
         """The one function of a graph whose calls are kept."""
         streams = channels_of(graph)
 
-        def function(inputs: tuple[Array, ...], taken: Any) -> Any:
+        def function(inputs: tuple[Array, ...], taken: Any, met: Array | None) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            results = done(self._inline(graph, inputs, channels)).read()
-            return results.outputs, results.written, channels.take(streams)
+            with self.meeting_after(met) as now:
+                results = done(self._inline(graph, inputs, channels)).read()
+                return results.outputs, results.written, channels.take(streams), now()
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return kept(function, in_order=1)
@@ -524,20 +553,23 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
     stepping = channels.stepping(streams)
 
     def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
-        def run(positions: Any) -> Any:
+        def run(state: Any) -> Any:
+            positions, met = state
             inside = stepping.at(positions)
             if lowering.is_shared:
                 taken = cond.reshape(()) == when
                 inside.running = taken if channels.running is None else channels.running & taken
-            results = lowering.call(graph, values, inside)
-            return results.outputs[: len(op.outputs)], inside.positions(streams)
+            with lowering.meeting_after(met) as now:
+                results = lowering.call(graph, values, inside)
+                return results.outputs[: len(op.outputs)], (inside.positions(streams), now())
 
         return run
 
     branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
     # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
     one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
-    outputs, positions = one_of(cond.reshape(()), *branches, stepping.start)
+    outputs, (positions, met) = one_of(cond.reshape(()), *branches, (stepping.start, lowering.met((op,))))
+    lowering.meet_after(met)
     channels.put_back(streams, stepping.at(positions).take(streams))
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
@@ -546,7 +578,7 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
 def _both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
     """What `lax.cond` gives. What is in the host's memory goes through both branches: they change it where they run."""
     then = then_branch(start)
-    handed = {i: jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1][i], start[i]) for i in start}
+    handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1], start)
     return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
 
 
@@ -611,12 +643,15 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     stepping = channels.stepping(streams)
 
     def turn(state: Any, i: Array) -> Any:
-        before, positions = state
+        before, positions, met = state
         inside = stepping.at(positions)
-        after, further = done(loop.turning(lowering, before, i, inside))
-        return (after, inside.positions(streams)), further
+        with lowering.meeting_after(met) as now:
+            after, further = done(loop.turning(lowering, before, i, inside))
+            return (after, inside.positions(streams), now()), further
 
     count = op.attributes["repeat_count"]
-    (state, positions), stacked = lax.scan(turn, (loop.start, stepping.start), jnp.arange(count, dtype=jnp.int32))
+    start = (loop.start, stepping.start, lowering.met((op,)))
+    (state, positions, met), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
+    lowering.meet_after(met)
     channels.put_back(streams, stepping.at(positions).take(streams))
     loop.finish(state, stacked, environment)

@@ -120,14 +120,15 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: C
     stepping = channels.stepping(streams)
 
     def turn(state: Any, rows: Sequence[Array]) -> Any:
-        held, positions = state
+        held, positions, met = state
         inside = stepping.at(positions)
-        with lowering.within((), turns=len(loop.turns)):
+        with lowering.within((), turns=len(loop.turns)), lowering.meeting_after(met) as now:
             after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
-        return (turning.left(held, rows, after), inside.positions(streams)), None
+            return (turning.left(held, rows, after), inside.positions(streams), now()), None
 
-    start = (turning.start, stepping.start)
-    (held, positions), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
+    start = (turning.start, stepping.start, lowering.met(loop.ops))
+    (held, positions, met), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
+    lowering.meet_after(met)
     channels.put_back(streams, stepping.at(positions).take(streams))
     turning.finish(held, environment)
 

@@ -209,7 +209,8 @@ def one_run(
     channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
     for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
         channels.set_slots(buffer, slots)
-    environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
+    with lowering.meeting_after(None):
+        environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -302,3 +303,71 @@ def test_runs_that_nobody_waits_for_do_not_wait_for_each_other(way: str) -> None
     command = [sys.executable, "-c", MEETING, way]
     ran = subprocess.run(command, env={**os.environ, **as_if_here}, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[:2000]
+
+
+def instructions(text: str) -> dict[str, dict[str, tuple[str, list[str]]]]:
+    """The computations of a compiled program: for each instruction what it does, and the names that it mentions."""
+    found: dict[str, dict[str, tuple[str, list[str]]]] = {}
+    for line in text.splitlines():
+        if heading := re.match(r"(?:ENTRY )?%([\w.-]+) .*{$", line):
+            found[heading[1]] = inside = {}
+        elif made := re.match(r" +(?:ROOT )?%([\w.-]+) = .*? ([a-z][\w-]*)\((.*)", line):
+            inside[made[1]] = made[2], re.findall(r"%([\w.-]+)", made[3])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["loop", "branch", "call"])
+def test_what_is_exchanged_in_a_graph_and_around_it_is_in_order(kind: str) -> None:
+    """XLA for CPUs may begin at once what does not depend on each other, and devices would meet in different ones."""
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("JAX was started with fewer devices")
+
+    def inner(x: popxl.Tensor) -> popxl.Tensor:
+        return ops.collectives.replicated_all_reduce(ops.tanh(x) / 2.0)
+
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        streams = [popxl.h2d_stream((3, n), popxl.float32) for n in (4, 5, 6)]
+        x, before, after = map(ops.host_load, streams)
+        before = ops.collectives.replicated_all_gather(before)
+        graph = ir.create_graph(inner, x)
+        if kind == "loop":
+            (y,) = ops.repeat(graph, 3, x)
+        elif kind == "branch":
+            (y,) = ops.conditional(ops.greater(ops.max(before), 0.0), graph, graph, [x], [x])
+        else:
+            (y,) = ops.call(graph, *ops.call(graph, x))
+        after = ops.collectives.replicated_all_gather(after)
+        outs = [popxl.d2h_stream(t.shape, t.dtype) for t in (y, before, after)]
+        for out, t in zip(outs, (y, before, after), strict=True):
+            ops.host_store(out, t)
+    random = np.random.default_rng(1)
+    fed = {s: random.uniform(0.1, 1, (2, *s.shape)).astype(np.float32) for s in streams}
+    expected = fed[streams[0]]
+    for _ in range({"loop": 3, "branch": 1, "call": 2}[kind]):
+        expected = np.tanh(expected).sum(0, keepdims=True).repeat(2, 0) / 2
+    with session_of(ir, devices) as session:
+        shown = session.run(fed)
+        np.testing.assert_allclose(shown[outs[0]], expected, rtol=1e-5)
+        for out, stream in zip(outs[1:], streams[1:], strict=True):
+            np.testing.assert_array_equal(shown[out], [np.concatenate(fed[stream])] * 2)
+        computations = instructions(session.program.executable.as_text())
+
+    def meets(does: str, names: list[str]) -> bool:
+        inside = (each for name in names for each in computations.get(name, {}).values())
+        return does in ("all-reduce", "all-gather") or any(meets(*each) for each in inside)
+
+    compared = 0
+    for inside in computations.values():
+        found = [name for name, each in inside.items() if meets(*each)]
+        if len(found) < 2:
+            continue
+        needed: dict[str, set[str]] = {}
+        for name, (_, names) in inside.items():  # operands come first
+            needed[name] = {*names}.union(*(needed.get(each, ()) for each in names))
+        for name in found:
+            if inside[name][0] in ("while", "conditional", "call"):
+                compared += 1
+                apart = [t for t in found if t not in needed[name] and name not in needed[t] and t != name]
+                assert not apart, f"{apart} and {name} are begun at once"
+    assert compared

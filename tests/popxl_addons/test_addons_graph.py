@@ -128,6 +128,9 @@ def test_a_graph_is_no_operand(affine, x, v):
 def test_bind_wants_named_tensors(affine, v):
     with pytest.raises(TypeError, match="`args` is a dict, expected NamedTensors"):
         affine.bind(dict(v.to_dict()))
+    factories = addons.NamedVariableFactories(w=addons.VariableFactory(lambda: np.ones(2), popxl.float32))
+    with pytest.raises(TypeError, match=r"NamedVariableFactories, .* Make the variables with `args.init\(\)`"):
+        affine.bind(factories)
     assert affine.bind().args == affine.bind(None).args == {}
     mapping = {affine.args.w: v.w}
     bound = addons.BoundGraph(affine.graph, mapping)

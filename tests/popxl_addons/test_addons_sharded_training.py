@@ -59,7 +59,8 @@ class Momentum(Module):
 class Reference:
     """The same training in NumPy, on whole batches: layers with ReLU between them, cross entropy, momentum."""
 
-    def __init__(self, weights, lr):
+    def __init__(self, weights, lr, momentum=0.9):
+        self.momentum = momentum
         self.w = [w.astype(np.float64) for w in weights]
         self.b = [np.zeros(w.shape[1]) for w in weights]
         self.m = [[np.zeros_like(t) for t in tensors] for tensors in (self.w, self.b)]
@@ -79,7 +80,7 @@ class Reference:
         for i in reversed(range(len(self.w))):
             dw, db, g = h[i].T @ g, g.sum(0), (g @ self.w[i].T) * (h[i] > 0)
             for tensors, m, gradient in ((self.w, self.m[0], dw), (self.b, self.m[1], db)):
-                m[i] = 0.9 * m[i] + gradient
+                m[i] = self.momentum * m[i] + gradient
                 tensors[i] = tensors[i] - self.lr * m[i]
         return loss
 
@@ -348,3 +349,76 @@ def test_phased_execution(io_mode):
             np.testing.assert_allclose(
                 session.get_tensor_data(v.optim[name].m), reference.m[k][i], rtol=1e-4, atol=1e-6
             )
+
+
+# Layers in a loop, and their pieces -----------------------------------------------------------------------------------
+
+
+WIDTH = 8
+
+
+class Deep(Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+        self.first, self.last = Linear(WIDTH, iter(weights[:1] * 9)), Linear(CLASSES, iter(weights[-1:] * 9))
+
+    def build(self, x, labels):
+        h = self.first(x)
+        middle = self.weights[1:-1]
+        facts, layer = Linear(WIDTH, iter([*middle[:1] * 2, *middle[1:], *middle])).create_graph(h)
+        for i in range(len(middle)):
+            (h,) = layer.bind(self.add_variable_inputs(f"middle{i}", facts)).call(h)
+        return addons.cross_entropy(self.last(h, activation=False), labels)
+
+
+class PieceByPiece(Module):
+    """w -= lr * g, where each replica has a piece of the gradient; or all of it, if it is small."""
+
+    @popxl.in_sequence()
+    def build(self, w: popxl.TensorByRef, g: popxl.Tensor, total: popxl.Tensor, *, lr: float):
+        step = g + total * 0.0
+        if not g.meta_shape:
+            ops.scaled_add_(w, step, b=-lr)
+            return
+        piece = ops.collectives.replica_sharded_slice(w)
+        ops.scaled_add_(piece, step, b=-lr)
+        ops.var_updates.copy_var_update_(w, ops.collectives.replicated_all_gather(piece))
+
+
+def test_pieces_are_exchanged_in_a_loop_and_around_it():
+    """The updates of the inner layers are a loop, and those of the others are not."""
+    replicas, steps, batch = 8, 4, 2
+    weights, lr = draw(5, (5, WIDTH), *[(WIDTH, WIDTH)] * 3, (WIDTH, CLASSES)), 0.1
+    ir = popxl.Ir(replication=replicas)
+    ir.options.calledGraphs = "rolled"
+    with ir.main_graph, popxl.in_sequence():
+        xs, labels = popxl.h2d_stream((batch, 5), F32, "x"), popxl.h2d_stream((batch,), popxl.uint32, "labels")
+        facts, graph = Deep(weights).create_graph(xs.spec, labels.spec)
+        grad = addons.autodiff(graph, grads_required=graph.args.tensors)
+        variables = facts.init()
+        info = graph.bind(variables).call_with_info(ops.host_load(xs), ops.host_load(labels))
+        loss = addons.host_store(info.outputs[0])
+        gradients = grad.call(popxl.constant(1.0, F32), args=grad.grad_graph_info.inputs_dict(info))
+        flat = {graph.args.get(name): name for name in variables.to_dict()}
+        gradients = NamedTensors.from_dict(dict(zip(map(flat.get, graph.args.tensors), gradients, strict=True)))
+        everyone = NamedReplicaGrouping.build_groups(list(flat.values()), ir.replica_grouping())
+        reduced, names = reduce_replica_sharded_graph(gradients, "mean", shard_groups=everyone)
+        pieces = NamedTensors.pack(names, reduced.bind(gradients).call())
+        # All updates wait for all gradients, as if these were clipped, and none waits for another.
+        total = ops.collectives.replicated_all_reduce(sum(map(ops.sum, pieces.tensors), popxl.constant(0.0, F32)))
+        optimiser = PieceByPiece(cache=True)
+        for name, variable in variables.to_dict().items():
+            _, update = optimiser.create_graph(variable, pieces.get(name), total, lr=lr)
+            update.call(variable, pieces.get(name), total)
+    xs_of_all, labels_of_all = batches(7, steps, replicas * batch, 5)
+    reference = Reference(weights, lr, momentum=0.0)
+    with popxl.Session(ir, "ipu_hw") as session:
+        for x, labels_now in zip(xs_of_all, labels_of_all, strict=True):
+            fed = {xs: x.reshape(replicas, batch, 5), labels: labels_now.reshape(replicas, batch)}
+            np.testing.assert_allclose(session.run(fed)[loss].mean(), reference.step(x, labels_now), rtol=1e-4)
+        trained = session.get_tensors_data(variables.tensors)
+    layers = ["first", *(f"middle{i}" for i in range(len(weights) - 2)), "last"]
+    for layer, w, b in zip(layers, reference.w, reference.b, strict=True):
+        np.testing.assert_allclose(trained[variables.get(layer).weight], w, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(trained[variables.get(layer).bias], b, rtol=1e-3, atol=1e-5)

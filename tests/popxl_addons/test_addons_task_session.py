@@ -79,6 +79,16 @@ def test_streams_and_state(caplog):
     assert session.get_named_tensors_data().keys() == ["fc"]
 
 
+def test_the_state_has_names():
+    with pytest.raises(TypeError, match="`state` is a dict, expected NamedTensors"):
+        make(pick=lambda state: dict(state.to_dict()))
+    session = make()
+    with pytest.raises(TypeError, match="`state` is a list, expected NamedTensors"):
+        session.state = [session.state.fwd]
+    session.state = session.state.fwd
+    assert session.state.keys() == ["fc"]
+
+
 @pytest.mark.parametrize("kind", [list, dict.fromkeys])
 def test_streams_of_other_kinds(ir, kind):
     _, x_stream, x = addons.host_load(0.0, popxl.float32, "x")

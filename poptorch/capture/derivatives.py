@@ -34,13 +34,13 @@ class Application:
     Attributes:
         context: what PyTorch gives to its `backward`.
         inputs: the values that it was given, for each of its arguments; `None` for one without a gradient.
-        results: the values that it has made.
+        results: the values that it has made; `None` for a result that is no tensor.
         differentiated: identities of those through which PyTorch says that gradients flow.
     """
 
     context: Any
     inputs: list[Value | None]
-    results: list[Value]
+    results: list[Value | None]
     differentiated: set[int] = field(default_factory=set)
 
     @property
@@ -57,7 +57,7 @@ class Application:
     @property
     def of_gradients(self) -> list[Value]:
         """Those of its results through which gradients flow."""
-        return [value for value in self.results if id(value) in self.differentiated]
+        return [value for value in self.results if value is not None and id(value) in self.differentiated]
 
     @property
     def is_saved(self) -> bool:
@@ -81,11 +81,12 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
     recorder = tracer.recorder
 
     def note(context: Any, args: Sequence[Any], results: Any) -> None:
-        made = [results] if isinstance(results, torch.Tensor) else results
-        if recorder.is_inside or context.dirty_tensors or not all(isinstance(t, torch.Tensor) for t in made):
+        if recorder.is_inside or context.dirty_tensors:
             return
+        made = results if isinstance(results, tuple) else (results,)
         given = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in args]
-        application = Application(context, given, [recorder.value_of(t) for t in made])
+        values = [recorder.value_of(t) if isinstance(t, torch.Tensor) else None for t in made]
+        application = Application(context, given, values)
         setattr(context, APPLICATION, application)
         found.append(application)
 
@@ -141,7 +142,7 @@ def derive(tracer: Tracer, application: Application) -> None:
     """
     with tracer.suspended():
         is_there = application.is_saved
-        gs = [torch.zeros(v.shape, dtype=v.dtype) for v in application.results]
+        gs = [torch.zeros(v.shape, dtype=v.dtype) for v in application.results if v is not None]
     if not is_there:
         application.give_up()
     if not (is_there and application.differentiated):
@@ -149,8 +150,10 @@ def derive(tracer: Tracer, application: Application) -> None:
     places: list[int] = []
 
     def backward(*gs: torch.Tensor) -> list[torch.Tensor]:
+        of_tensors = iter(gs)
         with torch.no_grad():
-            found = application.context.apply(*gs)
+            given = (None if value is None else next(of_tensors) for value in application.results)
+            found = application.context.apply(*given)
         gradients = []
         of_arguments = found if isinstance(found, tuple) else (found,)
         for i, (g, value) in enumerate(zip(of_arguments, application.inputs, strict=False)):  # it may give more `None`s
@@ -194,7 +197,7 @@ def _insert(nodes: list[Node], application: Application, backward: Trace, inputs
         "results": list(inner.values()),
         "inputs": list(inputs),
         "backward": backward,
-        "numbers": [i for i, value in enumerate(application.results) if id(value) in inner],
+        "numbers": [i for i, value in enumerate(filter(None, application.results)) if id(value) in inner],
         "name": application.name,
     }
     node = Node(OWN, "", arguments, last.site, last.scope, last.source, results=own)

@@ -351,7 +351,8 @@ class Recorder:
 
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Make a tensor known that has a storage of its own."""
-        cell = self._cells[storage_key(t)] = _Cell(t, _Place.of(t), value, says_no)
+        storage = self._storage(t)
+        cell = self._cells[storage] = _Cell(t, _Place.of(t), value, says_no)
         self._all_cells.append(cell)
         self._seen[id(t)] = _Seen(t, cell, (), value, 0)
         self._await(cell, value, t)
@@ -370,7 +371,7 @@ class Recorder:
 
     def _unknown(self, t: torch.Tensor) -> _Seen:
         """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`, strides)."""
-        cell = self._cells.get(storage_key(t))
+        cell = self._cells.get(self._storage(t))
         if cell is None:
             if isinstance(t, FakeTensor):
                 raise createPoptorchError(
@@ -394,6 +395,16 @@ class Recorder:
         lens = _lens(cell.place, _Place.of(t), t.dtype)
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
+
+    def _storage(self, t: torch.Tensor) -> int:
+        """What is the same for tensors that share their storage."""
+        if t.layout is not torch.strided:
+            raise createPoptorchError(
+                f"A tensor of {tuple(t.shape)} is sparse ({t.layout}, {self.source()}). Tensors of a program have all "
+                "their numbers: use `to_dense()` before the model, or give it places and values, and add up rows with "
+                "`index_add`, as in `torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns])`."
+            )
+        return storage_key(t)
 
     def _note_frozen(self, frozen: Frozen) -> None:
         """Keep a tensor of the host in mind, and tell of one that no module has."""
@@ -488,7 +499,7 @@ class Recorder:
         """Note that the results look at the storage of an argument, if they do. The arguments hold tensors."""
         results = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
         given = [t for t in pytree.tree_leaves(dict(arguments)) if isinstance(t, torch.Tensor)]
-        looked_at = next((t for t in given if results and storage_key(t) == storage_key(results[0])), None)
+        looked_at = next((t for t in given if results and self._storage(t) == self._storage(results[0])), None)
         if looked_at is None:
             return False
         base = self._seen[id(looked_at)]

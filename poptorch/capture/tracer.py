@@ -498,6 +498,12 @@ class _Functions(TorchFunctionMode):
             if (composed := _composed(func)) is not None:
                 with self:
                     return composed(*args, **(kwargs or {}))
+            if isinstance(func, torch._ops.HigherOrderOperator):
+                raise createPoptorchError(
+                    f"Unsupported function {func.name()} of functions at {tracer.recorder.source()}. Use "
+                    "`poptorch.for_loop`, a loop of Python's, or `torch.where`, which chooses between what both "
+                    "functions give; where a model only runs, `poptorch.cond`."
+                )
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs or {}))

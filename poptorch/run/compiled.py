@@ -267,7 +267,8 @@ class Compiled:
         feeds: dict[popxl.HostToDeviceStream, Any] = dict(self._numbers)
         for i, stream, is_same, shape in self._inputs:
             t = tensors[i]
-            if is_same and shape is not None and not t.requires_grad and t.is_contiguous() and not t.is_meta:
+            is_array = t.layout is torch.strided and t.is_contiguous() and not t.is_meta
+            if is_same and shape is not None and is_array and not t.requires_grad:
                 feeds[stream] = as_array(t).reshape(shape)
             else:
                 feeds[stream] = self._fed(t, self.signature.leaves[i].name)

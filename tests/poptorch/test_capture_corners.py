@@ -276,6 +276,39 @@ def test_constants_that_leave_pytorch() -> None:
     _agrees(lambda x: copy.deepcopy([x, x])[1].add_(1) * x, _input(2))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.sparse.mm(x.to_sparse(), x),
+        lambda x: torch.sparse_coo_tensor([[0, 1], [1, 2]], x[0, :2], (3, 3)) @ x,
+        lambda x: torch.eye(3).to_sparse_csr() @ x,
+    ],
+)
+def test_sparse_tensors_are_refused(use: Function) -> None:
+    with pytest.raises(
+        poptorch.Error, match=r"tensor of \(3, 3\) is sparse .*_corners.py:\d+\).*index_add"
+    ):
+        poptorch.inferenceModel(use)(_input(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_arguments_and_buffers_are_refused(layout: torch.layout) -> None:
+    adjacency = torch.eye(3).to_sparse(layout=layout)
+    with pytest.raises(poptorch.Error, match=f"argument a has the layout {layout}"):
+        poptorch.inferenceModel(lambda a, x: a.to_dense() @ x)(adjacency, _input(3, 3))
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("adjacency", adjacency)
+    with pytest.raises(poptorch.Error, match=rf"tensor of \(3, 3\) is sparse \({layout}"):
+        poptorch.inferenceModel(model)(_input(4, 3))
+
+
+def test_functions_of_functions_are_refused() -> None:
+    with pytest.raises(poptorch.Error, match=r"Unsupported function cond .*torch\.where.*poptorch\.cond"):
+        poptorch.inferenceModel(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))(_input(3))
+
+
 def test_nested_tensors_are_refused() -> None:
     with pytest.raises(poptorch.Error, match="Unsupported op aten._nested_tensor_from_tensor_list"):
         poptorch.inferenceModel(lambda x: torch.nested.nested_tensor([x, x[:1]]).sum())(_input(2, 3))

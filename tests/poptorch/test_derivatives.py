@@ -115,6 +115,19 @@ class Recomputed(Function):
         return None, *torch.autograd.grad(y, (x, w), g)
 
 
+class Described(Function):
+    """A result that is no tensor stands before one that is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> tuple[str, torch.Tensor, None]:
+        return f"times {factor}", x * factor, None
+
+    @staticmethod
+    def backward(ctx: Any, name: None, g: torch.Tensor, nothing: None) -> tuple[torch.Tensor, None]:
+        assert name is nothing is None
+        return g * 0.3, None
+
+
 class Clamped(Function):
     """It overwrites its argument."""
 
@@ -150,6 +163,7 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "of a parameter": lambda h, w: h * Exponential.apply(w),
     "several results": _largest,
     "some results": lambda h, w: h + Largest.apply(h, w)[0][:, None],
+    "results that are no tensors": lambda h, w: Described.apply(h, 2.0)[1] * w,
     "overwritten afterwards": _overwritten,
     "detached": lambda h, w: h * Exponential.apply(h).detach() + w * Exponential.apply(h.detach()),
     "in a checkpoint": lambda h, w: checkpoint(lambda x: Reversed.apply(x) * w, h, use_reentrant=False),

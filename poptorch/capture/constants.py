@@ -87,12 +87,8 @@ def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
     """
     if value not in known:
         with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            random = torch.default_generator.get_state()
-            try:
-                for node in _order(value, known):
-                    known.update(zip(node.results, _results(node, known), strict=True))
-            finally:
-                torch.default_generator.set_state(random)
+            for node in _order(value, known):
+                known.update(zip(node.results, _results(node, known), strict=True))
     return known[value]
 
 

@@ -13,7 +13,8 @@ from what is written down so far: each op once, and only what is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.constants import computed
+from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Value
 from poptorch.errors import createPoptorchError
 from popxl.base.source import SourceLocation
@@ -83,6 +85,7 @@ class Cuts:
         self._trained: frozenset[Value] = frozenset()
         self._inputs, self._answers = list(inputs), list(answers)
         self._known: dict[Value, torch.Tensor] = {}
+        self._random = torch.default_generator.get_state()
 
     def begin(
         self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor], trained: Collection[Value] = ()
@@ -123,12 +126,27 @@ class Cuts:
         if number < len(self._answers):
             made = self._answers[number]
         else:
-            made = cut.numbers([computed(value, self._known) for value in given])
+            with self._drawing():
+                made = cut.numbers([computed(value, self._known) for value in given])
         if self._training:
             self._check_trained(made, given, source, tracked)
         cut.key = Cut.key_of(made)
         self.found.append(cut)
         return cut, made
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Go on drawing where the cut before ended, or a loop that waits for a number would wait for ever."""
+        generator = torch.default_generator
+        with without_modes():
+            before = generator.get_state()
+            generator.set_state(self._random)
+        try:
+            yield
+        finally:
+            with without_modes():
+                self._random = generator.get_state()
+                generator.set_state(before)
 
     def _check_trained(self, made: Any, given: Sequence[Value], source: SourceLocation, tracked: bool) -> None:
         """Check that the host makes nothing that needs a gradient, and no number that is another one in each step."""

@@ -132,6 +132,24 @@ def test_packed_sequences(kind: type[nn.Module], layers: int) -> None:
     agree(poptorch.inferenceModel(model)(x, lengths), model(x, lengths))
 
 
+def test_draws_until_they_are_liked() -> None:
+    def liked(x: torch.Tensor) -> torch.Tensor:
+        drawn, is_liked = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        for _ in range(1000):
+            if is_liked.all():
+                return drawn
+            now = torch.rand_like(x)
+            drawn = torch.where(is_liked, drawn, now)
+            is_liked = is_liked | (now > 0.5)
+        raise AssertionError("the same numbers are drawn again and again")
+
+    model = poptorch.inferenceModel(liked, poptorch.Options().randomSeed(0))
+    before = torch.default_generator.get_state()
+    drawn = model(torch.zeros(6))
+    assert bool((drawn > 0.5).all()) and len(drawn.unique()) == 6
+    assert torch.equal(before, torch.default_generator.get_state())
+
+
 def test_arguments_that_are_overwritten() -> None:
     def function(x: torch.Tensor, seen: list[Any]) -> torch.Tensor:
         x[x > 1] *= 2

@@ -7,8 +7,9 @@ Layers are trained by hand-written gradients: forward stages, backward stages an
 gradients of weights. How long a stage takes is measured with one micro-batch, where one stage follows the other. The
 simulator makes a time of that, which knows no copies and no dispatch. Then the schedules take turns.
 
-This tells something only where each device has a core of its own. So the work of a stage is told to use one core, and
-how many it does use is measured, too. With fewer cores than devices the command says so, and measures all the same.
+This tells something only where each device has a core of its own. So a stage that is measured alone gets no more cores
+than it will have beside the others, and how many it does use is measured, too. With fewer cores than devices the
+command says so, and measures all the same.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import List  # noqa: UP035  # as `TensorByRef` is known in that
@@ -176,10 +177,11 @@ def kind_of(name: str, count: int) -> str | None:
 
 
 def durations(work: Work, layers: int, rounds: int) -> Durations:
-    """Those of stages of some layers. With one micro-batch, the stages follow each other."""
+    """Those of stages of some layers. With one micro-batch, the stages follow each other; each has the cores that it
+    will have beside the others."""
     training = Training(replace(work, layers=layers), "gpipe", steps=1)
     found = defaultdict(list)
-    with training.session:
+    with training.session, on_cores(max(1, cores_here() // work.devices)):
         training.run()
         wall, busy = time.perf_counter(), time.process_time()
         for _ in range(rounds):
@@ -309,6 +311,27 @@ def report(work: Work, took: Mapping[int, Durations], results: Iterable[Result])
             f"**A stage keeps {min(busy):.2f} cores busy.** The rest is the host's work between stages, or other "
             "programs have the cores: choose larger stages, or a machine that does nothing else."
         )
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Within the block, all threads of the process share so many cores; or all, where only Linux could do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    _share(cores[:count])
+    try:
+        yield
+    finally:
+        _share(cores)
+
+
+def _share(cores: Iterable[int]) -> None:
+    """Have all threads of the process run on some cores."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def cores_here() -> int:

@@ -4,8 +4,8 @@
     python -m tests.benchmarks.schedules --pictures folder     # and a picture of each: predicted, and measured
 
 Layers are trained by hand-written gradients: forward stages, backward stages and, for zero bubble, stages with the
-gradients of weights. How long a stage takes is measured with one micro-batch, where one stage follows the other. The
-simulator makes a time of that, which knows no copies and no dispatch. Then the schedules take turns.
+gradients of weights. How long a stage takes is measured in a program of its own. The simulator makes a time of that,
+which knows no copies and no dispatch. Then the schedules take turns.
 
 This tells something only where each device has a core of its own. So a stage that is measured alone gets no more cores
 than it will have beside the others, and how many it does use is measured, too. With fewer cores than devices the
@@ -17,12 +17,11 @@ import os
 import re
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import List  # noqa: UP035  # as `TensorByRef` is known in that
+from typing import Any, List  # noqa: UP035  # as `TensorByRef` is known in that
 
 if __name__ == "__main__":  # before JAX starts: so that one stage does not take the cores of another
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
@@ -177,28 +176,54 @@ def kind_of(name: str, count: int) -> str | None:
 
 
 def durations(work: Work, layers: int, rounds: int) -> Durations:
-    """Those of stages of some layers. With one micro-batch, the stages follow each other; each has the cores that it
-    will have beside the others."""
-    training = Training(replace(work, layers=layers), "gpipe", steps=1)
-    found = defaultdict(list)
-    with training.session, on_cores(max(1, cores_here() // work.devices)):
-        training.run()
-        wall, busy = time.perf_counter(), time.process_time()
-        for _ in range(rounds):
-            training.run()
-        cores = (time.process_time() - busy) / (time.perf_counter() - wall)
-        with training.session.recording() as timeline:
-            for _ in range(rounds):
-                training.run()
-    for span in timeline.spans:
-        found[kind_of(span.name, work.devices)].append(span.end - span.start)
-    if missing := [kind for kind in KINDS if kind not in found]:
-        raise ValueError(
-            f"schedules: stages of {layers} layers are too small to run by themselves: there is no {missing[0]} among "
-            f"{sorted({span.name for span in timeline.spans})}. Choose more --layers, such as 16."
-        )
-    forward, backward, gradients = (statistics.median(found[kind]) for kind in KINDS)
-    return Durations(forward, backward, gradients, cores)
+    """Those of stages of some layers, each in a program of its own, with the cores that it will have beside others."""
+    x, w = (popxl.TensorSpec((n, work.width), popxl.float32) for n in (work.rows, work.width))
+    xs, ws = [x] * layers, [w] * layers
+    given: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "forward": (forward, (x, ws)),
+        "backward": (backward, (x, xs, ws)),
+        "gradients": (gradients, (xs, xs, ws)),
+    }
+    wall, busy = {}, {}
+    with on_cores(max(1, cores_here() // work.devices)):
+        for kind, (stage, specs) in given.items():
+            with alone(stage, specs) as run:
+                begin = time.perf_counter(), time.process_time()
+                took = [timed(run) for _ in range(rounds)]
+                wall[kind] = statistics.median(took)
+                busy[kind] = (time.process_time() - begin[1]) / (time.perf_counter() - begin[0])
+    return Durations(**wall, cores=max(busy.values()))
+
+
+@contextmanager
+def alone(stage: Callable[..., Any], specs: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    """A program that runs one stage, of variables: the function runs it, and waits for its end."""
+    ir = popxl.Ir()
+    rng = np.random.default_rng(0)
+
+    def variable(spec: popxl.TensorSpec) -> popxl.Tensor:
+        return popxl.variable(rng.normal(0, spec.shape[-1] ** -0.5, spec.shape), spec.dtype)
+
+    with ir.main_graph, popxl.in_sequence():
+        inputs = jax.tree.map(variable, specs, is_leaf=lambda spec: isinstance(spec, popxl.TensorSpec))
+        for y in ops.call(ir.create_graph(stage, *specs), *inputs) or ():
+            ops.var_updates.copy_var_update_(popxl.variable(np.zeros(y.shape), y.dtype), y)
+
+    with popxl.Session(ir, "ipu_hw") as session:
+
+        def run() -> None:
+            session.run()
+            jax.block_until_ready(session.program.state.present())
+
+        run()
+        yield run
+
+
+def timed(run: Callable[[], None]) -> float:
+    """The seconds of one run."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
@@ -344,8 +369,8 @@ def main() -> None:
     add = parser.add_argument
     add("--devices", type=int, default=min(4, max(2, cores_here())), help="by default as many as cores, from 2 to 4")
     add("--micro-batches", type=int, default=8, help="in a run (default: 8)")
-    add("--layers", type=int, default=16, help="on each device (default: 16)")
-    add("--width", type=int, default=256, help="of a layer (default: 256)")
+    add("--layers", type=int, default=8, help="on each device (default: 8)")
+    add("--width", type=int, default=512, help="of a layer (default: 512)")
     add("--rows", type=int, default=64, help="of a micro-batch (default: 64)")
     add("--rounds", type=int, default=25, help="how often each schedule runs (default: 25)")
     add("--pictures", type=Path, help="the folder for timelines, as SVG")

@@ -83,15 +83,14 @@ class Training:
     Args:
         work: what is trained.
         name: the schedule, one of `SCHEDULES`.
-        steps: the number of micro-batches, if it is another one.
     """
 
-    def __init__(self, work: Work, name: str, steps: int | None = None) -> None:
-        self.work, self.steps = work, steps or work.steps
+    def __init__(self, work: Work, name: str) -> None:
+        self.work = work
         parts = SCHEDULES[name]
         count, self.per_stage = work.devices * parts, work.layers // parts
         ir = popxl.Ir()
-        ir.num_host_transfers = self.steps
+        ir.num_host_transfers = work.steps
         ir.options.placement = "several"
         shape = (work.width, work.width)
         rng = np.random.default_rng(0)
@@ -107,7 +106,7 @@ class Training:
             self.forward = ir.create_graph(forward, x, ws)
             self.backward = ir.create_graph(backward, x, xs, ws)
             self.gradients = ir.create_graph(gradients, xs, xs, ws)
-            with addons.pipelined_execution(self.steps, name.split(",")[0]) as self.pipeline:
+            with addons.pipelined_execution(work.steps, name.split(",")[0]) as self.pipeline:
                 self._stages(count, weights, is_apart=name == "zero_bubble")
         self.session = popxl.Session(ir, "ipu_hw")
 
@@ -141,7 +140,7 @@ class Training:
 
     def run(self) -> None:
         """Send all micro-batches through."""
-        data = self.work.data()[: self.steps]
+        data = self.work.data()
         self.session.run({self.stream: data.reshape(self.session.host_shape(self.stream))})
 
 

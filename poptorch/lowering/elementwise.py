@@ -382,7 +382,7 @@ def _fake_quantise_learnable(
     grad_factor: float = 1.0,
     axis: int | None = None,
 ) -> Any:
-    """The same, with gradients for the scale and its zero, as if nothing were rounded."""
+    """Simulated quantisation whose scale and zero are learnt: they have gradients, as if nothing were rounded."""
 
     def learnt(t: Any) -> Any:
         slow = grad_factor * t + jax.lax.stop_gradient(t - grad_factor * t)

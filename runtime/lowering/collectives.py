@@ -8,11 +8,12 @@ in that order.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Literal
 
 from jax import lax
 
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import all_parts
 from popxl.core.recording import Op
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.ops.collectives.collectives import OP_MAP
@@ -121,6 +122,6 @@ def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
     if replicas.mesh is None:
         return False
     ops = tuple(ops)
-    graphs = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
-    parts = (part for op in (*ops, *(op for g in graphs for op in g.ops)) for part in op.parts)
+    graphs = dict.fromkeys(graph for op in ops for graph in op.called_graphs)
+    parts = chain((part for op in ops for part in op.parts), *map(all_parts, graphs))
     return any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)

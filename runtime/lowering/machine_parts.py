@@ -1,4 +1,5 @@
-"""What a program takes from the machine that it is for: other forms of kernels, an order of updates, copies of feeds.
+"""What a program takes from the machine that it is for: other forms of kernels, an order of updates, copies of feeds,
+and turns of executables.
 
 `runtime.cpu`, `runtime.gpu` and `runtime.tpu` are imported for these machines only.
 """

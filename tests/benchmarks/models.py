@@ -7,7 +7,7 @@ layers as calls of one graph and without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -218,7 +218,7 @@ def in_turns(
     yield {name: time_of(call) for name, call in calls.items()}
 
 
-def training(task: Task, size: Size) -> Any:
+def training(task: Task, size: Size) -> AbstractContextManager[Mapping[str, Measure]]:
     """A task, trained by all parties."""
 
     def steps_of(party: Callable[[Task], Callable[[], np.ndarray]]) -> Steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ def steps_in_ours(model: Any, steps: int) -> Callable[[], np.ndarray]:
     return lambda: wrapped(*rows).numpy()
 
 
-def trained(model: Any, size: Size) -> Any:
+def trained(model: Any, size: Size) -> AbstractContextManager[Mapping[str, Measure]]:
     """A model, trained by all parties."""
     parties = {OURS: partial(steps_in_ours, model), "torch": partial(steps_in_torch, model)}
     compiled = partial(steps_in_torch, model, compiled=True)

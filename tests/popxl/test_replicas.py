@@ -288,7 +288,7 @@ feed[1] /= 4
 expected = sum(np.tanh(i * i / 64) + np.tanh(i * i / 64 / 16) for i in range(8))
 (one, *streams), (other, *others) = sessions
 with one, other:
-    shown = [(one.run({streams[0]: feed}), other.run({others[0]: feed})) for _ in range(200)]
+    shown = [(one.run({streams[0]: feed}), other.run({others[0]: feed})) for _ in range(int(sys.argv[2]))]
     for first, second in shown:
         np.testing.assert_allclose(first[streams[1]], [expected, expected], rtol=1e-5)
         np.testing.assert_allclose(second[others[1]], [expected, expected], rtol=1e-5)
@@ -296,11 +296,14 @@ with one, other:
 """Runs of two programs, none of which needs what another makes, and nobody looks at the results."""
 
 
-@pytest.mark.parametrize("way", ["inlined", "dispatched"])
-def test_runs_that_nobody_waits_for_do_not_wait_for_each_other(way: str) -> None:
-    """Each device of a CPU has a thread. XLA would begin what can begin, and devices of different runs would meet."""
+@pytest.mark.parametrize(
+    ("way", "runs"), [("inlined", "200"), pytest.param("dispatched", "1500", marks=pytest.mark.thorough)]
+)
+def test_runs_that_nobody_waits_for_do_not_wait_for_each_other(way: str, runs: str) -> None:
+    """Each device of a CPU has a thread. XLA would begin what can begin, and devices of different runs would meet: soon
+    in whole programs, later in parts of them."""
     as_if_here = {"POPXL_CPU_DEVICES": "2", "NPROC": "2", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", MEETING, way]
+    command = [sys.executable, "-c", MEETING, way, runs]
     ran = subprocess.run(command, env={**os.environ, **as_if_here}, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[:2000]
 

@@ -51,9 +51,10 @@ Written by `python -m tests.targets.layers`, with popxl {VERSION} and jax {jax._
 a turn* are those that one turn of each loop runs. Seconds are those of the CPU, of tracing, planning, lowering and
 compiling; each program was compiled in a process of its own.
 
-*Blocks* have 128 rows of width 256 and four heads: forward, backward and update. The *GPT* has width 256 and 4 texts of
-64 tokens; it is a training step with AdamW. *Rolled* computes again what its gradients need, but for the projections of
-attention, in the blocks; *stored* keeps what they need.
+*Blocks* have 128 rows of width 256 and four heads, *wide* ones 512 rows of width 1024 and eight heads: forward,
+backward and update. The *GPT* has width 256 and 4 texts of 64 tokens; it is a training step with AdamW. *Rolled*
+computes again what its gradients need, but for the projections of attention, in the blocks; *stored* keeps what they
+need.
 """
 
 Found = dict[str, Any]
@@ -95,17 +96,17 @@ def of_executable(compiled: Any) -> Program:
 Compiles = Callable[[], Callable[[], Program]]
 
 
-def ours_of_blocks(layers: int, target: str, recompute: bool, calls: str) -> Compiles:
+def ours_of_blocks(model: blocks.Model, target: str, recompute: bool, calls: str) -> Compiles:
     def compile() -> Callable[[], Program]:
-        session = blocks.Ours(blocks.Model(layers), recompute, calls).compile()
+        session = blocks.Ours(model, recompute, calls).compile()
         return lambda: of_session(session)
 
     return compile
 
 
-def jax_of_blocks(layers: int, target: str, loss: Callable[..., Any], stacked: bool) -> Compiles:
-    plain = blocks.PlainJax(blocks.Model(layers), loss, stacked)
-    return in_jax(plain.step(), (plain.weights, plain.model.data()), target)
+def jax_of_blocks(model: blocks.Model, target: str, loss: Callable[..., Any], stacked: bool) -> Compiles:
+    plain = blocks.PlainJax(model, loss, stacked)
+    return in_jax(plain.step(), (plain.weights, model.data()), target)
 
 
 def ours_of_gpt(layers: int, target: str, calls: str) -> Compiles:
@@ -151,17 +152,43 @@ class Way(NamedTuple):
     make: Callable[[int, str], Compiles]
 
 
+WAYS_OF_BLOCKS: Mapping[str, tuple[tuple[str, str], Callable[[blocks.Model, str], Compiles]]] = {
+    "rolled": (("C0", "o-"), partial(ours_of_blocks, recompute=True, calls="rolled")),
+    "rolled, stored": (("C0", "o:"), partial(ours_of_blocks, recompute=False, calls="rolled")),
+    "inlined": (("C3", "v-"), partial(ours_of_blocks, recompute=True, calls="inlined")),
+    "JAX, unrolled": (("C1", "s-"), partial(jax_of_blocks, loss=blocks.unrolled, stacked=False)),
+    "JAX, scan": (("C2", "^-"), partial(jax_of_blocks, loss=blocks.scanned, stacked=True)),
+    "JAX, scan, checkpoint": (("C2", "^:"), partial(jax_of_blocks, loss=blocks.scanned_again, stacked=True)),
+}
+"""How each is drawn, and what makes it."""
+
+
+def of_blocks(layers: Mapping[str, tuple[int, ...]], **sizes: int) -> Mapping[str, Way]:
+    """Ways of writing blocks of some sizes, and for which numbers of them."""
+
+    def way(style: tuple[str, str], counts: tuple[int, ...], make: Callable[[blocks.Model, str], Compiles]) -> Way:
+        return Way(style, counts, lambda n, target: make(blocks.Model(n, **sizes), target))
+
+    return {name: way(style, layers[name], make) for name, (style, make) in WAYS_OF_BLOCKS.items() if name in layers}
+
+
 MODELS: Mapping[str, Mapping[str, Way]] = {
-    "blocks": {
-        "rolled": Way(("C0", "o-"), (2, 8, 16, 64), partial(ours_of_blocks, recompute=True, calls="rolled")),
-        "rolled, stored": Way(("C0", "o:"), (16, 64), partial(ours_of_blocks, recompute=False, calls="rolled")),
-        "inlined": Way(("C3", "v-"), (2, 8), partial(ours_of_blocks, recompute=True, calls="inlined")),
-        "JAX, unrolled": Way(("C1", "s-"), (2, 16), partial(jax_of_blocks, loss=blocks.unrolled, stacked=False)),
-        "JAX, scan": Way(("C2", "^-"), (2, 8, 16, 64), partial(jax_of_blocks, loss=blocks.scanned, stacked=True)),
-        "JAX, scan, checkpoint": Way(
-            ("C2", "^:"), (2, 8, 16, 64), partial(jax_of_blocks, loss=blocks.scanned_again, stacked=True)
-        ),
-    },
+    "blocks": of_blocks(
+        {
+            "rolled": (2, 8, 16, 64),
+            "rolled, stored": (16, 64),
+            "inlined": (2, 8),
+            "JAX, unrolled": (2, 16),
+            "JAX, scan": (2, 8, 16, 64),
+            "JAX, scan, checkpoint": (2, 8, 16, 64),
+        }
+    ),
+    "wide blocks": of_blocks(
+        dict.fromkeys(("rolled", "rolled, stored", "JAX, unrolled", "JAX, scan", "JAX, scan, checkpoint"), (16,)),
+        rows=512,
+        width=1024,
+        heads=8,
+    ),
     "gpt": {
         "rolled": Way(("C0", "o-"), (12, 48, 96), partial(ours_of_gpt, calls="rolled")),
         "JAX, unrolled": Way(("C1", "s-"), (12,), partial(jax_of_gpt, loss=gpt.jax_loss, stacked=False)),
@@ -302,7 +329,8 @@ def draw(found: Mapping[tuple[str, int, str, str], Found], picture: Path) -> Non
     """A row of panels for each model and target, over the layers."""
     from matplotlib.figure import Figure  # takes a second
 
-    rows = [(model, target) for model in MODELS for target in TARGETS]
+    several = [model for model, ways in MODELS.items() if len({n for way in ways.values() for n in way.layers}) > 1]
+    rows = [(model, target) for model in several for target in TARGETS]
     figure = Figure(figsize=(11, 3.2 * len(rows)), layout="constrained")
     styles: dict[str, Any] = {}
     for of_row, (model, target) in zip(figure.subplots(len(rows), len(PANELS)), rows, strict=True):

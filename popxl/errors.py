@@ -107,6 +107,10 @@ class MissingStateWarning(PopxlWarning):
     """State that was to be copied or loaded has no counterpart for some variables."""
 
 
+class RowsAsValuesWarning(PopxlWarning):
+    """An array was given where several values are expected: each of its rows is taken for the value of a variable."""
+
+
 class TensorTruthWarning(PopxlWarning):
     """`if tensor:` says whether the tensor has elements, and not what they are."""
 

@@ -24,6 +24,7 @@ class DotTree(Generic[L]):
 
     A component of a key is an identifier (keywords included) or a number; ``tree[0]`` and ``tree["0"]`` are the same
     entry. Attributes and methods of the class win over entries of that name: read those as ``tree["keys"]``.
+    ``tree.w = value`` puts an entry there, whether or not there is one.
 
     Example:
         >>> t = DotTree.from_dict({"enc.w": 1, "enc.b": 2, "head": 3})
@@ -101,7 +102,8 @@ class DotTree(Generic[L]):
             key = self._from_the_end(key)
         head, dot, rest = _text(key).partition(".")
         if head not in self._map:
-            raise KeyError(f"{type(self).__name__}: there is no '{head}' here; available keys: {self.keys()}.")
+            loops = " Loops go over `values_flat()` or `to_dict().items()`." if isinstance(key, int) else ""
+            raise KeyError(f"{type(self).__name__}: there is no '{head}' here; available keys: {self.keys()}.{loops}")
         value = self._map[head]
         if not dot:
             return value
@@ -130,6 +132,13 @@ class DotTree(Generic[L]):
             raise AttributeError(
                 f"{type(self).__name__} has no attribute or entry '{name}'; its keys are {self.keys()}."
             ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Else `tree.w = x` would hide the entry `w` from nobody but who reads it as an attribute.
+        if name.startswith("_") or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            self.insert(name, value, overwrite=True)
 
     def __contains__(self, key: Key) -> bool:
         try:
@@ -245,6 +254,11 @@ class DotTree(Generic[L]):
             >>> t.keys()
             ['a', 'b']
         """
+        if not isinstance(values, DotTree):
+            raise TypeError(
+                f"{type(self).__name__}.update: `values` is a {type(values).__name__}, expected a tree. Make one of a "
+                f"dictionary with `{type(self).__name__}.from_dict`."
+            )
         for key, value in values.copy()._map.items():
             self.insert(key, value, overwrite)
 

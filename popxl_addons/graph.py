@@ -233,6 +233,11 @@ def _by_tensor(args: TensorMap | None) -> dict[popxl.Tensor, popxl.Tensor]:
             f"BoundGraph: `args` is a {type(args).__name__}, expected a mapping of graph inputs to tensors. Tensors by "
             "name are for `GraphWithNamedArgs.bind`."
         )
+    if isinstance(args, CallSiteInfo):
+        raise TypeError(
+            "BoundGraph: `args` is the call of a graph, expected a mapping of graph inputs to tensors. What a gradient "
+            "graph needs of a forward call is `grad.grad_graph_info.inputs_dict(info)`."
+        )
     return dict(args or {})
 
 

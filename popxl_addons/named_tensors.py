@@ -25,7 +25,9 @@ class NamedTensors(DotTree[popxl.Tensor]):
 
     @property
     def tensors(self) -> tuple[popxl.Tensor, ...]:
-        """All leaves, sorted by ``tensor.name`` (not by flat name)."""
+        """All leaves, sorted by ``tensor.name`` (not by flat name). `TypeError` for leaves that are no tensors."""
+        if others := [name for name, leaf in self.to_dict().items() if not isinstance(leaf, popxl.Tensor)]:
+            raise TypeError(f"NamedTensors.tensors: {others} are no tensors. Use `values_flat()` for other leaves.")
         return tuple(sorted(self.values_flat(), key=lambda tensor: tensor.name))
 
     @property

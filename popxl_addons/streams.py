@@ -16,7 +16,16 @@ class AbstractStreams(Generic[StreamType]):
     stream_init: ClassVar[Callable[..., Any]]
     """Makes a stream of a shape, a dtype, a name and, if it is given, a number of transfers of its own."""
 
+    stream_type: ClassVar[type]
+    """What the streams are."""
+
     def __init__(self, /, **specs: tuple[Iterable[int], popxl.dtype] | tuple[Iterable[int], popxl.dtype, int | None]):
+        for name, spec in specs.items():
+            if not isinstance(spec, tuple | list) or len(spec) not in (2, 3):
+                raise TypeError(
+                    f"{type(self).__name__}: `{name}` is {spec!r}; expected `(shape, dtype)`, as in "
+                    f"`{name}=((2, 3), popxl.float32)`."
+                )
         self._streams: dict[str, StreamType] = {
             name: type(self).stream_init(shape, dtype, name, *transfers)
             for name, (shape, dtype, *transfers) in specs.items()
@@ -24,9 +33,14 @@ class AbstractStreams(Generic[StreamType]):
 
     @classmethod
     def from_streams(cls, streams: Iterable[StreamType]) -> Self:
-        """A collection of existing streams, each under its ``tensor_id``."""
+        """A collection of existing streams, each under its ``tensor_id``.
+
+        `TypeError` for anything but streams in this collection's direction.
+        """
         collection = cls()
         for stream in streams:
+            if not isinstance(stream, cls.stream_type):
+                raise TypeError(f"{cls.__name__}: {stream!r} is no {cls.stream_type.__name__}.")
             collection[stream.tensor_id] = stream
         return collection
 
@@ -88,6 +102,7 @@ class InputStreams(AbstractStreams[popxl.HostToDeviceStream]):
     """
 
     stream_init = staticmethod(popxl.h2d_stream)
+    stream_type = popxl.HostToDeviceStream
 
 
 class OutputStreams(AbstractStreams[popxl.DeviceToHostStream]):
@@ -101,3 +116,4 @@ class OutputStreams(AbstractStreams[popxl.DeviceToHostStream]):
     """
 
     stream_init = staticmethod(popxl.d2h_stream)
+    stream_type = popxl.DeviceToHostStream

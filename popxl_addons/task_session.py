@@ -65,6 +65,7 @@ class TaskSession(popxl.Session):
         session_state: facts about the session that are saved with it, such as JSON knows. ``steps`` counts the runs.
 
     Raises:
+        TypeError: for streams in the other direction, and if `max_checkpoints` is no number.
         ValueError: if `max_checkpoints` is less than 1, and as `popxl.Session` does.
 
     Example:
@@ -93,6 +94,11 @@ class TaskSession(popxl.Session):
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(max_checkpoints, int):
+            raise TypeError(
+                f"TaskSession: `max_checkpoints` is {max_checkpoints!r}, expected a number. What `popxl.Session` takes "
+                "is given by name: `TaskSession(inputs, outputs, state, ir=ir)`."
+            )
         if max_checkpoints < 1:
             raise ValueError(f"TaskSession: `max_checkpoints` is {max_checkpoints}; expected at least 1.")
         self.state = state

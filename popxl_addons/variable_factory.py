@@ -18,6 +18,9 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
+from popxl.errors import RowsAsValuesWarning
 from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
@@ -42,8 +45,7 @@ class VariableFactory:
     `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
     variable for one replica group. In place of an array there may be a description, such as `popxl.initial.zeros(3)`:
     then nobody makes the numbers before they are needed. A callable is called once here, as a check, and its result
-    dropped; a first
-    element is then taken to learn `shape` and `dtype`, and kept for the first variable.
+    dropped; a first element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
     With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
     ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
@@ -54,6 +56,9 @@ class VariableFactory:
     divided: then a checkpoint can be read with another number of groups. See `Variable.group_axis`.
 
     The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
+
+    An array as `data_iter` is an iterable of its rows, as in Python: where it has not a row for each group, a
+    `popxl.errors.RowsAsValuesWarning` says so.
 
     `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over`
     exceeds the group.
@@ -81,6 +86,7 @@ class VariableFactory:
         self.name = name
         self.by_ref = by_ref
         self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
+        _warn_of_rows(data_iter, name, self.replica_grouping.num_groups)
 
         shard_over = int(shard_over)
         if shard_over > self.replica_grouping.group_size:
@@ -167,11 +173,27 @@ class VariableFactory:
         if empty:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
-            return next(self.data_iter)
-        values = [next(self.data_iter) for _ in range(self.replica_grouping.num_groups)]
+            return self._next_element()
+        values = [self._next_element() for _ in range(self.replica_grouping.num_groups)]
         if all(isinstance(value, Initial) for value in values):
             return stacked(values)
         return np.stack([as_array(value) for value in values])
+
+    def _next_element(self) -> Any:
+        """The next element of the data, which is like the first one."""
+        try:
+            element = next(self.data_iter)
+        except StopIteration:
+            raise StopIteration(
+                f"VariableFactory `{self.name}`: `data_iter` has no element left. Each variable takes one for each "
+                "group of replicas; a callable gives as many as are wanted."
+            ) from None
+        if np.shape(element) != self.whole_shape:
+            raise ValueError(
+                f"VariableFactory `{self.name}`: `data_iter` gives the shape {np.shape(element)}; expected "
+                f"{self.whole_shape}, as of its first element."
+            )
+        return element
 
     def next_memmap(
         self, memmap_dir: PathLike, name: str, empty: bool = False, read_only_if_exists: bool = False
@@ -418,6 +440,19 @@ def _elements(data_iter: DataIter, name: str | None) -> Iterable[Any]:
         f"VariableFactory `{name}`: `data_iter` is a {type(data_iter).__name__}, expected a callable that returns an "
         "array, or an iterable of arrays. Wrap a constant in a `lambda`."
     )
+
+
+def _warn_of_rows(data_iter: DataIter, name: str | None, groups: int) -> None:
+    """Warn of an array as data that has not one row for each group of replicas: it may be meant as one value."""
+    shape = getattr(data_iter, "shape", ())
+    if shape and shape[0] != groups:
+        whom = "each group of replicas" if groups > 1 else "each variable"
+        warn_at(
+            SourceLocation.of(user_frame()),
+            f"VariableFactory `{name}`: `data_iter` is an array of the shape {tuple(shape)}, which is taken for "
+            f"{shape[0]} values, one for {whom}. If it is one value, wrap it in a `lambda`; if not, in `iter`.",
+            RowsAsValuesWarning,
+        )
 
 
 def _first_element(elements: _Peekable, name: str | None) -> Any:

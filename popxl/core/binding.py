@@ -38,7 +38,8 @@ def build_graph(graph: Graph, fn: Callable[..., Any] | Module, args: tuple[Any, 
         bound = signature.bind(*args, **kwargs)
     except TypeError as problem:
         raise ValueError(
-            f"create_graph: the arguments do not match the signature of `{graph_name(fn)}`, {signature}: {problem}."
+            f"create_graph: the arguments do not match the signature of `{graph_name(fn)}`: {problem}. It takes "
+            f"{signature}."
         ) from None
     bound.apply_defaults()
     with graph:

@@ -7,9 +7,11 @@ inputs. Nothing is computed on values, so where it cannot be known whether a pro
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from popxl.base.source import SourceLocation, warn_at
 from popxl.core.aliasing import callees_first, storages
@@ -36,36 +38,63 @@ def warn_of_doubts(main: Graph) -> None:
     Whoever means it switches the warning off: see `popxl.errors.PopxlWarning`.
     """
     program = _Program(main)
-    told: dict[tuple[type[PopxlWarning], SourceLocation], dict[str, None]] = defaultdict(dict)
+    told: dict[tuple[_Doubt, SourceLocation], dict[str, None]] = defaultdict(dict)
     for run in program.runs.values():
         for op, t in run.lost:
-            told[LostUpdateWarning, op.source][f"`{t.path}` in {run.graph.title}"] = None
+            told[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
+        for op in _named_anew(run.graph):
+            told[_NAMED_ANEW, op.source][f"`{op.inputs[0].path}`"] = None
     for op in program.repeated():
-        told[RepeatedSeedWarning, op.source][op.graph.title] = None
+        told[_REPEATED, op.source][op.graph.title] = None
     for v, op in program.drifting():
-        told[DriftingVariableWarning, op.source][f"`{v.name}`"] = None
-    for (category, source), found in told.items():
+        told[_DRIFTING, op.source][f"`{v.name}`"] = None
+    for (doubt, source), found in told.items():
         names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         line = f"`{source.text}`, {source}" if source.text else str(source)
-        warn_at(source, _TEXTS[category].format(names=names, line=line), category)
+        warn_at(source, doubt.text.format(names=names, line=line), doubt.category)
 
 
-_TEXTS: dict[type[PopxlWarning], str] = {
-    LostUpdateWarning: (
-        "The change of {names} is lost ({line}): the graph takes it by value, and nothing reads it afterwards. Take it "
-        "by reference: annotate the parameter with `popxl.TensorByRef`, or pass `by_ref=True`."
-    ),
-    RepeatedSeedWarning: (
-        "A dropout in {names} drops the same elements in every run ({line}): its seed comes from constants and from "
-        "variables that the program does not change. Change the seed in each run (`seed += 1`), or load it from a "
-        "stream."
-    ),
-    DriftingVariableWarning: (
-        "Replicas share {names}, and each changes it by a value of its own ({line}), so that it drifts apart. Reduce "
-        "that value first, with `ops.collectives.replicated_all_reduce`; or give each replica its own variable, with "
-        "`replica_grouping=ir.replica_grouping(group_size=1)`."
-    ),
-}
+class _Doubt(NamedTuple):
+    category: type[PopxlWarning]
+    text: str
+
+
+_LOST = _Doubt(
+    LostUpdateWarning,
+    "The change of {names} is lost ({line}): the graph takes it by value, and nothing reads it afterwards. Take it "
+    "by reference: annotate the parameter with `popxl.TensorByRef`, or pass `by_ref=True`.",
+)
+_NAMED_ANEW = _Doubt(
+    LostUpdateWarning,
+    "{names} stays as it is, and nothing reads what was computed ({line}): of these operators only `+=` works in "
+    "place. Others make a new tensor, for the name on the left alone. Write `x += -y` for `x -= y`; or say what to "
+    "write, with `ops.var_updates.copy_var_update_(x, ...)`.",
+)
+_REPEATED = _Doubt(
+    RepeatedSeedWarning,
+    "A dropout in {names} drops the same elements in every run ({line}): its seed comes from constants and from "
+    "variables that the program does not change. Change the seed in each run (`seed += 1`), or load it from a stream.",
+)
+_DRIFTING = _Doubt(
+    DriftingVariableWarning,
+    "Replicas share {names}, and each changes it by a value of its own ({line}), so that it drifts apart. Reduce "
+    "that value first, with `ops.collectives.replicated_all_reduce`; or give each replica its own variable, with "
+    "`replica_grouping=ir.replica_grouping(group_size=1)`.",
+)
+
+_OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
+"""`x -= y` and the like: an op does not know which of `x -= y` and `x - y` it was, so its line is asked."""
+
+
+def _named_anew(graph: Graph) -> Iterator[Op]:
+    """Ops of `x -= y` and the like, which make a new `x`, where nothing reads that."""
+    if graph.gradient_of is not None:  # its ops are told by lines of the forward graph
+        return
+    read = {*graph.outputs}.union(*(op.inputs for op in graph.ops))
+    for op in graph.ops:
+        unread = op.outputs and op.inputs and read.isdisjoint(op.outputs)
+        if unread and not (op.modified or op.kind.effect or op.called_graphs) and _OPERATOR.search(op.source.text):
+            yield op
 
 
 @dataclass
@@ -77,8 +106,9 @@ class _Run:
     Attributes:
         held: what it is given, in order.
         outputs: what each output depends on.
-        same: whose numbers the output has, only scaled, moved or converted.
+        same: whose numbers the output has, only scaled, moved, converted or added up.
         contents: what the content of each of `held` depends on afterwards.
+        copied: whose numbers it has then.
         writers: the op that changed it last; of a called graph, if that changed it.
         read: those whose first content is read otherwise than to be changed in place, or to leave the program.
         reduced: those that replicas combine, as they are.
@@ -91,6 +121,7 @@ class _Run:
     outputs: list[int] = field(default_factory=list)
     same: list[int] = field(default_factory=list)
     contents: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
     writers: list[Op | None] = field(default_factory=list)
     read: int = 0
     reduced: int = 0
@@ -202,6 +233,7 @@ class _Walk:
         run.outputs = [self.of(t) for t in graph.outputs]
         run.same = [self.copies(t) for t in graph.outputs]
         run.contents = [self.content[t] for t in held]
+        run.copied = [self.same[t] for t in held]
         run.writers = [self.writer.get(t) for t in held]
         if graph.call_sites:
             run.lost = [*self.lost()]
@@ -237,10 +269,11 @@ class _Walk:
             if self.stored(t) == (t,):
                 self.content[t], self.same[t] = bits, same
 
-    def writes(self, t: Tensor, bits: int, writer: Op, forgets: bool) -> None:
+    def writes(self, t: Tensor, bits: int, same: int, writer: Op, forgets: bool) -> None:
         """A change of a tensor in place."""
         for s in self.stored(t):
             self.content[s] = bits if forgets and s is t.origin else self.content.get(s, 0) | bits
+            self.same[s] = self.same.get(s, 0) | same
             self.writer[s] = writer
 
     def touches(self, op: Op, changed: Iterable[int]) -> None:
@@ -273,7 +306,7 @@ class _Walk:
             self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(kind.drops.seed)])))
         for i, t in enumerate(op.inputs):
             if i in op.modified:
-                self.writes(t, bits, op, forgets)
+                self.writes(t, bits, same, op, forgets)
             elif not kind.effect:
                 self.reads(t)
         as_many = {t.nelms for t in op.outputs} in ({t.nelms for t in alike}, {sum(t.nelms for t in alike)})
@@ -287,11 +320,11 @@ class _Walk:
             run = self.runs[op.called_graphs[0]]
             self.enter(op, run, 0, given, same)
             self.touches(op, [i for i in op.modified if run.writers[i] is not None])
-            contents = [_with(bits, given) for bits in run.contents]
+            contents = [(_with(b, given), _with(s, same)) for b, s in zip(run.contents, run.copied, strict=True)]
             results = [(_with(b, given), _with(s, same)) for b, s in zip(run.outputs, run.same, strict=True)]
             for i in op.modified:
                 if (writer := run.writers[i]) is not None:
-                    self.writes(op.inputs[i], contents[i], writer, forgets=True)
+                    self.writes(op.inputs[i], *contents[i], writer, forgets=True)
         elif is_loop(op):
             results = self.loop(op, given, same)
         else:
@@ -336,11 +369,13 @@ class _Walk:
                 copied[own_inputs + k] |= _with(run.same[own_outputs + k], before[1])
             for i in written:
                 turn[i + own_inputs] |= _with(run.contents[i + own_inputs], before[0]) | _MOVES
+                copied[i + own_inputs] |= _with(run.copied[i + own_inputs], before[1])
             if (turn, copied) == before:
                 break
         self.enter(op, run, -own_inputs, turn, copied)
         for i in written:
-            self.writes(op.inputs[i], turn[i + own_inputs], run.writers[i + own_inputs] or op, forgets=True)
+            at = i + own_inputs
+            self.writes(op.inputs[i], turn[at], copied[at], run.writers[at] or op, forgets=True)
         results = [*zip(turn, copied, strict=True)][own_inputs : own_inputs + carried]
         stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
         return results + [(_with(b, turn), _with(s, copied)) for b, s in stacked]

@@ -358,11 +358,15 @@ def bind_inputs(
     """
     here = get_current_context().graph
     check_callable(graph, here)
+    positional = list(positional)
     values = list(_flattened(positional))
+    hint = ""
+    if any(hasattr(value, "shape") and not isinstance(value, Tensor) for value in positional):
+        hint = " An array that is given by position is taken apart into its rows: make a tensor of it, with `constant`."
     if len(values) > len(graph.inputs):
         raise ValueError(
             f"Too many inputs have been provided to the {which} graph {graph.name}: {len(values)} for its "
-            f"{len(graph.inputs)} inputs {list(graph.inputs_by_name)}."
+            f"{len(graph.inputs)} inputs {list(graph.inputs_by_name)}.{hint}"
         )
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and value.graph_ref is not here.ref:
@@ -372,7 +376,8 @@ def bind_inputs(
     bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
     for key in named:
         if key in bound:
-            raise ValueError(f"Graph input tensor is specified twice for the {which} graph {graph.name}: {key!r}.")
+            twice = f"Graph input tensor is specified twice for the {which} graph {graph.name}: {key!r}."
+            raise ValueError(twice + hint)
     bound |= named
     arrays = {t: _array(value, t) for t, value in bound.items() if not isinstance(value, Tensor)}
     missing = [t for t in graph.inputs if t not in bound]

@@ -117,6 +117,12 @@ REFUSED = [
         ValueError,
         "^Graph input tensor is specified twice for the called graph",
     ),
+    (
+        "an array by position",
+        lambda g, a, x: ops.call(g, np.ones((2, 2)), inputs_dict={x[1]: a}),
+        ValueError,
+        "specified twice .*taken apart into its rows",
+    ),
     ("text", lambda g, a, x: ops.call(g, a, "b", a), TypeError, "cannot become a constant"),
     ("nothing", lambda g, a, x: ops.call(g, a, None, a), TypeError, "cannot become a constant"),
     ("an empty list", lambda g, a, x: ops.call(g, a, a, inputs_dict={x[2]: []}), TypeError, "cannot become a constant"),

@@ -128,6 +128,42 @@ def test_updates_that_are_lost(ir: popxl.Ir) -> None:
         popxl.Session(ir)
 
 
+def named_anew(ir: popxl.Ir) -> None:
+    w = popxl.variable([1.0, 2.0], name="w")
+    w -= w * 0.1
+
+
+def named_anew_in_a_graph(ir: popxl.Ir) -> None:
+    w = popxl.variable([1.0, 2.0], name="w")
+
+    def update(w: popxl.TensorByRef, dw: Any) -> None:
+        w *= dw
+
+    ops.call(ir.create_graph(update, w, w), w, w * 2)
+
+
+def named_anew_in_a_loop(ir: popxl.Ir) -> None:
+    for t in [popxl.variable([1.0, 2.0], name="w")]:
+        t /= 2
+
+
+@right(named_anew, named_anew_in_a_graph, named_anew_in_a_loop)
+def test_only_one_operator_works_in_place(ir: popxl.Ir) -> None:
+    with pytest.raises(LostUpdateWarning, match="`w` stays as it is, .*only `\\+=` works in place"):
+        popxl.Session(ir)
+
+
+def named_anew_and_read(ir: popxl.Ir) -> None:
+    x = fed(3)
+    x -= 1
+    x *= x
+    ops.host_store(popxl.d2h_stream((3,), F32), x)
+
+
+def not_read(ir: popxl.Ir) -> None:
+    fed(3) - 1
+
+
 def returned(ir: popxl.Ir) -> None:
     x = popxl.variable(1.0)
     ops.call(ir.create_graph(lambda t: ops.add_(t, t), x), x)
@@ -346,6 +382,25 @@ def accumulated_and_reduced(ir: popxl.Ir) -> None:
     ops.call(ir.create_graph(update, w, total), w, total)
 
 
+def accumulated_in_two_places(ir: popxl.Ir) -> None:
+    """The gradient of a table that two parts of a model share: one sum is added to the other, which is reduced."""
+    w, total, other, count = weight(), weight("total"), weight("other"), popxl.variable(0.0, name="count")
+
+    def both(total: popxl.TensorByRef, other: popxl.TensorByRef, count: popxl.TensorByRef, dw: Any) -> None:
+        ops.var_updates.accumulate_mean_(total, dw, count)
+        ops.var_updates.accumulate_mean_(other, dw, count)
+        count += 1
+
+    def join(total: popxl.TensorByRef, other: Any) -> None:
+        ops.add_(total, other)
+
+    ops.var_updates.accumulator_zero_(count)
+    (dw,) = gradients(ir, w)
+    ops.call(ir.create_graph(both, total, other, count, dw), total, other, count, dw)
+    ops.call(ir.create_graph(join, total, other), total, other)
+    ops.scaled_add_(w, ops.collectives.replicated_all_reduce_(total, "mean"), b=-0.1)
+
+
 def begun_anew(ir: popxl.Ir) -> None:
     scratch = weight("scratch")
     ops.var_updates.copy_var_update_(scratch, popxl.constant(np.zeros(3), F32))
@@ -376,6 +431,8 @@ def within_its_group(ir: popxl.Ir) -> None:
 
 
 @right(
+    named_anew_and_read,
+    not_read,
     returned,
     read_afterwards,
     written_back,
@@ -395,6 +452,7 @@ def test_programs_that_are_right(ir: popxl.Ir) -> None:
     reduced,
     reduced_within_a_graph,
     accumulated_and_reduced,
+    accumulated_in_two_places,
     begun_anew,
     one_for_each_replica,
     read_from_all,

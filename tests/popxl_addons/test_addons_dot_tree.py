@@ -66,6 +66,31 @@ def test_missing_keys(tree, key):
         tree.get(key)
 
 
+def test_assigning_an_attribute_puts_an_entry_there(tree):
+    """As it looks: an attribute of Python's would hide the entry from who reads it as one, and from nobody else."""
+    tree.head = 4
+    tree.enc.w += 10
+    tree.dec = DotTree(w=5)
+    assert dict(tree.to_dict()) == {"enc.w": 11, "enc.b": 2, "head": 4, "dec.w": 5}
+    tree.insert("head", 6, overwrite=True)
+    assert tree.head == 6
+
+
+def test_attributes_of_a_class_are_no_entries():
+    class Counted(DotTree):
+        count = 0
+
+    tree = Counted(w=1)
+    tree.count, tree._note = 3, "private"
+    assert (tree.count, tree._note, tree.keys()) == (3, "private", ["w"])
+
+
+@pytest.mark.parametrize("numbered", [{}, {0: "p", 1: "q"}])
+def test_loops_are_told_what_to_go_over(numbered):
+    with pytest.raises(KeyError, match=r"values_flat\(\)"):
+        list(DotTree.from_dict(numbered))
+
+
 def test_a_missing_key_lists_the_others(tree):
     with pytest.raises(KeyError, match=r"no 'x' here; available keys: \['w', 'b'\]"):
         tree.get("enc.x")
@@ -181,6 +206,11 @@ def test_update(tree):
     assert tree.fresh == 1
     tree.update(DotTree.from_dict({"enc.x": 6}), overwrite=True)
     assert tree.enc.keys() == ["x"]
+
+
+def test_update_takes_trees(tree):
+    with pytest.raises(TypeError, match="`values` is a dict, expected a tree.*DotTree.from_dict"):
+        tree.update({"b": 2})
 
 
 def test_pop(tree):

@@ -112,6 +112,12 @@ def test_names_are_for_bind(affine, x, v):
             use()
 
 
+def test_a_call_is_no_mapping(affine, x, v):
+    info = affine.bind(v).call_with_info(x)
+    with pytest.raises(TypeError, match=r"`args` is the call of a graph.*inputs_dict\(info\)"):
+        addons.autodiff(affine).call(x, args=info)
+
+
 def test_activations_of_another_graph_are_refused(affine, x, v):
     grad = addons.autodiff(affine)
     other = x.ir.create_graph(lambda x, w, b: x * w + b, x, x, x)

@@ -32,6 +32,11 @@ def test_tensors_are_sorted_by_their_own_names(ir):
     assert repr(nt.tensors).startswith("(Variable[bias popxl.dtypes.float32 ()], Variable[bias__t0 ")
 
 
+def test_leaves_that_are_no_tensors_are_named():
+    with pytest.raises(TypeError, match=r"NamedTensors.tensors: \['a', 'c'\] are no tensors"):
+        _ = NamedTensors(a=np.ones(2), c=[3]).tensors
+
+
 def test_remap(wbc):
     w, b, c = wbc
     nt = NamedTensors.from_dict({"x": w, "sub.y": b})

@@ -56,6 +56,12 @@ def test_adding_and_collecting(ins):
     assert list(collected.keys()) == ["label", "other"] and collected.other is stream
 
 
+@pytest.mark.parametrize("spec", [(2,), (2, 3, 4, 5), popxl.float32])
+def test_what_describes_no_stream(ir, spec):
+    with pytest.raises(TypeError, match=r"InputStreams: `x` is .*; expected `\(shape, dtype\)`"):
+        addons.InputStreams(x=spec)
+
+
 def test_output_streams(ir):
     outs = addons.OutputStreams(loss=((), popxl.float32))
     assert isinstance(outs.loss, popxl.DeviceToHostStream) and outs[0] is outs["loss"]

@@ -162,6 +162,13 @@ def test_constants_of_the_state_are_saved_and_stay(tmp_path):
 def test_what_a_constructor_refuses():
     with pytest.raises(ValueError, match="`max_checkpoints` is 0; expected at least 1"):
         make(max_checkpoints=0)
+    ir = popxl.Ir()
+    with ir.main_graph:
+        stream = addons.host_store(popxl.variable(1.0) + 1)
+    with pytest.raises(TypeError, match=r"`max_checkpoints` is Ir\[.*by name: .*ir=ir"):
+        TaskSession([], [stream], addons.NamedTensors(), ir)
+    with pytest.raises(TypeError, match="InputStreams: DeviceToHostStream .* is no HostToDeviceStream"):
+        TaskSession([stream], [], addons.NamedTensors(), ir=ir)
     with pytest.raises(NotImplementedError, match=r"popxl\.Session\.load"):
         TaskSession.load("file")
 

@@ -8,6 +8,7 @@ import pytest
 
 import popxl
 import popxl_addons as addons
+from popxl.errors import RowsAsValuesWarning
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
@@ -50,8 +51,28 @@ def test_an_iterable_is_consumed_from_its_start_and_ends(ir):
     f = VariableFactory(iter([np.zeros(2), np.ones(2)]), popxl.float32, "w")
     f.create_tensor()
     np.testing.assert_array_equal(f.next_data(), [1, 1])
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration, match="VariableFactory `w`: `data_iter` has no element left"):
         f.create_tensor()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_elements_are_alike(replicated_ir, groups):
+    grouping = replicated_ir.replica_grouping(group_size=replicated_ir.replication_factor // groups)
+    elements = [np.zeros(2)] * groups + [np.zeros(3)] * groups
+    f = VariableFactory(iter(elements), popxl.float32, "w", replica_grouping=grouping)
+    f.create_tensor()
+    with pytest.raises(ValueError, match=r"`w`: `data_iter` gives the shape \(3,\); expected \(2,\)"):
+        f.create_tensor()
+
+
+def test_an_array_is_an_iterable_of_its_rows(replicated_ir):
+    rows, pairs = np.ones((3, 2)), replicated_ir.replica_grouping(group_size=2)
+    with pytest.warns(RowsAsValuesWarning, match=r"`w`: .* array of the shape \(3, 2\), .* 3 values, .* `lambda`"):
+        assert VariableFactory(rows, popxl.float32, "w").shape == (2,)
+    with pytest.warns(RowsAsValuesWarning, match="3 values, one for each group of replicas"):
+        VariableFactory(rows, popxl.float32, "w", replica_grouping=pairs)
+    VariableFactory(rows[: pairs.num_groups], popxl.float32, "w", replica_grouping=pairs)
+    VariableFactory(iter(rows), popxl.float32, "w")
 
 
 def test_one_element_for_each_group(replicated_ir):

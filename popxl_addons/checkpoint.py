@@ -30,14 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from popxl.base.files import CHECKSUMS, check_checksums, current, discard, replacing, write_checksums
+from popxl.base.files import CHECKSUMS, as_found, check_checksums, current, digest, discard, replacing, write_checksums
 from popxl.errors import UnreadableFileError
 from popxl_addons import _wandb
 from popxl_addons.array_files import MODEL, TENSORS, files_in
 from popxl_addons.pieces import INDEX, PIECES, arrays_of, whole
 
-__all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "created", "forget", "located", "read_arrays"]
-__all__ += ["read_info", "write_info"]
+__all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "created", "forget", "located", "mark_of"]
+__all__ += ["read_arrays", "read_info", "write_info"]
 
 INFO = "session_info.json"
 LOADER = "dataloader.bin"
@@ -79,13 +79,22 @@ def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
     Raises:
         FileNotFoundError: if there is no checkpoint.
         UnreadableFileError: if it is damaged.
+        ReplacedError: if another checkpoint has taken its place while the block lasted.
     """
     if place.startswith(_wandb.SCHEME):
         with tempfile.TemporaryDirectory() as directory:
             _wandb.download(place.removeprefix(_wandb.SCHEME), Path(directory))
             yield _checked(Path(directory), place)
     else:
-        yield _checked(current(as_path(place)), place, reader, readers)
+        found = current(as_path(place))
+        with as_found(found):
+            yield _checked(found, place, reader, readers)
+
+
+def mark_of(directory: Path) -> str:
+    """What tells a checkpoint from others: the digest of its digests; nothing, if it has none."""
+    path = directory / CHECKSUMS
+    return digest(path.read_bytes()) if path.exists() else ""
 
 
 def as_path(place: str) -> Path:
@@ -133,6 +142,9 @@ class Writer:
 
     Args:
         owner: who asks. The end of the process waits for a thread; that of the owner does not.
+
+    Attributes:
+        turn: the lock of whoever prepares a checkpoint, and writes it or has it written.
     """
 
     def __init__(self, owner: object) -> None:
@@ -140,19 +152,18 @@ class Writer:
         self._problem: BaseException | None = None
         self._is_left = False
         self._saved: list[Path] = []
-        self._turn = threading.Lock()
+        self.turn = threading.RLock()  # what handles a signal may write a checkpoint, too
         self._telling = threading.RLock()  # the owner may be collected in any thread, at any moment
         weakref.finalize(owner, self._leave)
 
     def do(self, work: Callable[[], None], what: str, wait: bool) -> None:
         """Do some work: in a thread, unless the caller is to wait. `what` it is, is told where it fails in a thread."""
-        with self._turn:
-            self.wait()
-            if not wait:
-                self._thread = threading.Thread(target=self._work, args=(work, what), name=f"write {what}")
-                self._thread.start()
-                return
-        work()
+        self.wait()
+        if wait:
+            work()
+            return
+        self._thread = threading.Thread(target=self._work, args=(work, what), name=f"write {what}")
+        self._thread.start()
 
     def join(self) -> None:
         """Wait until the thread has ended."""

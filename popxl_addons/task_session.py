@@ -11,7 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast
@@ -20,7 +20,7 @@ import numpy as np
 
 import popxl
 from popxl.base.distributed import Instance, launched
-from popxl.base.files import replaced_file
+from popxl.base.files import ReplacedError, replaced_file
 from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
@@ -36,6 +36,9 @@ __all__ = ["TaskSession", "write_variables_pb"]
 ReportMissingMethods = Literal["none", "warn", "error"]
 
 _log = logging.getLogger(__name__)
+
+_ATTEMPTS = 10
+"""How many times a checkpoint is read, if others replace it meanwhile each time."""
 
 
 class DataLoader(Protocol):
@@ -247,6 +250,11 @@ class TaskSession(popxl.Session):
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
         place = os.fspath(checkpoint_dir)
+        with self._writer.turn:
+            self._save(place, format, wait)
+
+    def _save(self, place: str, format: array_files.Format, wait: bool) -> None:
+        """See `save_checkpoint`. One thread at a time."""
         self._writer.join()  # there is room for one copy of the values
         together = self._is_divided and not place.startswith(_wandb.SCHEME)
         named = _readable(self.state)
@@ -359,7 +367,8 @@ class TaskSession(popxl.Session):
         """Read a checkpoint of either format: into the state, the data loader and `session_state`.
 
         Works in and out of the ``with`` block; variables that are not in the state keep their values. Everything is
-        read and compared before anything changes.
+        read and compared before anything changes. All of it is of one checkpoint: if another one takes its place
+        meanwhile, as a training writes on, that one is read.
 
         The program may have other replicas, axes, pieces and processes than the one that has saved. If a variable has
         a value for each of several groups of replicas, it needs a `group_axis` for that: it is then read from the
@@ -367,7 +376,7 @@ class TaskSession(popxl.Session):
 
         If several processes run the program, all of them call this within the ``with`` block, or none does. Each reads
         what its devices hold, to the devices: `get_tensor_data` brings the values to the hosts, as after a run.
-        Outside of the block each reads everything.
+        If the checkpoint is replaced meanwhile, this raises; load it again. Outside of the block each reads everything.
 
         Args:
             checkpoint_dir: as for `save_checkpoint`.
@@ -379,20 +388,28 @@ class TaskSession(popxl.Session):
         Raises:
             ValueError: if no name of the state is in the checkpoint, or shapes or dtypes differ; with ``"error"``, for
                 all that is missing.
-            UnreadableFileError: if files are damaged. It is a `ValueError`.
+            UnreadableFileError: if files are damaged, or replaced faster than they can be read. It is a `ValueError`.
             PopxlRuntimeError: if another process that reads its part has raised one of these.
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
         place = os.fspath(checkpoint_dir)
         self._writer.wait()
-        instance = launched() or Instance()
         together = self._is_divided and self.is_attached
+        for _ in range(0 if together else _ATTEMPTS - 1):
+            with suppress(ReplacedError):
+                return self._load(place, report_missing, together)
+        self._load(place, report_missing, together)
+
+    def _load(self, place: str, report_missing: ReportMissingMethods, together: bool) -> None:
+        """As `load_checkpoint`. `ReplacedError` if another checkpoint takes its place meanwhile."""
+        instance = launched() or Instance()
         share = (instance.instance_index, instance.num_instances) if together else (0, 1)
         what = f"TaskSession.load_checkpoint, from `{place}`"
-        with ExitStack() as stack:
-            with self._told(what, together):
+        with ExitStack() as opened:
+            with self._told(what, together, "nothing has been loaded") as said, ExitStack() as stack:
                 directory = stack.enter_context(checkpoint.located(place, *share))
+                said["mark"] = checkpoint.mark_of(directory)
                 info = checkpoint.read_info(directory)
                 differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
                 maps = {path.name for path in (directory / array_files.MODEL).glob("*")}
@@ -404,28 +421,42 @@ class TaskSession(popxl.Session):
                     self._dataloader.resume(filename=str(directory / checkpoint.LOADER))
                     if hasattr(self._dataloader, "get_state"):
                         _log.info("The data loader goes on at %s.", self._dataloader.get_state())
-                if not together:
+                if together:
+                    opened.push(stack.pop_all())
+                else:
                     read = {v: pieces.whole(array) for v, array in values.items()}
             if together and values:
-                self._write_parts({v: array.elements for v, array in values.items()})
+                with self._told(what, together, "not all values have been loaded; load them again"), opened.pop_all():
+                    self._write_parts({v: array.elements for v, array in values.items()})
         if not together:
             self._write(read)
         self.session_state = info
 
     @contextmanager
-    def _told(self, what: str, together: bool) -> Iterator[None]:
+    def _told(self, what: str, together: bool, otherwise: str) -> Iterator[dict[str, str]]:
         """A block that each process goes through by itself, if the program has several. They meet at its end: what goes
-        wrong in one is raised in all."""
+        wrong in one is raised in all; and so it is if the `mark` that each says is not the same.
+
+        Args:
+            what: where they are.
+            together: whether the program has several.
+            otherwise: what is so if it went wrong in another one.
+        """
+        said: dict[str, str] = {}
         problem: BaseException | None = None
         try:
-            yield
+            yield said
         except BaseException as raised:  # whatever it is, the others wait to be told
             problem = raised
-        told = self._meet(what, problem and f"{type(problem).__name__}: {problem}") if together else []
+        told = (
+            self._meet(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"}) if together else []
+        )
         if problem is not None:
             raise problem
-        if problems := [f"Process {i}: {each}" for i, each in enumerate(told) if each]:
-            raise PopxlRuntimeError(f"{what}: nothing has been loaded. {' '.join(problems)}")
+        if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
+            raise PopxlRuntimeError(f"{what}: {otherwise}. {' '.join(problems)}")
+        if len({each.get("mark") for each in told}) > 1:
+            raise ReplacedError(f"{what}: {otherwise}. Processes found different checkpoints there. Read it again.")
 
     def _matched(
         self,

@@ -16,12 +16,13 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed, xla_bridge
@@ -87,7 +88,14 @@ class Line:
                 return
             with contextlib.suppress(OSError):  # poprun may have read what is written here
                 os.write(2, b"popdist: poprun has ended, or stops all instances; this one ends too.\n")
-            os._exit(1)  # the main thread may be in a collective that never ends
+            self._end()
+
+    @staticmethod
+    def _end() -> NoReturn:
+        """End this process, whose main thread may be in a collective that never ends, and all that it has started."""
+        if os.getpgrp() == os.getpid():  # as poprun starts an instance: what that starts is in its group
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
     def say(self, place: str, said: Any = None) -> None:
         """Tell the launcher where this instance is."""

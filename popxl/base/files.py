@@ -23,7 +23,7 @@ import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ except ImportError:  # on Windows
 __all__ = [
     "CHECKSUMS",
     "OF_ARCHIVES",
+    "ReplacedError",
+    "as_found",
     "bring_to_disk",
     "check_checksums",
     "current",
@@ -152,7 +154,11 @@ class _Lock:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_of(self, path: Path) -> bool:
-        return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        """Whether it is of what is there now."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -188,8 +194,8 @@ def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
         lock.acquire()
         if lock.is_of(path):
             return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass  # it is another's, or was
+    except BlockingIOError:
+        pass  # it is another's
     except OSError:  # this file system has no locks
         if not surely:
             return lock
@@ -214,6 +220,7 @@ def replacing(directory: Path, own: Collection[str]) -> Iterator[Path]:
     Entries of the old directory that are not called one of `own` are moved to the new one.
 
     `NotADirectoryError` if `directory` is a file, `ValueError` if the process works in it: it would lose its place.
+    `FileExistsError` if another one replaces it in the same moment: what that has written is there then.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"`{directory}` is a file; expected a directory, or nothing.")
@@ -225,12 +232,25 @@ def replacing(directory: Path, own: Collection[str]) -> Iterator[Path]:
         with drafted(directory, Path.mkdir) as draft:
             yield draft
             bring_to_disk(draft)
-            if directory.exists():
-                directory.rename(_previous(directory))
-            draft.rename(directory)
+            with _no_other(directory):
+                if directory.exists():
+                    directory.rename(_previous(directory))
+                draft.rename(directory)
             _sync(directory.parent)
     finally:
         _settle(directory, own)
+
+
+@contextmanager
+def _no_other(directory: Path) -> Iterator[None]:
+    """`FileExistsError` for what is raised where another one replaces the same directory."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+        told = "Another program replaces this directory at the same time; let each write to one of its own"
+        raise FileExistsError(errno.EEXIST, told, str(directory)) from problem
 
 
 def current(directory: Path) -> Path:
@@ -238,10 +258,41 @@ def current(directory: Path) -> Path:
 
     `FileNotFoundError` if there are none.
     """
-    for path in (directory, _previous(directory)):
+    for path in (directory, _previous(directory), directory):  # again: it may have come meanwhile
         if path.is_dir():
             return path
     raise FileNotFoundError(f"There is no directory `{directory}`.")
+
+
+class ReplacedError(UnreadableFileError):
+    """A directory was replaced while it was read."""
+
+
+@contextmanager
+def as_found(directory: Path) -> Iterator[None]:
+    """A block that reads a directory, all of which is to be of one moment.
+
+    `ReplacedError` at its end, or in place of what went wrong in it, if the directory is not the same any more.
+    """
+    if fcntl is None:  # directories cannot be opened there
+        yield
+        return
+    told = f"`{directory}` was replaced, or deleted, while it was read. Read it again."
+    try:
+        found = _Lock(directory)  # open, so that no other directory gets its number
+    except FileNotFoundError as problem:
+        raise ReplacedError(told) from problem
+    try:
+        try:
+            yield
+        except Exception as problem:
+            if found.is_of(directory):
+                raise
+            raise ReplacedError(told) from problem
+        if not found.is_of(directory):
+            raise ReplacedError(told)
+    finally:
+        found.release()
 
 
 def discard(directory: Path) -> None:
@@ -265,13 +316,14 @@ def _settle(directory: Path, own: Collection[str]) -> None:
     previous = _previous(directory)
     if not previous.exists():
         return
-    if not directory.exists():
-        previous.rename(directory)
-        return
-    for path in previous.iterdir():
-        if path.name not in own and not (directory / path.name).exists():
-            path.rename(directory / path.name)
-    _discard(previous, _beside(directory))  # half a directory must never be taken for the previous one
+    with _no_other(directory), suppress(FileNotFoundError):  # another one has done it
+        if not directory.exists():
+            previous.rename(directory)
+            return
+        for path in previous.iterdir():
+            if path.name not in own and not (directory / path.name).exists():
+                path.rename(directory / path.name)
+        _discard(previous, _beside(directory))  # half a directory must never be taken for the previous one
 
 
 def _previous(directory: Path) -> Path:

@@ -44,7 +44,8 @@ class Collective(Record):
         group_size: how many replicas a group has.
         groups: the same in words: the axes, where they have names.
         turns: how often a run carries it out, at most.
-        needed: how often somebody needs the result. What nobody needs, a compiler may leave out.
+        needed: how often somebody needs the result, and no exchange of the same before it has it. What nobody needs, a
+            compiler may leave out.
         is_added: whether its sum is only added to that of another all-reduce before it, of the same groups. A compiler
             may add what goes in, and send that once.
         line: the line of the program: `train.py:12`.
@@ -121,12 +122,12 @@ def communication_of(ir: Ir) -> Communication:
     found = []
     needed = _needed_runs(ir.main_graph)
     for graph, turns in runs_of(ir.main_graph).items():
-        added = _added(graph)
+        added, again = _added(graph), _again(graph)
         part_of = {part: each for each in graph.ops for part in each.parts}
         for op in part_of:
             if not op.kind.between_replicas or op.attributes["group_size"] == 1:
                 continue
-            for kind, bytes in exchanges_of(op):
+            for i, (kind, bytes) in enumerate(exchanges_of(op)):
                 found.append(
                     Collective(
                         kind=kind,
@@ -137,7 +138,7 @@ def communication_of(ir: Ir) -> Communication:
                         group_size=op.attributes["group_size"],
                         groups=_groups(op, ir),
                         turns=turns,
-                        needed=needed[part_of[op]],
+                        needed=0 if (op, i) in again else needed[part_of[op]],
                         is_added=kind == "all-reduce" and part_of[op] in added,
                         line=str(op.source),
                         graph="" if graph is ir.main_graph else graph.name,
@@ -171,6 +172,22 @@ def _needed_runs(main: Graph) -> Counter[Op]:
                     every = range(len(run.graph.outputs))  # of a loop, as the next turn needs them
                     some = every if run.trait.is_loop else (i for i, t in results if t in needed)
                     wanted[run.graph][frozenset(some)] += times * run.turns
+    return found
+
+
+def _again(graph: Graph) -> set[tuple[Op, int]]:
+    """The exchanges, by op and position, before which there is one that may be the same: of the same tensors, kind and
+    groups, with nothing overwritten in between. The sum that a mean takes is one, for instance."""
+    found: set[tuple[Op, int]] = set()
+    known: set[tuple[object, ...]] = set()
+    for op in graph.ops:
+        for part in (part for part in op.parts if part.kind.between_replicas):
+            of = (part.inputs, part.attributes["stride"], part.attributes["group_size"])
+            keys = [(*of, *exchange) for exchange in exchanges_of(part)]
+            found.update((part, i) for i, key in enumerate(keys) if key in known)
+            known.update(keys)
+        if op.modified:
+            known.clear()
     return found
 
 

@@ -18,7 +18,7 @@ from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from popxl.core.traits import REFUSED, is_call
+from popxl.core.traits import is_call
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.complex import conjugate
@@ -199,8 +199,7 @@ class _Differentiation:
             self._contribute(t, conjugate(given, _name_within(t)))
         for op in reversed(self.forward_graph.ops):
             gs = tuple(self.gradient(t) for t in op.outputs)
-            wanted = op.kind.gradient is REFUSED or not self.follows.isdisjoint(op.inputs)
-            if wanted and any(g is not None for g in gs):
+            if any(g is not None for g in gs) and not self.follows.isdisjoint(op.inputs):
                 for callee in op.called_graphs:
                     if callee not in self.infos and self.needed[callee]:
                         yield self._of_callee(callee)

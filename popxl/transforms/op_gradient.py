@@ -57,15 +57,15 @@ class Forward:
 
 
 def passes(op: Op, i: int) -> bool:
-    """Whether a gradient can flow through an op to its input `i`."""
+    """Whether a gradient flows through an op to its input `i`, or should, and is refused there."""
     if op.inputs[i].dtype is dtypes.bool:
         return False
     rule = op.kind.gradient
-    if rule is VJP:
+    if rule is VJP or rule is REFUSED:
         return op.inputs[i].dtype.is_inexact
     if isinstance(rule, Mapping):
         return op.operand_names()[i].partition("[")[0] in rule
-    return rule is not None and rule is not REFUSED
+    return rule is not None
 
 
 def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
@@ -92,9 +92,11 @@ def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
 def _refuse(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     if any(g is None for g in gs):
         return {}
+    op = forward.op
+    others = "Those of `popxl_addons.ops.replicated_all_reduce_TP` have one. " if op.kind.between_replicas else ""
     raise PopxlError(
-        f"autodiff: a gradient reaches the op {forward.op.name} ({forward.op.source}), which has none. Pass the tensor "
-        "through `ops.detach`, or leave it out of `grads_provided`."
+        f"autodiff: a gradient reaches the op {op.name} ({op.source}), which has none. {others}Pass the tensor through "
+        "`ops.detach` if none is to flow there, or leave it out of `grads_provided`."
     )
 
 

@@ -251,11 +251,17 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
         ir: the program.
 
     Raises:
+        TypeError: for what is neither text, nor a target or device.
         ValueError: for another description, or if the program needs several devices and the CPU as one is described.
         RuntimeError: if there is no such accelerator.
         PopxlError: if other processes run some of the replicas, and a device object is given, or there are too few
             devices here; if the compiler of a target is not installed.
     """
+    if not isinstance(description, str | Device | Target):
+        raise TypeError(
+            f"Session: the device must be text such as 'ipu_hw', a target or a device; got {description!r} "
+            f"({type(description).__name__})."
+        )
     ipus = devices_needed(ir)
     count = ir.instance_replication_factor
     best = count * len(ipus_used(ir))

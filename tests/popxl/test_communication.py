@@ -188,6 +188,21 @@ def test_what_nobody_needs_may_be_left_out() -> None:
             assert verdicts["all-reduce"] == "not all needed"
 
 
+def test_what_is_exchanged_twice_may_be_once() -> None:
+    """A sum, and the mean of the same; not after an update in between."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph, popxl.in_sequence():
+        v = popxl.variable(np.ones((3, 64)), popxl.float32, "v")
+        found = [C.replicated_all_reduce(v), C.replicated_all_reduce(v, "mean"), C.replicated_all_gather(v)]
+        ops.add_(v, v)
+        found += [C.replicated_all_reduce(v)]
+        for t in found:
+            ops.host_store(popxl.d2h_stream(t.shape, t.dtype), t)
+    assert [e.needed for e in ir.communication().collectives] == [1, 0, 1, 1]
+    sent = popxl.Session(ir, device(2)).communication()
+    assert not sent.differences and {e.kind: e.said for e in sent.exchanges} == {"all-reduce": 3, "all-gather": 1}
+
+
 def sums(added: bool) -> popxl.Ir:
     """Two sums over replicas; they are added to each other, or not."""
     ir = popxl.Ir(replication=2)

@@ -532,8 +532,12 @@ def test_poprun_itself_is_stopped(number: int, tmp_path: Path) -> None:
     """Nothing stays behind, neither if it can still stop the instances nor if it is killed."""
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip("the tests run under nohup, and so does what they start")
-    note = f"open({str(tmp_path)!r} + f'/{{me}}', 'w').write(str(os.getpid()))"
-    program = textwrap.dedent(TRAIN).replace("{what}", note)
+    program = textwrap.dedent(TRAIN).replace(
+        "{what}",
+        f"""import subprocess
+started = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # a worker, say
+open({str(tmp_path)!r} + f'/{{me}}', 'w').write(f"{{os.getpid()}} {{started.pid}}")""",
+    )
     command = [*POPRUN, "--num-instances=2", sys.executable, "-u", "-c", program]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -544,9 +548,9 @@ def test_poprun_itself_is_stopped(number: int, tmp_path: Path) -> None:
         said = process.stderr.read().decode()
         code = process.wait(LIMIT)
     deadline = time.monotonic() + LIMIT / 2
-    for index in "01":
-        while _is_alive(int((tmp_path / index).read_text())):
-            assert time.monotonic() < deadline, "an instance has stayed behind"
+    for number_of_process in (int(text) for index in "01" for text in (tmp_path / index).read_text().split()):
+        while _is_alive(number_of_process):
+            assert time.monotonic() < deadline, "an instance, or what it has started, has stayed behind"
             time.sleep(0.05)
     if number != signal.SIGKILL:
         assert said.splitlines()[-1] == f"poprun: {signal.Signals(number).name}: all instances are stopped."

@@ -113,6 +113,9 @@ def test_an_unknown_device(program):
     for device in ("tpu9", "", "CPU"):
         with pytest.raises(ValueError, match="unknown"):
             popxl.Session(program.ir, device)
+    for device in (None, 8):
+        with pytest.raises(TypeError, match=f"the device must be text.*got {device}"):
+            popxl.Session(program.ir, device)
 
 
 def test_several_devices_on_one_cpu(ir):

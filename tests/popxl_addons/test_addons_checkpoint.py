@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import popxl
+from popxl.base.files import ReplacedError
 from popxl.errors import UnreadableFileError
 from popxl_addons import array_files, checkpoint, pieces
 from popxl_addons.array_munging import shard
@@ -395,6 +396,44 @@ def test_a_second_checkpoint_replaces_the_first(tmp_path):
     names = ["checksums.json", "inner", "model.safetensors", "notes.txt", "session_info.json"]
     assert sorted(os.listdir(tmp_path / "c")) == names
     assert (tmp_path / "c/inner/file").read_text() == "kept too"
+
+
+def test_a_reader_is_told_of_another_checkpoint(tmp_path):
+    """What it has read may be of both; and what looks damaged to it, is not."""
+    write(tmp_path / "c", {"a": np.zeros(2)})
+    with pytest.raises(ReplacedError, match="was replaced"), checkpoint.located(str(tmp_path / "c")) as directory:
+        arrays = pieces.arrays_of(directory)
+        write(tmp_path / "c", {"a": np.ones(2)})
+        assert arrays["a"].elements(0, 2).tolist() == [1, 1]
+    with pytest.raises(ReplacedError), checkpoint.located(str(tmp_path / "c")) as directory:
+        write(tmp_path / "c", {"b": np.ones(2)})
+        (directory / "model/a.npz").read_bytes()
+    with pytest.raises(FileNotFoundError), checkpoint.located(str(tmp_path / "c")) as directory:
+        (directory / "model/a.npz").read_bytes()  # of itself
+    with pytest.raises(ReplacedError), checkpoint.located(str(tmp_path / "c")):
+        checkpoint.forget(tmp_path / "c")
+
+
+@pytest.mark.parametrize("what", ["the new one", "the old one"])
+def test_two_that_replace_one_place_at_once(tmp_path, monkeypatch, what):
+    """One of them is there, whole, and the other says so."""
+    write(tmp_path / "c", {"a": np.zeros(2)})
+    swap = Path.rename
+
+    def late(path, target):
+        is_now = Path(target).name == ("c" if what == "the new one" else ".c.previous")
+        if is_now:
+            monkeypatch.undo()
+            write(tmp_path / "c", {"a": np.ones(2)}, "safetensors")
+            if what == "the old one":  # as far as its last step
+                shutil.copytree(tmp_path / "c", tmp_path / ".c.previous")
+        return swap(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(FileExistsError, match="Another program replaces this directory"):
+        write(tmp_path / "c", {"a": np.full(2, 2.0)})
+    assert read(tmp_path / "c")[0]["a"].tolist() == [1, 1]
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_a_failure_in_the_block_changes_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """Sessions with named streams and state: counting runs, checkpoints, and what does not fit."""
 
+import contextlib
 import json
 import logging
 import os
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,8 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
-from popxl_addons import task_session
+from popxl.base.files import ReplacedError
+from popxl_addons import checkpoint, task_session
 from popxl_addons.task_session import TaskSession, initialise_memmap_dir_from_checkpoint, write_variables_pb
 
 
@@ -228,6 +232,65 @@ def test_saving_again_to_one_directory(tmp_path):
     other = make()
     other.load_checkpoint(tmp_path / "c", "error")
     np.testing.assert_array_equal(weights(other), np.full((2, 3), 6.0))
+
+
+def test_what_is_replaced_while_it_is_read(tmp_path, monkeypatch):
+    """Nothing of one checkpoint is mixed with another, which a training writes to the same directory."""
+    source, read_info = make(), checkpoint.read_info
+    with source:
+        run(source, 1)
+        source.save_checkpoint(tmp_path / "c")
+
+        def late(directory):
+            info = read_info(directory)
+            if source.session_state["steps"] < until:
+                run(source, 1)
+                source.save_checkpoint(tmp_path / "c")
+            return info
+
+        monkeypatch.setattr(checkpoint, "read_info", late)
+        for until in (2, 4, 99):
+            session = make()
+            if until == 99:
+                with pytest.raises(ReplacedError, match="Read it again"):
+                    session.load_checkpoint(tmp_path / "c")
+                continue
+            session.load_checkpoint(tmp_path / "c")
+            assert session.session_state["steps"] == until and weights(session)[0].min() == until
+    assert session.session_state["steps"] == 0 and weights(session)[0].min() == 0
+
+
+def test_processes_that_find_different_checkpoints(tmp_path, monkeypatch):
+    session = make()
+    monkeypatch.setattr(session, "_meet", lambda what, said: [said, {"mark": "other", "problem": None}])
+    with pytest.raises(ReplacedError, match="nothing is loaded.*different checkpoints"):
+        with session._told("here", True, "nothing is loaded") as said:
+            said["mark"] = "own"
+
+
+def test_threads_save_one_after_the_other(tmp_path, monkeypatch):
+    session, created = make(), checkpoint.created
+    now, most = [], []
+
+    @contextlib.contextmanager
+    def slowly(place):
+        now.append(place)
+        most.append(len(now))
+        with created(place) as directory:
+            time.sleep(0.01)
+            yield directory
+        now.remove(place)
+
+    monkeypatch.setattr(checkpoint, "created", slowly)
+    with session:
+        run(session, 1)
+        save = partial(session.save_checkpoint, tmp_path / "c")
+        threads = [threading.Thread(target=save, kwargs={"wait": bool(i % 2)}) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1] * 4 and os.listdir(tmp_path) == ["c"]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path, monkeypatch):

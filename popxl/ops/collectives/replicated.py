@@ -65,7 +65,8 @@ reduce_scatter_kind = OpKind(
 def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: Groups | None = None) -> Tensor:
     """Combine the values that `t` has on the replicas of a group, elementwise; every member gets the result.
 
-    No gradient is defined: autodiff raises when one reaches this op.
+    No gradient is defined: autodiff raises when one reaches this op. For tensor parallelism there are all-reduces with
+    gradients in `popxl_addons.ops.replicated_all_reduce_TP`.
 
     Args:
         t: tensor of any shape.

@@ -758,6 +758,13 @@ def test_reductions_refuse_gradients(op: Any) -> None:
         with pytest.raises(PopxlError, match="a gradient reaches the op Replicated"):
             autodiff(graph)
         assert len(autodiff(graph, grads_provided=graph.outputs[1:]).graph.outputs) == 1
+        beside = ir.create_graph(lambda t: ops.sum(t) + ops.sum(op(t * 2) * 3), x)  # not the only way to `t`
+        with pytest.raises(PopxlError, match=r"a gradient reaches the op Replicated.*all_reduce_TP"):
+            autodiff(beside)
+        aside = ir.create_graph(lambda t, u: t * op(u)[0], x, x)
+        with pytest.raises(PopxlError, match="a gradient reaches the op Replicated"):
+            autodiff(aside)
+        assert len(autodiff(aside, grads_required=aside.inputs[:1]).graph.outputs) == 1
         overwrites = ir.create_graph(lambda t: c.replicated_all_reduce_(t * 2), x)
         with pytest.raises(PopxlError, match="contains a modifying op"):
             autodiff(overwrites)

@@ -24,7 +24,7 @@ class DotTree(Generic[L]):
 
     A component of a key is an identifier (keywords included) or a number; ``tree[0]`` and ``tree["0"]`` are the same
     entry. Attributes and methods of the class win over entries of that name: read those as ``tree["keys"]``.
-    ``tree.w = value`` puts an entry there, whether or not there is one.
+    ``tree.w = value`` replaces an entry ``w``; where there is none, it is a plain attribute.
 
     Example:
         >>> t = DotTree.from_dict({"enc.w": 1, "enc.b": 2, "head": 3})
@@ -134,11 +134,11 @@ class DotTree(Generic[L]):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Else `tree.w = x` would hide the entry `w` from nobody but who reads it as an attribute.
-        if name.startswith("_") or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
+        # Else `tree.w = x` would hide the entry `w` from who reads it as an attribute, and from nobody else.
+        if name in vars(self).get("_map", ()) and not hasattr(type(self), name):
             self.insert(name, value, overwrite=True)
+        else:
+            super().__setattr__(name, value)
 
     def __contains__(self, key: Key) -> bool:
         try:

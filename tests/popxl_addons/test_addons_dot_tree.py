@@ -66,23 +66,26 @@ def test_missing_keys(tree, key):
         tree.get(key)
 
 
-def test_assigning_an_attribute_puts_an_entry_there(tree):
+def test_assigning_an_attribute_replaces_an_entry(tree):
     """As it looks: an attribute of Python's would hide the entry from who reads it as one, and from nobody else."""
     tree.head = 4
     tree.enc.w += 10
-    tree.dec = DotTree(w=5)
-    assert dict(tree.to_dict()) == {"enc.w": 11, "enc.b": 2, "head": 4, "dec.w": 5}
+    assert dict(tree.to_dict()) == {"enc.w": 11, "enc.b": 2, "head": 4}
     tree.insert("head", 6, overwrite=True)
     assert tree.head == 6
 
 
-def test_attributes_of_a_class_are_no_entries():
+def test_other_attributes_are_no_entries():
     class Counted(DotTree):
         count = 0
 
+        def __init__(self, **kwargs):
+            self.early = True
+            super().__init__(**kwargs)
+
     tree = Counted(w=1)
-    tree.count, tree._note = 3, "private"
-    assert (tree.count, tree._note, tree.keys()) == (3, "private", ["w"])
+    tree.count, tree.note = 3, "of mine"
+    assert (tree.early, tree.count, tree.note, tree.keys()) == (True, 3, "of mine", ["w"])
 
 
 @pytest.mark.parametrize("numbered", [{}, {0: "p", 1: "q"}])

@@ -285,8 +285,8 @@ class Graph:
 
     def take_in(self, op: Op) -> None:
         """Put an op that has its results after the ops of the graph, and let everybody it concerns know."""
-        for t in op.inputs:
-            t.used_by(op)
+        for t, elsewhere in zip(op.inputs, op.read_elsewhere(), strict=True):
+            t.used_by(op, elsewhere)
         for part in op.parts:
             overwritten = part.inputs[min(part.modified)] if part.kind.aliased and part.modified else None
             for t in part.outputs:

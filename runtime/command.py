@@ -107,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,foresee,fit}")
     for name, text in (("show", _SHOW), ("report", _REPORT), ("foresee", _FORESEE), ("fit", _FIT)):
-        command = commands.add_parser(name, help=text, description=text)
+        # Without abbreviations: what looks like several of these options may be one of the program.
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument(
             "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from popxl.base.names import snake
 from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import user_frame
+from popxl.core.aliasing import reachable
 from popxl.core.tensor import Location, Tensor
 from popxl.core.traits import Run
 from popxl.errors import PopxlError, PopxlInternalError
@@ -128,6 +129,29 @@ class Op:
             return self.location
         return (self.attributes[self.kind.ipus][self.outputs.index(t)], self.location[1])
 
+    def left_at(self, t: Tensor) -> Location:
+        """Where one of the results really is: of a call or loop of a graph on several IPUs, where that leaves it."""
+        if self.kind.runs is None or self.kind.runs.chooses:
+            return self.location_of(t)
+        (run,) = self.runs
+        inner = run.outputs[self.outputs.index(t)].origin
+        inside = inner.location if inner.producer is None else inner.producer.left_at(inner)
+        return inside if self._goes_to(inside) else self.location
+
+    def read_elsewhere(self) -> tuple[bool, ...]:
+        """Whether each input is really read elsewhere: by a called graph that is on several IPUs."""
+        if self.kind.runs is None or self.kind.runs.chooses:
+            return (False,) * len(self.inputs)
+        (run,) = self.runs
+        pairs = zip(run.inputs, run.given, strict=False)
+        return tuple(inner.is_read_elsewhere or self._goes_to(inner.used_at) for inner, _ in pairs)
+
+    def _goes_to(self, place: Location) -> bool:
+        """Whether this is a call, or a loop, of a graph on several IPUs, one of which is that of a place within."""
+        if place[0] in (None, self.ipu):
+            return False
+        return len({op.ipu for called in self.called_graphs for graph in reachable(called) for op in graph.ops}) > 1
+
     @property
     def op_type(self) -> str:
         """Name of the kind, as printed: `"MatMul"`."""
@@ -205,7 +229,7 @@ class Op:
         if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():
             raise PopxlError(f"{self!r} ({self.source}) cannot bind {t!r} to {wanted!r}, an input gained by its graph.")
         self.edit(inputs=(*self.inputs, t))
-        t.used_by(self)
+        t.used_by(self, self.read_elsewhere()[-1])
         wanted.bound_to(t)
 
     def trim_outputs(self, count: int) -> None:
@@ -296,9 +320,9 @@ def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tupl
             place = t.location[part]
             if place is None or (which is not None and name not in which):
                 continue
-            if first is None:
+            if first is None or (first[2] != place and not first[1].is_surely_there):
                 first = (name, t, place)
-            elif first[2] != place:
+            elif first[2] != place and t.is_surely_there:
                 raise ValueError(
                     f"The tensors `{first[0]}` and `{name}` are located on different {what}: "
                     f"{getattr(first[1], shown)} and {getattr(t, shown)}. Copy one of them first (`ops.ipu_copy`, "

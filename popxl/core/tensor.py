@@ -62,6 +62,7 @@ class Tensor(Operators):
         "_shape",
         "_used_at",
         "graph_ref",
+        "is_read_elsewhere",
     )
 
     _id: str
@@ -76,6 +77,7 @@ class Tensor(Operators):
     _bound: weakref.ref[Tensor] | None
     _origin: Tensor | None
     _used_at: Location
+    is_read_elsewhere: bool
 
     # Tensors cannot be iterated over or unpacked.
     __iter__ = None
@@ -109,7 +111,7 @@ class Tensor(Operators):
         t._producer = None
         t._bound = None
         t._origin = None
-        t._used_at = (None, None)
+        t._used_at, t.is_read_elsewhere = (None, None), False
         return t
 
     @property
@@ -200,6 +202,15 @@ class Tensor(Operators):
         return self._used_at
 
     @property
+    def is_surely_there(self) -> bool:
+        """Whether its `location` is not that of a call or loop whose graph, on several IPUs, has it elsewhere."""
+        op = self.producer
+        if op is not None:
+            return op.left_at(self) == op.location_of(self)
+        bound = None if self._bound is None else self._bound()
+        return not self.is_read_elsewhere if bound is None else bound.is_surely_there
+
+    @property
     def ipu(self) -> int:
         """Number of the IPU that the tensor is on. `UndefinedValue` if nothing says so."""
         ipu, _ = self.location
@@ -225,10 +236,16 @@ class Tensor(Operators):
         self._producer = weakref.ref(op)
         self._origin = None if alias_of is None else alias_of.origin
 
-    def used_by(self, op: Op) -> None:
-        """Note that an op reads the tensor: the tensor may take its place from it."""
+    def used_by(self, op: Op, elsewhere: bool) -> None:
+        """Note that an op reads the tensor, which may take its place from it; and whether it really does elsewhere."""
         if self._producer is None:
             self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
+            self.is_read_elsewhere = self.is_read_elsewhere or elsewhere
+
+    @property
+    def used_at(self) -> Location:
+        """The lowest of the locations of the ops that use it; each part is `None` if none does, or an op makes it."""
+        return self._used_at
 
     def kept_at(self, ipu: int | None, io_tiles: bool | None) -> None:
         """Note where the tensor is, whichever ops use it."""

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 from popxl import dtypes
 from popxl.context import get_current_context
-from popxl.core.aliasing import reachable, written_inputs
+from popxl.core.aliasing import written_inputs
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
@@ -159,15 +159,9 @@ def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
 
 
 def left_on(t: Tensor) -> int | None:
-    """The IPU on which the op that makes a tensor leaves it: an op of a called graph, if that is on several IPUs."""
+    """The IPU on which the op that makes a tensor leaves it."""
     op = t.origin.producer
-    while op is not None and op.kind.runs is not None and not op.kind.runs.chooses:
-        if len({each.ipu for graph in op.called_graphs for g in reachable(graph) for each in g.ops}) <= 1:
-            break
-        (run,) = op.runs
-        t = run.outputs[op.outputs.index(t.origin)]
-        op = t.origin.producer
-    return None if op is None else op.location_of(t.origin)[0]
+    return None if op is None else op.left_at(t.origin)[0]
 
 
 def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:

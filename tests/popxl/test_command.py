@@ -83,9 +83,9 @@ def test_show_prints_the_graphs_and_runs_nothing(command: Any, monkeypatch: pyte
 
 
 def test_report_runs_the_program(command: Any) -> None:
-    code, out, err = command(PROGRAM, "report", "FILE", "a", "-b")
+    code, out, err = command(PROGRAM, "report", "FILE", "a", "--p=b")  # no `--pages`, and no `--pictures`
     assert (code, err) == (0, "")
-    assert "arguments: a -b\n" in out
+    assert "arguments: a --p=b\n" in out
     assert "the result [1. 1. 1.]\nthe end\n\n=== session 0 ===\n\nReport of Ir[id=" in out
     assert "  the program      1     4" in out
 

@@ -22,6 +22,7 @@ import popdist
 from popxl.base.distributed import Instance
 from popxl.errors import PopxlRuntimeError
 from runtime.poprun import GRACE
+from runtime.poprun_options import parser
 from runtime.processes import Line
 from tests.popxl.conftest import Run
 
@@ -89,6 +90,13 @@ def test_each_instance_is_told_who_it_is(poprun: Run) -> None:
     lines = done.stderr.splitlines()
     assert sorted(lines[:2]) == ["[0] problem", "[1] problem"]
     assert re.match("poprun: each of the 2 instances ran the program by itself", lines[2])
+
+
+def test_options_of_the_program_are_its_own() -> None:
+    """Also those that begin as some of poprun's do."""
+    command = ["python", "train.py", "--m", "8", "--num", "3", "--help", "--host=x", "-x"]
+    options = parser().parse_args(["--num-instances", "2", *command])
+    assert (options.command, options.num_instances, options.host) == (command, 2, None)
 
 
 def test_a_single_instance_by_default(poprun: Run) -> None:

@@ -573,6 +573,31 @@ def test_a_graph_input_without_callers_is_where_it_is_used(ir):
     assert graph.inputs[0].ipu == 2
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("loop", [False, True])
+def test_what_a_called_graph_has_elsewhere(ir, loop, nested):
+    """A call is on one IPU, and its graph on two: nobody is to copy what is there already."""
+
+    def on_two(v, w):
+        y = v * 2.0
+        with popxl.ipu(1):
+            z = w * y.copy_to_ipu(1)
+        return y, z
+
+    with ir.main_graph:
+        v, w, x = (popxl.variable(k, popxl.float32) for k in (1.0, 2.0, 3.0))
+        graph = ir.create_graph(on_two, v, w)
+        if nested:
+            graph = ir.create_graph(lambda v, w: ops.call(graph, v, w), v, w)
+        y, z = ops.repeat(graph, 3, v, w) if loop else ops.call(graph, v, w)
+        with popxl.ipu(1):
+            there = x + 1.0
+            ops.add_(there, w), ops.add_(there, z)
+        assert (v.ipu, w.ipu, y.ipu, z.ipu) == (0, 0, 0, 0)
+        with pytest.raises(ValueError, match="different IPUs: 1 and 0"):
+            there + y
+
+
 def test_a_copied_tensor_is_where_it_is_copied_from(ir):
     with ir.main_graph, popxl.ipu(3):
         v, c = popxl.variable(1.0), popxl.constant(1.0)

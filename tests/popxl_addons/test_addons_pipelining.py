@@ -459,6 +459,27 @@ def test_variables_made_in_stages(ir):
     np.testing.assert_allclose(w, [2, 3] + total)
 
 
+def test_variables_are_updated_where_their_stage_is():
+    """What the loop of full cycles changes on IPU 1 goes together with what an op makes there."""
+    ir = popxl.Ir(replication=2)
+    ir.num_host_transfers = 4
+    with ir.main_graph, popxl.in_sequence():
+        stream = popxl.h2d_stream((2,), F32)
+        w, total = (popxl.variable(np.full(2, k), F32) for k in (3.0, 0.0))
+        with pipelined_execution(4) as p:
+            with p.stage(0), popxl.ipu(0):
+                x = (ops.host_load(stream) * 2.0).copy_to_ipu(1)
+            with p.stage(1), popxl.ipu(1):
+                ops.add_(total, x * w)
+        with popxl.ipu(1):
+            mean = ops.collectives.replicated_all_reduce(total, "mean")
+            ops.scaled_add_(w, mean, b=-0.5)
+            ops.add_(total, mean)
+    feed = np.arange(16, dtype=np.float32).reshape(4, 2, 2)
+    (value,) = run(ir, {stream: feed}, w)
+    np.testing.assert_allclose(value, 3 - 0.5 * 6 * feed.mean(1).sum(0))
+
+
 def test_sharded_variables_made_in_stages():
     """The ops that load and store their pieces are no part of the pipeline."""
     ir = popxl.Ir(replication=2)

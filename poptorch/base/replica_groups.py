@@ -157,17 +157,13 @@ class ParameterProxy:
             Error: for a parameter without dimensions, or if its first one is not the number of groups.
             ValueError: if groups of this size do not make up all replicas, or an argument is of another type.
         """
-        for argument, value, kind in (
-            ("comm_group_type", comm_group_type, CommGroupType),
-            ("shards", shards, int),
-            ("variable_retrieval_mode", variable_retrieval_mode, VariableRetrievalMode),
-        ):
-            if not isinstance(value, kind):
-                raise ValueError(
-                    f"replicaGrouping: `{argument}` is {value!r}; expected a value of {kind.__name__}, for the "
-                    f"parameter {self._name}."
-                )
+        if not isinstance(shards, int):
+            raise ValueError(
+                f"replicaGrouping: `shards` is {shards!r}; expected the number of replicas in each group, for the "
+                f"parameter {self._name}."
+            )
         groups = ReplicaGroups.of(comm_group_type, shards, self._replicas)
+        retrieval = VariableRetrievalMode(variable_retrieval_mode)
         if comm_group_type == CommGroupType.All:
             self._group(None)
             return
@@ -182,7 +178,7 @@ class ParameterProxy:
                 f"replicaGrouping: the parameter {self._name} has the shape {list(shape)}; its first dimension should "
                 f"be {groups.count}, the number of groups: {groups.replicas} replicas in groups of {groups.size}."
             )
-        self._group(GroupedParameter(groups, variable_retrieval_mode))
+        self._group(GroupedParameter(groups, retrieval))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what isinstance asks

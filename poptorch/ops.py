@@ -121,12 +121,27 @@ def ipu_print_tensor(
         separator: between elements.
         open_bracket, close_bracket: around a dimension.
 
+    Raises:
+        poptorch.Error: for a format, a number or a text that is something else.
+
     Example:
         >>> x = poptorch.ipu_print_tensor(x, "activations")
     """
     formats = ("auto", "fixed", "scientific", "none")
     if float_format not in formats:
         raise createPoptorchError(f"ipu_print_tensor: `float_format` is {float_format!r}; expected one of {formats}.")
+    for argument, number in (
+        ("summarise_threshold", summarise_threshold),
+        ("edge_items", edge_items),
+        ("max_line_width", max_line_width),
+        ("digits", digits),
+    ):
+        if not isinstance(number, int | numpy.integer) or number < 0:
+            raise createPoptorchError(f"ipu_print_tensor: `{argument}` is {number!r}; expected an integer, 0 or more.")
+    texts = {"separator": separator, "open_bracket": open_bracket, "close_bracket": close_bracket}
+    for argument, text in {"title": title, **texts}.items():
+        if not isinstance(text, str):
+            raise createPoptorchError(f"ipu_print_tensor: `{argument}` is {text!r}; expected a string.")
     return tensor.clone()
 
 
@@ -148,9 +163,21 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
     """The same tensor. How much memory the op that makes it may take has no effect here.
 
+    Args:
+        tensor: the result of that op.
+        available_memory_proportion: a part of the memory, from 0 to 1.
+
+    Raises:
+        ValueError: if it is something else.
+
     Example:
         >>> y = poptorch.set_available_memory(torch.relu(x), 0.4)
     """
+    if not isinstance(available_memory_proportion, int | float) or not 0 <= available_memory_proportion <= 1:
+        raise ValueError(
+            f"set_available_memory: `available_memory_proportion` is {available_memory_proportion!r}; expected a "
+            "number from 0 to 1."
+        )
     return tensor.clone()
 
 
@@ -233,6 +260,9 @@ def serializedMatMul(
     """
     assert isinstance(mode, MatMulSerializationMode), (
         f"serializedMatMul: `mode` is {mode!r}; expected a poptorch.MatMulSerializationMode."
+    )
+    assert isinstance(factor, int) and factor >= 0, (
+        f"serializedMatMul: `factor` is {factor!r}; expected a number of parts, 0 or more."
     )
     return torch.matmul(lhs, rhs)
 
@@ -420,14 +450,18 @@ def fps(src: torch.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
 
 @_op()
 def nearest(
-    x: torch.Tensor, y: torch.Tensor, batch_x: torch.Tensor | None = None, batch_y: torch.Tensor | None = None
+    x: torch.Tensor,
+    y: torch.Tensor,
+    batch_x: torch.Tensor | Sequence[int] | None = None,
+    batch_y: torch.Tensor | Sequence[int] | None = None,
 ) -> torch.Tensor:
     """For each point the number of the one among others that is nearest.
 
     Args:
         x: points, `[points, coordinates]`.
         y: the others.
-        batch_x, batch_y: to which set each of them belongs; only points of one set are compared.
+        batch_x, batch_y: the number of the set that each of them belongs to, in a tensor or a list; only points of
+            one set are compared.
 
     Example:
         >>> poptorch.nearest(torch.tensor([[1.0], [7.0]]), torch.tensor([[0.0], [8.0], [9.0]]))
@@ -435,7 +469,8 @@ def nearest(
     """
     distances = ((x[:, None] - y[None]) ** 2).sum(-1)
     if batch_x is not None and batch_y is not None:
-        distances = distances.masked_fill(batch_x[:, None] != batch_y[None], math.inf)
+        apart = torch.as_tensor(batch_x)[:, None] != torch.as_tensor(batch_y)[None]
+        distances = distances.masked_fill(apart, math.inf)
     return distances.argmin(1)
 
 

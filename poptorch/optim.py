@@ -232,6 +232,8 @@ class Optimizer:
         torch_init = super().__init__
         known = inspect.signature(torch_init).parameters
         numbers = {name: given.get(name, default) for name, default in self._defaults.items()}
+        if numbers:
+            _check_as_torch(type(self).__name__, numbers)
         torch_init(
             **{name: value for name, value in given.items() if name in known and name not in self._own},
             **({"defaults": numbers} if numbers else {}),
@@ -253,16 +255,37 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if given.get("amsgrad"):
         raise ValueError(f"{name}: `amsgrad` is not supported; leave it out.")
     for attribute in ("loss_scaling", "velocity_scaling"):
-        if not 0 < own.get(attribute, 1.0) < math.inf:  # they are divided by
+        if not 0 < _number(own.get(attribute, 1.0)) < math.inf:  # they are divided by
             raise ValueError(f"{name}: `{attribute}` is {own[attribute]!r}; expected a positive number.")
-    if math.isnan(own.get("max_grad_norm", 0.0)):
-        raise ValueError(f"{name}: `max_grad_norm` is NaN; expected a number, or infinity for no limit.")
+    for attribute in ("max_grad_norm", "max_weight_norm"):
+        if not _number(own.get(attribute, 0.0)) >= 0:  # nor NaN
+            raise ValueError(
+                f"{name}: `{attribute}` is {own[attribute]!r}; expected 0 or more, or infinity for no limit."
+            )
     if given.get("velocity_scaling", 1.0) != 1.0 and not own["use_combined_accum"]:
         logger.warning("%s: velocity_scaling has no effect without use_combined_accum=True.", name)
     if given.get("bias_correction") is False and name == "AdamW":
         logger.warning("AdamW: bias_correction=False has no effect; the moments are always corrected.")
     if given.get("maximize"):
         logger.warning(NOT_MAXIMISED, name)
+
+
+def _check_as_torch(name: str, numbers: Mapping[str, Any]) -> None:
+    """What torch's classes say of the numbers that they know, of a class of which there is none in torch."""
+    for attribute in ("lr", "eps", "weight_decay"):
+        if not 0 <= _number(numbers[attribute]) < math.inf:
+            raise ValueError(f"{name}: `{attribute}` is {numbers[attribute]!r}; expected a number, 0 or more.")
+    betas = numbers["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= _number(beta) < 1 for beta in betas):
+        raise ValueError(f"{name}: `betas` is {betas!r}; expected two numbers from 0 to below 1.")
+
+
+def _number(value: Any) -> float:
+    """A number, which may be in a tensor; NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 _ADAPTIVE: dict[str, Any] = {
@@ -319,7 +342,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, and for a NaN as `max_grad_norm`.
+        ValueError: for what torch refuses, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = SGD(params, lr=0.1, momentum=0.9, use_combined_accum=True, velocity_scaling=1024.0)
@@ -373,7 +396,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, for `amsgrad`, and for a NaN as `max_grad_norm`.
+        ValueError: for what torch refuses, for `amsgrad`, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = Adam(params, lr=0.001, max_grad_norm=1.0)
@@ -414,7 +437,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, for `amsgrad`, and for a NaN as `max_grad_norm`.
+        ValueError: for what torch refuses, for `amsgrad`, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = AdamW(params, lr=0.001, weight_decay=0.1)
@@ -549,6 +572,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
+        ValueError: for a number that is something else, or out of range.
 
     Example:
         >>> optimizer = LAMB(params, lr=0.01, max_weight_norm=10.0)

@@ -35,7 +35,7 @@ from poptorch.settings.groups import (
     _TensorLocationOptions,
     _TrainingOptions,
 )
-from poptorch.settings.setting import NO_EFFECT, Group, OptionsDict, group, positive, setting, strings, table
+from poptorch.settings.setting import NO_EFFECT, Group, OptionsDict, group, in_words, positive, setting, strings, table
 
 __all__ = ["Anchor", "ConfigFileError", "Options", "TensorLocationSettings", "options_page"]
 
@@ -413,8 +413,14 @@ class Options(OptionsDict):
             output_return_period: the N of `EveryN`.
 
         Raises:
-            AssertionError: if `EveryN` comes without a positive N.
+            AssertionError: if a name is no string, `output_mode` no mode, or `EveryN` comes without a positive N.
         """
+        for name, value, kind in (
+            ("short_name", short_name, str),
+            ("long_name", long_name, str),
+            ("output_mode", output_mode, OutputMode | None),
+        ):
+            assert isinstance(value, kind), f"anchorTensor: `{name}` is {value!r}; expected {in_words(kind)}."
         period = _checked_period("anchorTensor", output_return_period) if output_mode == OutputMode.EveryN else 1
         return self._set(anchored_tensors={**self.anchored_tensors, short_name: Anchor(long_name, output_mode, period)})
 

@@ -155,8 +155,13 @@ class ParameterProxy:
 
         Raises:
             Error: for a parameter without dimensions, or if its first one is not the number of groups.
-            ValueError: if groups of this size do not make up all replicas.
+            ValueError: if groups of this size do not make up all replicas, or an argument is of another type.
         """
+        if not isinstance(shards, int):
+            raise ValueError(
+                f"replicaGrouping: `shards` is {shards!r}; expected the number of replicas in each group, for the "
+                f"parameter {self._name}."
+            )
         groups = ReplicaGroups.of(comm_group_type, shards, self._replicas)
         retrieval = VariableRetrievalMode(variable_retrieval_mode)
         if comm_group_type == CommGroupType.All:

@@ -161,6 +161,11 @@ class Tracer:
                 self.recorder.new_input(t)
             results = body(*copies)
             results = list(results) if isinstance(results, list | tuple) else [results]
+            if others := [each for each in results if not isinstance(each, torch.Tensor)]:
+                raise createPoptorchError(
+                    f"The body {getattr(body, '__qualname__', body)} of a loop or of a conditional returns "
+                    f"{others[0]!r}; expected a tensor, or a list or tuple of tensors."
+                )
             trace.outputs = [self.recorder.value_of(t) for t in results]
         return trace, results
 

@@ -175,7 +175,17 @@ class DataLoader(torch.utils.data.DataLoader):
                 self.num_workers,
             )
         elements: Any = self.dataset if iterable else self.sampler
-        if self.drop_last or self.batch_size is None or not hasattr(elements, "__len__"):
+        if self.batch_size is None or not hasattr(elements, "__len__"):
+            return
+        if self.drop_last and len(elements) < self.batch_size:
+            logger.warning(
+                "DataLoader: there are %d elements%s, and a call takes %d, so there is no batch. Lower `batch_size`, "
+                "or deviceIterations, replicationFactor and gradientAccumulation of the options.",
+                len(elements),
+                " for this process" if self.options.Distributed.numProcesses > 1 else "",
+                self.batch_size,
+            )
+        if self.drop_last:
             return
         if remainder := len(elements) % self.batch_size:
             logger.warning(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from poptorch.enums import AutoStage, Liveness
 
@@ -22,6 +22,8 @@ __all__ = [
     "ShardedExecution",
     "Stage",
 ]
+
+_Item = TypeVar("_Item")
 
 BlockId = str
 """What names a block: the `user_id` of `Block`, `BeginBlock` and `BlockFunction`."""
@@ -91,8 +93,12 @@ class Phase:
         self.stages: list[Stage] = _stages_of_phase(arg)
 
     def stage(self, idx: int) -> Stage:
-        """The stage with the index `idx`."""
-        return self.stages[idx]
+        """The stage with the index `idx`.
+
+        Raises:
+            AssertionError: if there is none.
+        """
+        return _at(self.stages, idx, "Phase.stage")
 
     def ipus(self, *ipus: int) -> Phase:
         """Run the stages on these units, in this order; returns the phase itself.
@@ -108,6 +114,13 @@ class Phase:
 
     def __repr__(self) -> str:
         return f"Phase({', '.join(map(repr, self.stages))})"
+
+
+def _at(items: Sequence[_Item], index: int, what: str) -> _Item:
+    """One of the stages or phases that `what` is asked for."""
+    if not isinstance(index, int) or not -len(items) <= index < len(items):
+        raise AssertionError(f"{what}: the index is {index!r}; expected a number from 0 to {len(items) - 1}.")
+    return items[index]
 
 
 def _stages_of_phase(given: Sequence[Any]) -> list[Stage]:
@@ -310,8 +323,12 @@ class _IPhasedExecution(_IExecutionStrategy):
         return 0
 
     def phase(self, phase: int) -> Phase:
-        """The phase with the index `phase`."""
-        return self.phases[phase]
+        """The phase with the index `phase`.
+
+        Raises:
+            AssertionError: if there is none.
+        """
+        return _at(self.phases, phase, f"{type(self).__name__}.phase")
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
         """Let the backward pass begin in a phase of its own, rather than in the last of the forward pass.

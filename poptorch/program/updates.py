@@ -165,6 +165,7 @@ class Update:
 
     Attributes:
         names: the parameters that are trained.
+        group_of: the number of the parameter group of each of them.
         state: what the optimiser keeps.
         accumulation_dtype: the type in which gradients are to be summed over micro-batches.
 
@@ -211,7 +212,7 @@ class Update:
         }
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
-        self._group_of = {name: groups[id(p)] for name, p in trained.items()}
+        self.group_of = {name: groups[id(p)] for name, p in trained.items()}
         self.names = tuple(trained)
         self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
 
@@ -466,7 +467,7 @@ class Update:
         return _number(values, index=self._slots.index(key), results=[shown])
 
     def _key(self, parameter: str, number: str) -> Key:
-        return (None if number in WHOLE else self._group_of[parameter], number)
+        return (None if number in WHOLE else self.group_of[parameter], number)
 
     # What is kept, and what varies ------------------------------------------------------------------------------------
 

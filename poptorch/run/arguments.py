@@ -70,8 +70,8 @@ class Binder:
         return bound.arguments
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The names of the parameters that a call gives a value, which can be bound."""
-        return list(self._signature.bind_partial(*args, **kwargs).arguments)
+        """The names of the parameters that a call gives a value, but for those of `*args` and `**kwargs`."""
+        return [name for name in self._signature.bind_partial(*args, **kwargs).arguments if name not in self._open]
 
     def unbind(
         self, values: Mapping[str, Any], positional: int, wanted: Collection[str]

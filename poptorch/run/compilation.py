@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 import popxl
 from poptorch.capture.attributes import Attributes
 from poptorch.capture.cuts import Cuts
+from poptorch.capture.model import Captured
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.program import Returned
+from poptorch.run import weights
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import captured_model
 from poptorch.run.compiled import Compiled
@@ -84,6 +86,7 @@ def compiled_model(
         return Way(captured, answer, () if cuts is None else cuts.found)
 
     way = capture(signature.check(args, kwargs), ())
+    _check_apart(model, way.captured, () if update is None else update.names)
     if way.cuts:
         of_parts = capture, partial(_capturing, model.attributes), way, signature, batching, options, read, seed
         return InParts(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
@@ -101,6 +104,15 @@ def compiled_model(
         anchors=anchors,
         seed=seed,
     )
+
+
+def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -> None:
+    """Raise an `Error` if the program overwrites a part of another parameter or buffer that it uses."""
+    written = {*captured.written, *trained}
+    trace = captured.trace
+    values = {id(value) for node in trace.nodes for value in node.inputs} | set(map(id, trace.outputs))
+    used = {name for name, value in captured.state.items() if id(value) in values} | written
+    weights.check_apart({name: t for name, t in model.tensors().items() if name in used}, written)
 
 
 def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, popxl.ReplicaGrouping]:

@@ -454,12 +454,13 @@ class Compiled:
 
     @random_state.setter
     def random_state(self, state: Sequence[int]) -> None:
-        seed, *words = map(int, state)
+        seed, *words = state
         random = self.ends.random
         wanted = 0 if random is None else int(np.prod(random.shape_on_host))
-        if len(words) != wanted:
+        if len(words) != wanted or not all(0 <= word < 2**32 for word in words):
             raise createPoptorchError(
-                f"rng_state: the state has {len(words)} words after the seed; this program has {wanted}."
+                f"rng_state: the state has {len(words)} words after the seed, {words}; this program has {wanted}, from "
+                "0 to 2**32 - 1."
             )
         if random is not None:
             self._write({random: np.array(words, np.uint32).reshape(random.shape_on_host)})

@@ -10,6 +10,7 @@ compiled, `poptorch.run.compilation`, and what comes of that, `poptorch.run.comp
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import threading
 import weakref
@@ -84,7 +85,7 @@ class PoplarExecutor:
         user_model: the module that is told to the user; by default the model.
 
     Raises:
-        poptorch.Error: if `options` is no `Options`, or they do not fit.
+        poptorch.Error: if `model` cannot be called, `options` is no `Options`, or they do not fit.
         RuntimeError: if the model is being trained by another executor.
         AssertionError: if there is an optimiser without training, or no model can be trained with its class.
         ValueError: if it has `amsgrad`.
@@ -102,6 +103,11 @@ class PoplarExecutor:
         if isinstance(model, PoplarExecutor):
             model = model._user_model
         model = uncompiled(model)
+        if not callable(model):
+            raise createPoptorchError(
+                f"`model`, the first argument, is {model!r} ({type(model).__name__}); expected a torch.nn.Module or "
+                "a function."
+            )
         if options is not None and not isinstance(options, Options):
             raise createPoptorchError(
                 f"`options` must be a poptorch.Options; got {options!r} ({type(options).__name__})."
@@ -548,7 +554,13 @@ class PoplarExecutor:
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        self._one_program("rng_state").random_state = list(state)
+        program = self._one_program("rng_state")
+        try:
+            program.random_state = list(map(operator.index, state))
+        except TypeError:
+            raise createPoptorchError(
+                f"rng_state: {state!r} is no state; expected a list of integers that `rng_state` has given."
+            ) from None
 
     # Files ----------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,13 +111,41 @@ class Trainer:
                 "The model has no parameters, so nothing is trained. Only what a `torch.nn.Module` has as its own can "
                 "be: wrap that module, rather than a function that uses it."
             )
-        elif others:
+        elif others and not self._is_copy(optimizer):
             logger.warning(
                 "The optimizer has %d parameters that the model does not have, of the shapes %s. They are not trained: "
                 "have the wrapped module own them, as attributes of it or of its submodules.",
                 len(others),
                 ", ".join(str(list(p.shape)) for p in others[:3]) + (", ..." if len(others) > 3 else ""),
             )
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an `Error` unless an optimiser trains what the program does, in the same groups."""
+        assert self.update is not None
+        expected, found = self.update.group_of, self._groups(optimizer)
+        if found == expected or self._is_copy(optimizer):
+            return
+        name = next(name for name in self._parameters if found.get(name) != expected.get(name))
+        here, there = (f"in group {g[name]}" if name in g else "in no group" for g in (found, expected))
+        raise createPoptorchError(
+            f"The optimizer has the parameter {name} {here}, and the model was compiled with it {there}. Which "
+            "parameters are trained, and by the numbers of which group, is a part of the program. To compile it anew, "
+            "make a new wrapper or call `destroy()`."
+        )
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """The number of the group that an optimiser has a parameter in, for those that could be trained."""
+        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        own = self._parameters.items()
+        return {name: groups[id(p)] for name, p in own if self._requires_grad[name] and id(p) in groups}
+
+    def _is_copy(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimiser has none of the model's parameters, but their like: those that a copy of it has."""
+        if self.update is None or not self.update.names or self._groups(optimizer):
+            return False
+        wanted = Counter((i, self._parameters[name].shape) for name, i in self.update.group_of.items())
+        groups = enumerate(optimizer.param_groups)
+        return wanted <= Counter((i, p.shape) for i, group in groups for p in group["params"])
 
     def connect(self, compiled: Compiled | TrainedInParts, offline: bool = False) -> None:
         """A program has been made: from now on it has the state. What the optimiser has brought along is for it.
@@ -209,6 +238,7 @@ class Trainer:
         """Have the program take the numbers of an optimiser, from the next run on."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
+        self._check_groups(optimizer)
         said, numbers = _said(optimizer), self.update.values(optimizer)
         if self._compiled is not None and not np.array_equal(numbers, self.numbers):
             self._compiled.write_numbers(numbers)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
 
-from poptorch.base.dtypes import fitted, from_numpy, to_numpy
+from poptorch.base.dtypes import as_array, fitted, from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.errors import Error, createPoptorchError
@@ -29,6 +30,7 @@ __all__ = [
     "HostWrites",
     "Instrumented",
     "Trainings",
+    "check_apart",
     "hook_problem",
     "put_on",
     "read",
@@ -61,6 +63,33 @@ def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
                 f"All buffers must be an instance of torch.Tensor; {name} is {value!r} ({type(value).__name__})."
             )
     return found
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) -> None:
+    """Check that what a program overwrites is no part of another parameter or buffer, which would not change with it.
+
+    Args:
+        tensors: parameters and buffers by name; those that are the same object have one name.
+        written: names of those that it overwrites.
+
+    Raises:
+        Error: if one is.
+    """
+    own = [(name, t) for name, t in tensors.items() if t.layout is torch.strided and t.device.type == "cpu"]
+    arrays = [(name, as_array(t)) for name, t in own]
+    bounded = sorted(((*byte_bounds(array), name, array) for name, array in arrays if array.size), key=itemgetter(0))
+    near: list[tuple[int, str, np.ndarray]] = []  # those that may reach beyond the beginning of the next
+    for start, stop, name, array in bounded:
+        near = [each for each in near if each[0] > start]
+        for _, other, memory in near:
+            if (name in written or other in written) and np.shares_memory(memory, array):
+                raise createPoptorchError(
+                    f"{other} and {name} share memory, and the model overwrites {name if name in written else other}. "
+                    "In a wrapped model each parameter and buffer is a tensor of its own, so the other would not "
+                    f"change with it. Have one of them: tie parameters by `module.{name} = module.{other}`, and make "
+                    "a view of one in `forward`. Or give each its memory: `tensor.clone()`."
+                )
+        near.append((stop, name, array))
 
 
 def read(

@@ -6,6 +6,7 @@ A line of a file is parsed, never executed: what may be in it is written out in 
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -115,13 +116,22 @@ def run_calls(options: object, text: str, enums: Mapping[str, Any]) -> None:
         for name in path.split("."):
             if name.startswith("_") and name != "_Popart":
                 raise AttributeError(f"Options.from_json: {path!r} is private.")
-            method = getattr(method, name)
+            method = _named(method, name, f"Options.from_json: {path!r}")
         if not callable(method):
             raise AttributeError(f"Options.from_json: {path!r} is no method; name the one that sets it.")
         method(*(_member(each, enums) for each in (given if isinstance(given, list) else [given])))
 
 
+def _named(owner: Any, name: str, what: str) -> Any:
+    """An attribute that `what` in a text asks for. An `AttributeError` says what is there instead."""
+    if not hasattr(owner, name):
+        near = list(getattr(owner, "__members__", ())) or difflib.get_close_matches(name, dir(owner))
+        hint = f"; expected {' or '.join(near)}." if near else "."
+        raise AttributeError(f"{what}: there is no {name!r}{hint}")
+    return getattr(owner, name)
+
+
 def _member(value: Any, enums: Mapping[str, Any]) -> Any:
     """The member of an enum that a string names; else the value itself."""
     kind, dot, member = value.removeprefix("poptorch.").partition(".") if isinstance(value, str) else ("", "", "")
-    return getattr(enums[kind], member) if dot and kind in enums else value
+    return _named(enums[kind], member, f"Options.from_json: {value!r}") if dot and kind in enums else value

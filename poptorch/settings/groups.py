@@ -430,8 +430,16 @@ class _PopartOptions(OptionsDict):
         "effect there, and others none; a name that no session option has raises an Error",
         "set",
     )
-    patterns: dict[str, bool] = setting({}, NO_EFFECT, "setPatterns")
-    patterns_level: int = setting(2, NO_EFFECT, "setPatterns")
+    patterns: dict[str, bool] = setting(
+        {},
+        NO_EFFECT,
+        "setPatterns",
+        valid=lambda patterns: strings(patterns) and all(isinstance(use, bool) for use in patterns.values()),
+        expects="a dict from names of patterns to bools",
+    )
+    patterns_level: int = setting(
+        2, NO_EFFECT, "setPatterns", valid=lambda level: 0 <= level <= 3, expects="a number from 0 to 3"
+    )
     engine_options: dict[str, str] = setting(
         {},
         NO_EFFECT,
@@ -450,7 +458,7 @@ class _PopartOptions(OptionsDict):
         Raises:
             Error: if there is no such option.
         """
-        if key.split(".")[0] not in _SESSION_OPTIONS:
+        if not isinstance(key, str) or key.split(".")[0] not in _SESSION_OPTIONS:
             raise Error(
                 f"Unknown session option {key!r}: `options._Popart.set` takes the names of PopART's session options."
             )
@@ -463,11 +471,11 @@ class _PopartOptions(OptionsDict):
             patterns: whether to use each.
             level: which others to use, from 0 (none) to 3 (all).
         """
-        return self._set(patterns=dict(patterns), patterns_level=level)
+        return self._set(patterns=_plain(patterns), patterns_level=level)
 
     def setEngineOptions(self, engine_options: Mapping[str, str]) -> _PopartOptions:
         """Set options of the engine, replacing those set before."""
-        return self._set(engine_options=dict(engine_options))
+        return self._set(engine_options=_plain(engine_options))
 
     def check(self) -> None:
         """To be called when a model is compiled: whether all values are of types that session options have.
@@ -478,7 +486,7 @@ class _PopartOptions(OptionsDict):
         for key, value in self.options.items():
             if not _is_session_value(value):
                 raise Error(
-                    f"Session option {key!r} is {value!r}, a {type(value).__name__}; expected a bool, a number, a "
+                    f"Session option {key!r} is {value!r} ({type(value).__name__}); expected a bool, a number, a "
                     "string, an enum, or a list or dictionary of these."
                 )
 
@@ -494,6 +502,11 @@ class _PopartOptions(OptionsDict):
                     setattr(to, key, value)
                 except ValidationError as problem:
                     raise Error(f"Session option {key!r} is {value!r}: {problem.errors()[0]['msg']}.") from None
+
+
+def _plain(value: Mapping[str, Any]) -> Any:
+    """A mapping as a dictionary; what is none as it is, for the check of its setting."""
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _is_session_value(value: object) -> bool:

@@ -12,7 +12,18 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-__all__ = ["NO_EFFECT", "Group", "OptionsDict", "Setting", "group", "positive", "setting", "strings", "table"]
+__all__ = [
+    "NO_EFFECT",
+    "Group",
+    "OptionsDict",
+    "Setting",
+    "group",
+    "in_words",
+    "positive",
+    "setting",
+    "strings",
+    "table",
+]
 
 NO_EFFECT = "no effect here"
 """What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
@@ -59,7 +70,7 @@ class Setting:
         self.kind = kind or type(default)
         self.valid = valid
         self.of_the_run = of_the_run
-        self.expects = expects or f"a value of {_in_words(self.kind)}"
+        self.expects = expects or in_words(self.kind)
         self.error = error
         self.words = f"{words} " if words else ""
         self.make = make or (lambda: copy.deepcopy(default))
@@ -90,6 +101,9 @@ class Group:
         self.kind = kind
         self.__doc__ = says
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.kind._called = f"{owner.__name__}.{name}"
+
 
 group: Any = Group
 
@@ -105,6 +119,7 @@ class OptionsDict:
     """
 
     _frozen: bool
+    _called = ""  # how messages call a group within others
 
     def __init__(self, **default_values: Any) -> None:
         vars(self)["_frozen"] = False
@@ -137,14 +152,14 @@ class OptionsDict:
                 "Can't modify frozen Options: a model or a data loader uses them. Change a copy, `options.clone()`, "
                 "and wrap the model again."
             )
-        declared = self._declared()
+        declared, own = self._declared(), self._called or type(self).__name__
         for name, value in values.items():
             known = declared.get(name)
             if not isinstance(known, Setting):
                 near = difflib.get_close_matches(name, declared)
                 hint = f"; did you mean {' or '.join(near)}?" if near else "."
-                raise AttributeError(f"{type(self).__name__} has no setting {name!r}{hint}")
-            known.check(value, type(self).__name__)
+                raise AttributeError(f"{own} has no setting {name!r}{hint}")
+            known.check(value, own)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # a subclass, with methods of its own
@@ -224,6 +239,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
-def _in_words(kind: Any) -> str:
+def in_words(kind: Any) -> str:
+    """What values of some types are called where one is expected."""
     kinds = getattr(kind, "__args__", None) or (kind if isinstance(kind, tuple) else (kind,))
-    return " or ".join("None" if each is type(None) else each.__name__ for each in kinds)
+    return "a value of " + " or ".join("None" if each is type(None) else each.__name__ for each in kinds)

@@ -335,7 +335,7 @@ def test_the_rest_must_match():
     signature = Signature(variadic, (ones(1), ones(1)), {"mask": ones(1)})
     with pytest.raises(Error, match="Number of positional arguments mismatch: expected 2 arguments but got 3"):
         signature.check((ones(1),) * 3, {"mask": ones(1)})
-    with pytest.raises(Error, match="kwargs: Missing arguments: mask"):
+    with pytest.raises(Error, match="': Keys mismatch for kwargs: Missing arguments: mask. Arguments must match"):
         signature.check((ones(1),) * 2, {})
 
 

@@ -135,6 +135,13 @@ def test_batch_holds_the_rows_of_a_call():
     assert len(labels(batches)) == 2
 
 
+def test_no_batch_at_all_is_told_of(warned):
+    assert len(DataLoader(Options().deviceIterations(3), Squares(6), batch_size=2)) == 1
+    assert not warned()
+    assert not list(DataLoader(Options().deviceIterations(4), Squares(6), batch_size=2))
+    assert "there are 6 elements, and a call takes 8, so there is no batch" in warned()[0]
+
+
 def test_options_are_frozen():
     options = Options()
     DataLoader(options, Squares(4))

@@ -55,6 +55,11 @@ def test_what_can_be_wrapped(module: Model) -> None:
     assert poptorch.inferenceModel(torch.add)(torch.ones(2), torch.ones(2)).tolist() == [2, 2]
     with pytest.raises(poptorch.Error, match="`options` must be a poptorch.Options; got 3"):
         poptorch.inferenceModel(module, 3)
+    for wrap in (poptorch.inferenceModel, poptorch.trainingModel):
+        with pytest.raises(
+            poptorch.Error, match="`model`, the first argument, is None .NoneType.; expected a torch.nn.M"
+        ):
+            wrap(None)
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
     with pytest.raises(
@@ -442,6 +447,11 @@ def test_the_state_of_random_numbers(replicas: int) -> None:
     torch.testing.assert_close(again(x), model(x))
     with pytest.raises(poptorch.Error, match="the state has 1 words after the seed"):
         model.rng_state = [1, 2]
+    with pytest.raises(poptorch.Error, match=rf"{len(state) - 1} words after the seed, \[-1.*from 0 to"):
+        model.rng_state = [-1] * len(state)
+    with pytest.raises(poptorch.Error, match="rng_state: 'x' is no state; expected a list of integers"):
+        model.rng_state = "x"
+    assert model.rng_state == again.rng_state
 
 
 def test_a_model_without_random_numbers_has_a_seed() -> None:

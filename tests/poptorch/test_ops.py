@@ -107,6 +107,13 @@ def test_bodies_that_do_not_fit() -> None:
         poptorch.inferenceModel(lambda x: poptorch.for_loop(2, lambda a: a.t(), [x]))(X)
     with pytest.raises(poptorch.Error, match=r"cond: the bodies return"):
         poptorch.inferenceModel(lambda x: poptorch.cond(x.sum() > 0, lambda a: a, [x], lambda a: a.t(), [x]))(X)
+    for body, returned in ((lambda a: None, "None"), (lambda a: [a, 3], "3")):
+        for model in (
+            lambda x, body=body: poptorch.for_loop(2, body, [x]),
+            lambda x, body=body: poptorch.cond(x.sum() > 0, lambda a: a, [x], body, [x]),
+        ):
+            with pytest.raises(poptorch.Error, match=f"The body .*lambda.* returns {returned}; expected a tensor"):
+                poptorch.inferenceModel(model)(X)
 
 
 def test_loops_are_for_inference() -> None:
@@ -370,6 +377,21 @@ def test_print_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     assert "three w: (3" in printed and "three w_gradient: (1" in printed
 
 
+@pytest.mark.parametrize(
+    "style, message",
+    [
+        ({"float_format": "long"}, "`float_format` is 'long'; expected one of"),
+        ({"digits": -1}, "`digits` is -1; expected an integer, 0 or more"),
+        ({"summarise_threshold": "x"}, "`summarise_threshold` is 'x'; expected an integer"),
+        ({"title": 3}, "`title` is 3; expected a string"),
+        ({"separator": None}, "`separator` is None; expected a string"),
+    ],
+)
+def test_wrong_ways_to_print(style: dict[str, Any], message: str) -> None:
+    with pytest.raises(poptorch.Error, match=f"ipu_print_tensor: {message}"):
+        poptorch.inferenceModel(lambda x: poptorch.ipu_print_tensor(x, **style))(X)
+
+
 def test_what_changes_nothing() -> None:
     both(lambda x: poptorch.nop(x) + poptorch.set_available_memory(x, 0.3), X)
     both(lambda x: poptorch.recomputationCheckpoint(x, x + 1), X)
@@ -377,6 +399,11 @@ def test_what_changes_nothing() -> None:
     both(lambda x: poptorch.serializedMatMul(x, x.t(), poptorch.MatMulSerializationMode.ReducingDim, 3), X)
     with pytest.raises(poptorch.Error, match="set_overlap_for_input: expected tensors; got 3"):
         poptorch.set_overlap_for_input([X, 3], poptorch.OverlapMode.NoOverlap)
+    for proportion in (1.5, "half"):
+        with pytest.raises(ValueError, match="`available_memory_proportion` is .*; expected a number from 0 to 1"):
+            poptorch.set_available_memory(X, proportion)
+    with pytest.raises(AssertionError, match="serializedMatMul: `factor` is -3; expected a number of parts"):
+        poptorch.serializedMatMul(X, X.t(), poptorch.MatMulSerializationMode.ReducingDim, -3)
 
 
 def test_no_overlap_needs_no_options() -> None:
@@ -433,6 +460,8 @@ def test_points() -> None:
     both(poptorch.nearest, points, points[:4] + 0.1)
     sets = torch.tensor([0] * 6 + [1] * 5), torch.tensor([0, 0, 1, 1])
     both(poptorch.nearest, points, points[3:7] + 0.1, *sets)
+    lists = [t.tolist() for t in sets]
+    both(lambda x, y: poptorch.nearest(x, y, *lists), points, points[3:7] + 0.1)
 
 
 def test_a_random_start() -> None:

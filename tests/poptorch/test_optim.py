@@ -66,8 +66,16 @@ def test_what_is_refused(w: torch.nn.Parameter) -> None:
     for kind in (optim.Adam, optim.AdamW):
         with pytest.raises(ValueError, match=f"{kind.__name__}: `amsgrad` is not supported"):
             kind([w], amsgrad=True)
-    with pytest.raises(ValueError, match="`max_grad_norm` is NaN; expected a number"):
-        optim.SGD([w], lr=0.1, max_grad_norm=math.nan)
+    for norm in (math.nan, -1.0, "x"):
+        with pytest.raises(ValueError, match="`max_grad_norm` is .*; expected 0 or more, or infinity for no limit"):
+            optim.SGD([w], lr=0.1, max_grad_norm=norm)
+    with pytest.raises(ValueError, match="SGD: `loss_scaling` is 'x'; expected a positive number"):
+        optim.SGD([w], lr=0.1, loss_scaling="x")
+    for wrong in (dict(lr=-1), dict(eps="x"), dict(weight_decay=-0.1), dict(betas=(1.0, 0.9)), dict(betas=0.9)):
+        with pytest.raises(ValueError, match=f"LAMB: `{next(iter(wrong))}` is .*; expected"):
+            optim.LAMB([w], **wrong)
+    with pytest.raises(ValueError, match="LAMB: `max_weight_norm` is -1.0; expected 0 or more"):
+        optim.LAMB([w], max_weight_norm=-1.0)
     for number in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=f"`loss_scaling` is {number}; expected a positive number"):
             optim.AdamW([w], loss_scaling=number)

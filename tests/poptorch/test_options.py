@@ -236,6 +236,8 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda o: o.outputMode(OutputMode.EveryN), AssertionError, "`output_return_period` is None; expected a positive"),
     (lambda o: o.outputMode(OutputMode.EveryN, 0), AssertionError, "`output_return_period` is 0; expected a positive"),
     (lambda o: o.anchorTensor("a", "b", OutputMode.EveryN, 0), AssertionError, "anchorTensor: `output_return_period`"),
+    (lambda o: o.anchorTensor("a", None), AssertionError, "anchorTensor: `long_name` is None; expected a value of str"),
+    (lambda o: o.anchorTensor("a", "b", "All"), AssertionError, "`output_mode` is 'All'; expected a value"),
     (lambda o: o.inputReplicaGrouping(1, CommGroupType.All), ValueError, "is CommGroupType.All; expected Consecutive"),
     (
         lambda o: o.inputReplicaGrouping(3, CommGroupType.Consecutive),
@@ -255,7 +257,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda o: o.useOfflineIpuTarget(3), AssertionError, "`ipu_version` is 3; expected 1, 2 or 21"),
     (lambda o: o.setAvailableMemoryProportion({"0": 0.5}), AssertionError, "expected a dict from units, 'IPU0'"),
     (lambda o: o.setAvailableMemoryProportion({"IPU0": 2.0}), AssertionError, "numbers from 0 to 1"),
-    (lambda o: o.Training.gradientAccumulation(0), AssertionError, "`gradient_accumulation` is 0"),
+    (lambda o: o.Training.gradientAccumulation(0), AssertionError, "Options.Training.gradientAccumulation: `g"),
     (
         lambda o: o.Training.accumulationAndReplicationReductionType(ReductionType.NoReduction),
         ValueError,
@@ -275,6 +277,10 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda o: o.TensorLocations.numIOTiles(194), AssertionError, "expected an even number from 32 to 192"),
     (lambda o: o.TensorLocations.setWeightLocation(None), AssertionError, "expected a value of TensorLocationSettings"),
     (lambda o: o._Popart.setEngineOptions({"a": 1}), AssertionError, "expected a dict of strings"),
+    (lambda o: o._Popart.setEngineOptions(3), AssertionError, "`engine_options` is 3; expected a dict of strings"),
+    (lambda o: o._Popart.setPatterns({"a": 1}), AssertionError, "expected a dict from names of patterns to bools"),
+    (lambda o: o._Popart.setPatterns({}, 7), AssertionError, "`patterns_level` is 7; expected a number from 0 to 3"),
+    (lambda o: o._Popart.set(3, 1), Error, "Unknown session option 3"),
     (lambda o: o._Popart.set("noSuchOption", 1), Error, "Unknown session option 'noSuchOption'"),
     (lambda o: setattr(o, "device_iterations", "3"), AssertionError, "expected a positive integer"),
     (
@@ -283,7 +289,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         "no setting 'deviceIteration'; did you mean device_it",
     ),
     (lambda o: setattr(o, "Training", 3), AttributeError, "Options has no setting 'Training'"),
-    (lambda o: setattr(o.Training, "xyz", 3), AttributeError, "_TrainingOptions has no setting 'xyz'."),
+    (lambda o: setattr(o.Training, "xyz", 3), AttributeError, "Options.Training has no setting 'xyz'."),
     (lambda o: delattr(o, "device_iterations"), AttributeError, "can't be deleted"),
     (lambda o: o.toDict(), AssertionError, "the output mode still is the default"),
 ]
@@ -415,7 +421,7 @@ def test_popart_values() -> None:
     options._Popart.set("convolutionOptions", {"a": [1, 2.0, "x"]})
     options._Popart.check()
     options._Popart.set("convolutionOptions", {"a": object()})
-    with pytest.raises(Error, match="Session option 'convolutionOptions' is .* a dict; expected a bool"):
+    with pytest.raises(Error, match="Session option 'convolutionOptions' is .*dict.; expected a bool"):
         options._Popart.check()
 
 
@@ -569,7 +575,8 @@ def test_json() -> None:
         ('{"replicationFactor": 2, "noSuch": 1}', AttributeError, "noSuch"),
         ('{"replicationFactor": 2, "device_iterations": 1}', AttributeError, "is no method"),
         ('{"Training._set": 1}', AttributeError, "'Training._set' is private"),
-        ('{"outputMode": "OutputMode.Most"}', AttributeError, "Most"),
+        ('{"outputMode": "OutputMode.Most"}', AttributeError, "there is no 'Most'; expected Final or EveryN or All or"),
+        ('{"Training.gradAccumulation": 1}', AttributeError, "there is no 'gradAccumulation'; expected gradientAcc"),
         ('{"replicationFactor": 2, "deviceIterations": 0}', AssertionError, "expected a positive integer"),
     ],
 )

@@ -106,3 +106,5 @@ def test_wrong_groups() -> None:
         model.bias.replicaGrouping(CommGroupType.Consecutive, 2, VariableRetrievalMode.OnePerGroup)
     with pytest.raises(poptorch.Error, match="its first dimension should be 4"):
         model.weight.replicaGrouping(CommGroupType.NoGrouping, 1, VariableRetrievalMode.OnePerGroup)
+    with pytest.raises(ValueError, match="replicaGrouping: `shards` is '2'; expected the number of replicas in each"):
+        model.weight.replicaGrouping(CommGroupType.Consecutive, "2", VariableRetrievalMode.OnePerGroup)

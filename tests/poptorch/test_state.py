@@ -188,6 +188,38 @@ def test_another_optimizer_takes_over() -> None:
     torch.testing.assert_close(old.state_dict()["ipu_state"]["Accl1___w"], 1.5 * X[0])
 
 
+def test_what_is_trained_by_which_group_is_a_part_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+
+        def forward(self) -> torch.Tensor:
+            return poptorch.identity_loss(self.a.sum() + self.b.sum(), "sum")
+
+    def of(*groups: torch.nn.Parameter, rates: tuple[float, ...] = (0.5, 0.0)) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(groups, rates, strict=False)], lr=0.1)
+
+    module, other = Two(), torch.nn.Linear(3, 5)  # that has no like of them
+    optimizer = of(module.a, module.b)
+    model = poptorch.trainingModel(module, optimizer=optimizer)
+    model()
+    for wrong, words in (
+        (of(module.b, module.a), "has the parameter a in group 1, and the model was compiled with it in group 0"),
+        (of(module.a), "has the parameter b in no group, and the model was compiled with it in group 1"),
+        (of(other.weight, other.bias), "has the parameter a in no group, and the model was compiled with it in group"),
+    ):
+        with pytest.raises(poptorch.Error, match=words):
+            model.setOptimizer(wrong)
+    model()
+    copied = copy.deepcopy(optimizer)  # it has parameters of its own, of these shapes
+    copied.param_groups[1]["lr"] = 0.25
+    model.setOptimizer(copied)
+    model()
+    assert (module.a.tolist(), module.b.tolist()) == ([-0.5] * 2, [0.75] * 3)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies_take_the_state_along(duplicate) -> None:
     _, optimizer, model = wrapped(lambda p: optim.SGD(p, lr=0.1, momentum=0.5))

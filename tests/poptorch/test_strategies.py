@@ -134,6 +134,11 @@ def test_liveness() -> None:
         (lambda: SerialPhasedExecution(), "SerialPhasedExecution: there are no phases"),
         (lambda: ParallelPhasedExecution([]), "ParallelPhasedExecution: there are no phases"),
         (lambda: SerialPhasedExecution(1), "SerialPhasedExecution: 1 is no phase; expected a `Phase`"),
+        (
+            lambda: SerialPhasedExecution("A").phase(1),
+            "SerialPhasedExecution.phase: the index is 1; expected a number fr",
+        ),
+        (lambda: Phase("A").stage("A"), "Phase.stage: the index is 'A'; expected a number from 0 to 0"),
         (lambda: SerialPhasedExecution(["A"], ["A"]), "block 'A' is in Stage('A') and in Stage('A')"),
         (lambda: SerialPhasedExecution(["A"]).setTensorsLiveness(1), "`liveness` is 1; expected a `poptorch.Liveness`"),
     ],

@@ -120,6 +120,42 @@ def test_buffers_that_are_no_tensors(module):
     assert type(module) is Model and type(module.scale) is torch.nn.Parameter
 
 
+class Shared(torch.nn.Module):
+    """Two tensors in one memory, of which what is trained is `w`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        whole = torch.arange(12.0).reshape(4, 3)
+        self.w = torch.nn.Parameter(whole[2:] if how == "apart" else whole)
+        if how == "view":
+            self.v = torch.nn.Parameter(self.w.data[:2], requires_grad=False)
+        elif how == "data":
+            self.v = torch.nn.Parameter(torch.zeros(4, 3))
+            self.v.data = self.w.data
+        else:
+            self.register_buffer("v", whole[:2])
+
+    def forward(self) -> torch.Tensor:
+        v = 0 if self.how == "unused" else self.v.sum()
+        return poptorch.identity_loss(self.w.sum() + v, "none")
+
+
+@pytest.mark.parametrize("how", ["view", "data", "buffer", "apart", "unused"])
+def test_tensors_that_share_memory(how: str) -> None:
+    module = Shared(how)
+    before = module.w.detach().clone()
+    model = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0))
+    if how in ("apart", "unused"):
+        model()
+        assert torch.equal(module.w.detach(), before - 1)
+        assert torch.equal(module.v, torch.arange(6.0).reshape(2, 3) - int(how == "unused"))
+    else:
+        with pytest.raises(Error, match="w and v share memory, and the model overwrites [vw].*`module.v = module.w`"):
+            model()
+        assert poptorch.inferenceModel(Shared(how))() == module()  # that overwrites nothing
+
+
 # When they come home --------------------------------------------------------------------------------------------------
 
 READS = {

@@ -107,6 +107,13 @@ class MissingStateWarning(PopxlWarning):
     """State that was to be copied or loaded has no counterpart for some variables."""
 
 
+class RemoteSlotWarning(PopxlWarning):
+    """Variables have no slot of a remote buffer to themselves: others have the same one, or the buffer has not so many.
+
+    A program that ties variables by their slot does well to switch this off.
+    """
+
+
 class RowsAsValuesWarning(PopxlWarning):
     """An array was given where several values are expected: each of its rows is taken for the value of a variable."""
 

@@ -6,6 +6,7 @@ Ops are made of tensors, so `popxl.core.tensor` knows none. Importing this file 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,8 @@ class _WithoutProducer:
 def _give(methods: type, *kinds: type) -> None:
     for name, member in vars(methods).items():
         if callable(member) or isinstance(member, property):
+            if isinstance(member, FunctionType):
+                member.__qualname__ = f"{kinds[0].__name__}.{name}"  # what Python's own errors call it
             for kind in kinds:
                 setattr(kind, name, member)
 

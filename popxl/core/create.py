@@ -166,14 +166,20 @@ def _fitted(array: np.ndarray, target: np.dtype[Any], what: str) -> np.ndarray |
         return None
 
 
+def warn_of_narrowed(array: np.ndarray, dtype: dtype_, what: str) -> None:
+    """Warn of numbers that do not fit a dtype, which nobody has asked for. They are cast as NumPy does it."""
+    target = dtype.as_numpy()
+    if array.dtype != target and kind_of(array.dtype) in "iuf" and kind_of(target) in "iuf":
+        _fitted(array, target, what)
+
+
 def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
     """The constant that an operator makes of what stands beside a tensor: in the dtype of that tensor.
 
     Nobody has asked for that dtype. So a number that does not fit is warned of, and then cast.
     """
-    array, target = as_array(data), t.dtype.as_numpy()
-    if array.dtype != target and kind_of(array.dtype) in "iuf" and kind_of(target) in "iuf":
-        _fitted(array, target, f"An operand of {t!r}")
+    array = as_array(data)
+    warn_of_narrowed(array, t.dtype, f"An operand of {t!r}")
     try:
         return constant(data, t.dtype)
     except (TypeError, ValueError) as problem:

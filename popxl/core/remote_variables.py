@@ -54,7 +54,8 @@ def remote_variable(
     variable itself.
 
     Nothing compares the variable with the slot. Where the shapes differ the elements are taken in order, as many as
-    both have; an `offset` that the buffer does not reach is left alone.
+    both have; an `offset` that the buffer does not reach is left alone. A session warns of that, and of variables that
+    have the same slot: see `popxl.errors.RemoteSlotWarning`.
 
     Args:
         data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow: as for

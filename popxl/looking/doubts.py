@@ -14,12 +14,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
 from popxl.core.aliasing import callees_first, storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call, is_loop
-from popxl.errors import DriftingVariableWarning, LostUpdateWarning, PopxlWarning, RepeatedSeedWarning
+from popxl.errors import (
+    DriftingVariableWarning,
+    LostUpdateWarning,
+    PopxlWarning,
+    RemoteSlotWarning,
+    RepeatedSeedWarning,
+)
 from popxl.graph import Graph
+from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 
 __all__ = ["warn_of_doubts"]
@@ -42,12 +50,16 @@ def warn_of_doubts(main: Graph) -> None:
     for run in program.runs.values():
         for op, t in run.lost:
             told[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
+        for op, t in run.not_stored:
+            told[_NOT_STORED, op.source][f"`{t.path}`"] = None
         for op in _named_anew(run.graph):
             told[_NAMED_ANEW, op.source][f"`{op.inputs[0].path}`"] = None
     for op in program.repeated():
         told[_REPEATED, op.source][op.graph.title] = None
     for v, op in program.drifting():
         told[_DRIFTING, op.source][f"`{v.name}`"] = None
+    for found_in, doubt in _misplaced(main):
+        told[doubt, SourceLocation.of(user_frame())][found_in] = None
     for (doubt, source), found in told.items():
         names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         line = f"`{source.text}`, {source}" if source.text else str(source)
@@ -63,6 +75,21 @@ _LOST = _Doubt(
     LostUpdateWarning,
     "The change of {names} is lost ({line}): the graph takes it by value, and nothing reads it afterwards. Take it "
     "by reference: annotate the parameter with `popxl.TensorByRef`, or pass `by_ref=True`.",
+)
+_NOT_STORED = _Doubt(
+    LostUpdateWarning,
+    "What was loaded from a remote buffer, {names}, is changed ({line}), and the buffer keeps what it had: nothing "
+    "reads or stores it afterwards. Store it, with `ops.remote_store` or a graph that does.",
+)
+_SAME_SLOT = _Doubt(
+    RemoteSlotWarning,
+    "Variables have the same slot of a remote buffer: {names}. One value fills it, and those of the others are lost. "
+    "Give each a slot of its own: `offset`, or `entry` of `init_remote`.",
+)
+_NO_SLOT = _Doubt(
+    RemoteSlotWarning,
+    "Variables are in slots that their remote buffers do not have: {names}. Their values never reach the device. Make "
+    "`entries` of the buffer larger.",
 )
 _NAMED_ANEW = _Doubt(
     LostUpdateWarning,
@@ -81,6 +108,21 @@ _DRIFTING = _Doubt(
     "that value first, with `ops.collectives.replicated_all_reduce`; or give each replica its own variable, with "
     "`replica_grouping=ir.replica_grouping(group_size=1)`.",
 )
+
+
+def _misplaced(main: Graph) -> Iterator[tuple[str, _Doubt]]:
+    """Remote variables that have no slot of their own."""
+    slots: dict[tuple[RemoteBuffer, int], list[str]] = defaultdict(list)
+    for v in main.variables:
+        buffer, entry = v.location_info.buffer, v.location_info.entry
+        if buffer is not None:
+            slots[buffer, entry].append(f"`{v.name}`")
+    for (buffer, entry), names in slots.items():
+        if entry >= buffer.entries:
+            yield f"{', '.join(names)} (slot {entry} of {buffer!r})", _NO_SLOT
+        elif len(names) > 1:
+            yield f"{', '.join(names)} (slot {entry} of {buffer!r})", _SAME_SLOT
+
 
 _OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
 """`x -= y` and the like: an op does not know which of `x -= y` and `x - y` it was, so its line is asked."""
@@ -114,6 +156,8 @@ class _Run:
         reduced: those that replicas combine, as they are.
         masks: ops that drop elements, and what their seed depends on.
         lost: inputs that are changed for nobody, with the op.
+        loaded: the outputs that were loaded from a remote buffer, by number.
+        not_stored: those that are changed for nobody, with the op.
     """
 
     graph: Graph
@@ -127,6 +171,8 @@ class _Run:
     reduced: int = 0
     masks: set[tuple[Op, int]] = field(default_factory=set)
     lost: list[tuple[Op, Tensor]] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
+    not_stored: list[tuple[Op, Tensor]] = field(default_factory=list)
 
 
 class _Program:
@@ -224,6 +270,7 @@ class _Walk:
         self.same = dict(self.content)
         self.writer: dict[Tensor, Op] = {}
         self.last: dict[Tensor, tuple[Op, bool]] = {}  # the op that touched a storage last, and whether it changed it
+        self.loaded: dict[Tensor, None] = {}  # copies of slots of remote buffers
         for op in graph.ops:
             if op.called_graphs:
                 self.call(op)
@@ -235,6 +282,8 @@ class _Walk:
         run.contents = [self.content[t] for t in held]
         run.copied = [self.same[t] for t in held]
         run.writers = [self.writer.get(t) for t in held]
+        run.loaded = {i for i, t in enumerate(graph.outputs) if t in self.loaded}
+        run.not_stored = [*self.not_stored()]
         if graph.call_sites:
             run.lost = [*self.lost()]
 
@@ -280,7 +329,7 @@ class _Walk:
         """Note that an op uses its operands, and changes some."""
         for i, t in enumerate(op.inputs):
             for s in self.stored(t):
-                if s in self.number:
+                if s in self.number or s in self.loaded:
                     self.last[s] = (op, i in changed)
 
     def plain(self, op: Op) -> None:
@@ -309,6 +358,8 @@ class _Walk:
                 self.writes(t, bits, same, op, forgets)
             elif not kind.effect:
                 self.reads(t)
+        if isinstance(op.attributes.get(kind.exchange), RemoteBuffer):
+            self.loaded |= dict.fromkeys(op.outputs)
         as_many = {t.nelms for t in op.outputs} in ({t.nelms for t in alike}, {sum(t.nelms for t in alike)})
         self.makes(op, bits, same if as_many else 0)
 
@@ -320,6 +371,7 @@ class _Walk:
             run = self.runs[op.called_graphs[0]]
             self.enter(op, run, 0, given, same)
             self.touches(op, [i for i in op.modified if run.writers[i] is not None])
+            self.loaded |= {op.outputs[i]: None for i in sorted(run.loaded)}
             contents = [(_with(b, given), _with(s, same)) for b, s in zip(run.contents, run.copied, strict=True)]
             results = [(_with(b, given), _with(s, same)) for b, s in zip(run.outputs, run.same, strict=True)]
             for i in op.modified:
@@ -379,6 +431,14 @@ class _Walk:
         results = [*zip(turn, copied, strict=True)][own_inputs : own_inputs + carried]
         stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
         return results + [(_with(b, turn), _with(s, copied)) for b, s in stacked]
+
+    def not_stored(self) -> Iterator[tuple[Op, Tensor]]:
+        """Copies of slots that are changed last of all, and go nowhere."""
+        returned = {s for t in self.run.graph.outputs for s in self.stored(t)}
+        for t in self.loaded:
+            op, changed = self.last.get(t, (None, False))
+            if op is not None and changed and t not in returned:
+                yield op, t
 
     def lost(self) -> Iterator[tuple[Op, Tensor]]:
         """Inputs that are changed last of all, and that no caller gets back."""

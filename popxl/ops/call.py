@@ -14,12 +14,13 @@ import numpy as np
 
 from popxl.context import get_current_context
 from popxl.core.aliasing import reachable, written_inputs
-from popxl.core.create import constant
+from popxl.core.create import constant, warn_of_narrowed
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op, foreign_tensor
 from popxl.core.tensor import Tensor, TensorLike, Variable
 from popxl.core.traits import Overwrites, Runs
 from popxl.errors import PopxlError, PopxlInternalError
+from popxl.fp8_utils import as_array
 from popxl.graph import Graph
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
@@ -446,6 +447,7 @@ def _array(value: Any, wanted: Tensor) -> np.ndarray:
         is_empty = np.size(value) == 0 and getattr(value, "shape", None) != wanted.shape
         if value is None or isinstance(value, str) or is_empty:
             raise ValueError("it holds no numbers")
+        warn_of_narrowed(as_array(value), wanted.dtype, f"call: what is bound to the input `{wanted.name}`")
         return to_numpy(value, wanted.dtype)
     except (ValueError, TypeError) as problem:
         raise TypeError(

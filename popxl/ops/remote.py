@@ -45,7 +45,8 @@ def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | N
     Args:
         remote_buffer: the buffer.
         offset: the number of the slot, below `remote_buffer.entries`; or an integer tensor of one element, which is
-            read when the op runs. Beyond the last slot it is the last one.
+            read when the op runs. Beyond the last slot it is the last one; where the number is a constant, also one of
+            a call, a session refuses it, and so does a run under `session.debugging()` in any case.
         name: stem of the result's name, `id_<number of the buffer>_offset_<name of the offset>` by default.
 
     Returns:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from popxl.core.aliasing import all_parts
 from popxl.core.recording import Op
-from popxl.core.tensor import Constant, Variable
-from popxl.errors import PopxlError, PopxlInternalError
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.core.traits import is_call
+from popxl.errors import PopxlError, PopxlInternalError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
@@ -95,13 +96,30 @@ def _offset(op: Op, environment: Environment) -> Array:
             f"Session: {op!r} ({op.source}) moves {t!r}, and {buffer!r} has been defined anew since. Make the op after "
             "`set_remote_buffer_info`."
         )
-    known = offset.origin
-    if isinstance(known, Constant) and not 0 <= int(known.data.item()) < buffer.entries:
-        raise PopxlError(
-            f"Session: {op!r} ({op.source}) uses slot {known.data.item()} of {buffer!r}, whose last slot is "
-            f"{buffer.entries - 1}. Make `entries` larger."
-        )
-    return environment.read(offset).reshape(())
+    for number, place in _known_numbers(offset, op):
+        if not 0 <= number < buffer.entries:
+            raise PopxlError(f"Session: {_beyond(op, place, number, buffer)} Make `entries` larger.")
+    array = environment.read(offset).reshape(())
+    if not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries:  # when it runs op by op
+        raise PopxlRuntimeError(f"Session.run: {_beyond(op, op, int(array), buffer)} It would get the last one.")
+    return array
+
+
+def _beyond(op: Op, place: Op, number: int, buffer: RemoteBuffer) -> str:
+    return f"{op!r} ({place.source}) uses slot {number} of {buffer!r}, whose last slot is {buffer.entries - 1}."
+
+
+def _known_numbers(t: Tensor, user: Op) -> Iterator[tuple[int, Op]]:
+    """What is known of a number without running: constants, also of calls of the graph, and the op that is given it."""
+    seen, todo = set(), [(t.origin, user)]
+    while todo:
+        t, place = todo.pop()
+        if isinstance(t, Constant):
+            yield int(t.data.item()), place
+        elif t not in seen and t in t.graph.inputs:
+            seen.add(t)
+            from_the_end = t.graph.inputs.index(t) - len(t.graph.inputs)
+            todo += [(site.inputs[from_the_end].origin, site) for site in t.graph.call_sites if is_call(site)]
 
 
 _replaced = partial(lax.dynamic_update_index_in_dim, axis=0)

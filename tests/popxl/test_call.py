@@ -7,7 +7,7 @@ import pytest
 
 import popxl
 from popxl import TensorByRef, ops
-from popxl.errors import PopxlError, PopxlInternalError
+from popxl.errors import NarrowedNumberWarning, PopxlError, PopxlInternalError
 
 F32 = popxl.float32
 SCALAR = popxl.TensorSpec((), F32)
@@ -87,7 +87,8 @@ def test_arrays_are_wrapped_or_named(ir, run):
 def test_values_become_constants_of_the_input_dtype(ir, run):
     g = ir.create_graph(lambda x: x, popxl.TensorSpec((), popxl.int32))
     with ir.main_graph:
-        (y,) = ops.call(g, 1.7)
+        with pytest.warns(NarrowedNumberWarning, match="bound to the input `x`: 1.7 does not fit int32, where it is 1"):
+            (y,) = ops.call(g, 1.7)
         (constant,) = ir.main_graph.constants
     assert (constant.dtype, constant.data) == (popxl.int32, 1)
     assert run(ir, y) == [1]

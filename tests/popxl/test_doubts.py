@@ -128,6 +128,60 @@ def test_updates_that_are_lost(ir: popxl.Ir) -> None:
         popxl.Session(ir)
 
 
+def loaded(ir: popxl.Ir) -> Any:
+    """A slot of a remote buffer, loaded by a graph, as programs do it; and what stores it."""
+    buffer = popxl.remote_buffer((3,), F32)
+    popxl.remote_variable([1.0, 2.0, 3.0], buffer)
+    (w,) = ops.call(ir.create_graph(lambda: ops.remote_load(buffer, 0, "w")))
+    store = ir.create_graph(lambda w: ops.remote_store(buffer, 0, w), w)
+    return w, store
+
+
+def grow(w: popxl.TensorByRef) -> None:
+    w += 1
+
+
+def not_stored(ir: popxl.Ir) -> None:
+    w, _ = loaded(ir)
+    ops.call(ir.create_graph(grow, w), w)
+
+
+def stored_too_early(ir: popxl.Ir) -> None:
+    w, store = loaded(ir)
+    ops.call(store, w)
+    w += 1
+
+
+@right(not_stored, stored_too_early)
+def test_changes_of_slots_that_are_not_stored(ir: popxl.Ir) -> None:
+    with pytest.raises(LostUpdateWarning, match="remote buffer, `w.*`, is changed .*the buffer keeps what it had"):
+        popxl.Session(ir)
+
+
+def stored(ir: popxl.Ir) -> None:
+    w, store = loaded(ir)
+    ops.call(ir.create_graph(grow, w), w)
+    ops.call(store, w)
+
+
+def changed_and_read(ir: popxl.Ir) -> None:
+    w, _ = loaded(ir)
+    w += 1
+    ops.host_store(popxl.d2h_stream((3,), F32), w)
+
+
+def returned_by_the_graph_that_changes_it(ir: popxl.Ir) -> None:
+    buffer = popxl.remote_buffer((3,), F32)
+
+    def grown() -> Any:
+        w = ops.remote_load(buffer, 0)
+        w += 1
+        return w
+
+    (w,) = ops.call(ir.create_graph(grown))
+    ops.remote_store(buffer, 0, w)
+
+
 def named_anew(ir: popxl.Ir) -> None:
     w = popxl.variable([1.0, 2.0], name="w")
     w -= w * 0.1
@@ -431,6 +485,9 @@ def within_its_group(ir: popxl.Ir) -> None:
 
 
 @right(
+    stored,
+    changed_and_read,
+    returned_by_the_graph_that_changes_it,
     named_anew_and_read,
     not_read,
     returned,

@@ -14,7 +14,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.transforms import io_tile_exchange, merge_exchange
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
@@ -362,6 +362,30 @@ def test_entries_may_be_raised_later(ir, run):
         for way in WAYS:
             ir.options.calledGraphs = way
             assert run(ir, t) == [7]
+
+
+def test_slots_that_calls_say(ir):
+    """A number that is handed from call to call is known. One that is fed is known when the program runs op by op."""
+    with ir.main_graph as main, popxl.in_sequence():
+        b, stream = popxl.remote_buffer((), popxl.float32, 2), popxl.h2d_stream((), popxl.int32)
+        load = ir.create_graph(lambda slot: ops.remote_load(b, slot), popxl.TensorSpec((), popxl.int32))
+        twice = ir.create_graph(lambda slot: ops.call(load, slot), popxl.TensorSpec((), popxl.int32))
+        ops.call(twice, 1)
+        (t,) = ops.call(load, ops.host_load(stream))
+        ops.host_store(out := popxl.d2h_stream((), popxl.float32), t)
+    with popxl.Session(ir, "ipu_model") as session:
+        assert session.run({stream: 5})[out] == 0
+        with session.debugging():
+            assert session.run({stream: 1})[out] == 0
+            with pytest.raises(PopxlRuntimeError, match=r"RemoteLoad.* uses slot 5 of .*, whose last slot is 1\."):
+                session.run({stream: 5})
+    with main:
+        ops.call(twice, 2)
+    with pytest.raises(
+        PopxlError, match=r"RemoteLoad.* uses slot 2 of .*, whose last slot is 1\. Make `entries` larger"
+    ):
+        with popxl.Session(ir, "ipu_model") as session:
+            session.run({stream: 0})
 
 
 def test_buffers_that_are_defined_anew(ir):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import popxl
 from popxl import ops
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, RemoteSlotWarning
 from popxl.values.sharding import Parts, parts_of, piece_length
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
@@ -355,11 +355,23 @@ def test_slots_beyond_the_last(ir):
         b, unused = (popxl.remote_buffer((2,), F32, 2) for _ in range(2))
         beyond, alone = popxl.remote_variable([1.0, 2.0], b, 7), popxl.remote_variable([3.0, 4.0], unused)
         ops.remote_store(b, 0, ops.remote_load(b, 1) + 1)
-    with popxl.Session(ir) as session:
+    with pytest.warns(RemoteSlotWarning, match=r"do not have: `t` \(slot 7 of RemoteBuffer\[1: 2 x f32\[2\]\]\)"):
+        session = popxl.Session(ir)
+    with session:
         session.run()
         assert session.get_tensor_data(beyond).tolist() == [1, 2]
         session.write_variable_data(alone, np.float32([5, 6]))
     assert alone.data.tolist() == [5, 6]
+
+
+def test_variables_of_one_slot(ir):
+    with ir.main_graph:
+        b, other = (popxl.remote_buffer((), F32, 2) for _ in range(2))
+        for buffer, slot, name in ((b, 1, "v"), (b, 0, "w"), (other, 1, "x"), (b, 1, "y")):
+            popxl.remote_variable(1.0, buffer, slot, name=name)
+        ops.remote_load(b, 0)
+    with pytest.warns(RemoteSlotWarning, match=r"same slot of a remote buffer: `v`, `y` \(slot 1 of RemoteBuffer\[1: "):
+        popxl.Session(ir)
 
 
 @pytest.mark.parametrize("mode", ["one_per_group", "all_replicas"])

@@ -712,6 +712,10 @@ class Session:
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        self._write_variables(tensors)
+
+    def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:
+        """See `write_variables_data`. Arrays that are not `kept` by the caller may become the host copies."""
         checked: dict[Variable, np.ndarray] = {}
         for t, data in tensors.items():
             self._check_writable(t)
@@ -721,7 +725,7 @@ class Session:
         with self._lock, self._ir.host_copies.lock:
             if self.is_attached and self._copies.has_run:
                 self._warn_of_reverted(checked)
-            self._copies.write(checked)
+            self._copies.write(checked, kept)
             if self.is_attached:
                 self.weights_from_host()
 

@@ -430,13 +430,17 @@ class Session:
             if not self._copies.has_run:
                 check_environment()
                 self._copies.note_run()
-            if self._owners:
-                with self._alone():
-                    for owner in self._changed_owners:
-                        owner._copies.note_run()
+            try:
+                if self._owners:
+                    with self._alone():
+                        for owner in self._changed_owners:
+                            owner._copies.note_run()
+                        fetches = self.program.run(feeds)
+                else:
                     fetches = self.program.run(feeds)
-            else:
-                fetches = self.program.run(feeds)
+            finally:  # what handles a signal may have read the variables just before they changed
+                for session in (self, *self._changed_owners):
+                    session._copies.note_run()
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(

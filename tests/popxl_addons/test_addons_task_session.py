@@ -313,6 +313,24 @@ def test_threads_save_one_after_the_other(tmp_path, monkeypatch):
     assert most == [1] * 4 and os.listdir(tmp_path) == ["c"]
 
 
+def test_a_signal_just_before_a_thread_starts(tmp_path, monkeypatch):
+    """What handles it may save a checkpoint, too."""
+    session = make()
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            monkeypatch.undo()
+            session.save_checkpoint(tmp_path / "handled")
+            super().start()
+
+    with session:
+        run(session, 1)
+        monkeypatch.setattr(threading, "Thread", Interrupted)
+        session.save_checkpoint(tmp_path / "c", wait=False)
+        session.wait_for_checkpoint()
+    assert os.listdir(tmp_path) == ["c"]  # the newest
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path, monkeypatch):
     session = make(max_checkpoints=2)
     monkeypatch.chdir(tmp_path)

@@ -21,6 +21,7 @@ import json
 import logging
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,9 @@ __all__ += ["read_arrays", "read_info", "write_info"]
 
 INFO = "session_info.json"
 LOADER = "dataloader.bin"
+
+_PATIENCE = 0.005
+"""For how many seconds one who waits for a checkpoint does not look."""
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +153,7 @@ class Writer:
 
     def __init__(self, owner: object) -> None:
         self._thread: threading.Thread | None = None
+        self._is_done = True
         self._problem: BaseException | None = None
         self._is_left = False
         self._saved: list[Path] = []
@@ -162,13 +167,19 @@ class Writer:
         if wait:
             work()
             return
+        self._is_done = False
         self._thread = threading.Thread(target=self._work, args=(work, what), name=f"write {what}")
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
-        if (thread := self._thread) is not None:
-            thread.join()
+        """Wait until the thread has done its work.
+
+        What handles a signal may wait, too: just before the thread starts, or while this waits. `Thread.join` would
+        then raise, or wait for itself.
+        """
+        thread = self._thread
+        while thread is not None and thread.is_alive() and not self._is_done:
+            time.sleep(_PATIENCE)
 
     def check(self) -> None:
         """Raise what went wrong in the last thread, once."""
@@ -201,6 +212,8 @@ class Writer:
                 self._problem = problem
                 if self._is_left:
                     self._tell()
+        finally:
+            self._is_done = True
 
     def _leave(self) -> None:
         with self._telling:

@@ -482,7 +482,7 @@ class TaskSession(popxl.Session):
         both = {name: (named[name], array) for name, array in stored.items() if name in named}
         others = {name: (t, a) for name, (t, a) in both.items() if (a.dtype, a.shape) != _on_host(t)}
         unfit = [
-            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the state"
+            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the state{_as_one(t)}"
             for name, (t, array) in others.items()
         ]
         if expected and expected.isdisjoint(stored):
@@ -498,9 +498,13 @@ class TaskSession(popxl.Session):
         return values, ". ".join(missing)
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
-        if values:
-            self.get_named_tensors_data()  # brings the host copies of all variables up to date, as all are uploaded
-            self.write_variables_data(values)
+        """As `write_variables_data`, of arrays that nobody else has; what it does not write stays as it is."""
+        if not values:
+            return
+        with self._lock, self.ir.host_copies.lock:
+            if self._device_is_ahead():
+                self.weights_to_host()  # as all are uploaded
+            self._write_variables(values, kept=False)
 
     def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
         """The values of tensors, whole, by name. Memory maps are as they are; others are copies if so wanted."""
@@ -641,6 +645,15 @@ def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_fil
     if whole.shape != expected:
         return array
     return pieces.cut(whole, groups, axis) if groups > 1 else whole
+
+
+def _as_one(t: Variable | Constant) -> str:
+    """What a value is as a whole, if groups of replicas have parts of it."""
+    if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
+        return ""
+    shape = list(t.shape)
+    shape[t.group_axis] *= t.replica_grouping.num_groups
+    return f", {shape} as one value"
 
 
 def _may_be_divided(t: Variable | Constant, shape: tuple[int, ...]) -> bool:

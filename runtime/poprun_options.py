@@ -6,12 +6,14 @@ import argparse
 import os
 import shlex
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 from runtime.schedulers import NAMES
 from runtime.versions import ShowVersions
 
 __all__ = ["parser", "variables_of"]
+
+Number = TypeVar("Number", int, float)
 
 _EXAMPLES = """\
 examples:
@@ -149,22 +151,29 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read(kind: type[Number], text: str) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
+
+
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _read(int, text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
     return number
 
 
 def _not_negative(text: str) -> int:
-    number = int(text)
+    number = _read(int, text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is below 0")
     return number
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    seconds = _read(float, text)
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"{text} is no time to wait")
     return seconds

@@ -430,13 +430,17 @@ class Session:
             if not self._copies.has_run:
                 check_environment()
                 self._copies.note_run()
-            if self._owners:
-                with self._alone():
-                    for owner in self._changed_owners:
-                        owner._copies.note_run()
+            try:
+                if self._owners:
+                    with self._alone():
+                        for owner in self._changed_owners:
+                            owner._copies.note_run()
+                        fetches = self.program.run(feeds)
+                else:
                     fetches = self.program.run(feeds)
-            else:
-                fetches = self.program.run(feeds)
+            finally:  # what handles a signal may have read the variables just before they changed
+                for session in (self, *self._changed_owners):
+                    session._copies.note_run()
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(
@@ -712,6 +716,10 @@ class Session:
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        self._write_variables(tensors)
+
+    def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:
+        """See `write_variables_data`. Arrays that are not `kept` by the caller may become the host copies."""
         checked: dict[Variable, np.ndarray] = {}
         for t, data in tensors.items():
             self._check_writable(t)
@@ -721,7 +729,7 @@ class Session:
         with self._lock, self._ir.host_copies.lock:
             if self.is_attached and self._copies.has_run:
                 self._warn_of_reverted(checked)
-            self._copies.write(checked)
+            self._copies.write(checked, kept)
             if self.is_attached:
                 self.weights_from_host()
 

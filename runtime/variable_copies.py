@@ -84,12 +84,20 @@ class VariableCopies:
             if (mapped := v._memmap_arr) is not None:
                 mapped.flush()
 
-    def write(self, data: Mapping[Variable, np.ndarray]) -> None:
-        """Overwrite some of the host's; all are to be uploaded then."""
+    def write(self, data: Mapping[Variable, np.ndarray], kept: bool = True) -> None:
+        """Overwrite some of the host's; all are to be uploaded then.
+
+        Args:
+            data: their new values.
+            kept: whether the caller goes on with these arrays. Otherwise they may become the host's.
+        """
 
         def write() -> None:
             for v, array in data.items():
-                np.copyto(v.data, array)
+                if v.initial is None:
+                    np.copyto(v.data, array)
+                else:  # nobody makes the numbers that it would have begun with
+                    v.data = np.array(array) if kept else array
             self._known = self._ir.host_copies.note()
             self._program.is_loaded = False  # so that what interrupts the upload only puts it off
 

@@ -143,8 +143,9 @@ class Op:
         if self.kind.runs is None or self.kind.runs.chooses:
             return (False,) * len(self.inputs)
         (run,) = self.runs
-        pairs = zip(run.inputs, run.given, strict=False)
-        return tuple(inner.is_read_elsewhere or self._goes_to(inner.used_at) for inner, _ in pairs)
+        inputs = run.inputs[: len(run.given)]
+        elsewhere = {place for place in {inner.used_at for inner in inputs} if self._goes_to(place)}
+        return tuple(inner.is_read_elsewhere or inner.used_at in elsewhere for inner in inputs)
 
     def _goes_to(self, place: Location) -> bool:
         """Whether this is a call, or a loop, of a graph on several IPUs, one of which is that of a place within."""

@@ -26,7 +26,8 @@ class Embedding(Module):
 
     Variable: `weight` of shape (vocab_shard_size, hidden_size), a truncated normal distribution with the standard
     deviation 0.02. Blocks have a multiple of 16 rows, so there may be more than `vocab_size`; what files of weights
-    call it says so: `weights.Stored(name, rows=vocab_size)`.
+    call it says so: `weights.Stored(name, rows=vocab_size)`. A checkpoint can be read with another number of blocks if
+    there are as many rows in all: so let `vocab_size` be a multiple of 16 times the largest number of blocks.
 
     Args:
         dtype: dtype of the table.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from gc import disable, enable, isenabled
 from itertools import starmap
 from time import perf_counter
 from typing import Any
@@ -92,9 +93,16 @@ class Runner:
         try:
             if self._quick_for == (*map(type, feeds),):
                 # Signals are handled, and may raise, after calls that Python makes, and what changes is given up. So C
-                # calls the executable, and no other call comes before what it gives is kept.
-                results += starmap(self._quick, ((changing, state.constant, feeds),))
-                ((state.changing, fetches),) = results
+                # calls the executable, and no other call comes before what it gives is kept. Nor is garbage collected:
+                # JAX would have Python called, where signals are handled, too.
+                collects = isenabled()
+                disable()
+                try:
+                    results += starmap(self._quick, ((changing, state.constant, feeds),))
+                    ((state.changing, fetches),) = results
+                finally:
+                    if collects:
+                        enable()
             else:
                 fetches = self._call_whole(changing, feeds)
         except BaseException:

@@ -174,6 +174,8 @@ def test_options_without_meaning_here_are_accepted(poprun: Run) -> None:
         ),
         ("--num-instances 3 --host a,b true", "cannot be shared out evenly among the 2 machines"),
         ("--num-instances 0 true", "0 is below 1"),
+        ("--num-instances two true", "'two' is no whole number"),
+        ("--timeout soon true", "'soon' is no number"),
         ("--num-instances 2 --min-instances 3 true", "--min-instances 3 is more than --num-instances 2"),
         ("--max-restarts -1 true", "-1 is below 0"),
         ("--num-instances 2", "there is no program to run"),

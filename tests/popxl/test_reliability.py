@@ -249,6 +249,39 @@ def test_a_signal_handler_may_use_the_session(interrupted):
     assert {(value - 1) % program.growth for value in seen} == {0.0}
 
 
+def test_what_is_called_as_garbage_is_collected_may_use_the_session():
+    """Signals are handled there, too: JAX has a function of Python called. Never in the middle of a run."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        counts = [popxl.variable(0.0, F32) for _ in range(20)]
+        for count in counts:
+            count += 1.0
+    seen, later, thresholds = [], 0, gc.get_threshold()
+
+    def look(*_):
+        nonlocal later
+        later -= 1
+        if later == 0:
+            try:
+                seen.append({float(value) for value in session.get_tensors_data(counts).values()})
+            except RuntimeError as problem:
+                seen.append(str(problem))
+
+    with popxl.Session(ir, "cpu") as session:
+        session.run()
+        gc.callbacks.append(look)
+        gc.set_threshold(1)
+        try:
+            for run in range(1, 61):
+                later = run
+                session.run()
+        finally:
+            gc.callbacks.remove(look)
+            gc.set_threshold(*thresholds)
+        assert session.get_tensor_data(counts[0]) == 61
+    assert len(seen) > 5 and all(each in [{k} for k in range(62)] for each in seen), seen
+
+
 COMPILING = """
     import signal, sys
     import numpy as np

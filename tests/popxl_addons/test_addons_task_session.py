@@ -234,6 +234,33 @@ def test_saving_again_to_one_directory(tmp_path):
     np.testing.assert_array_equal(weights(other), np.full((2, 3), 6.0))
 
 
+def test_numbers_to_begin_with_are_not_made_to_be_replaced(tmp_path, monkeypatch):
+    """Neither when a checkpoint is loaded before the session is entered, nor when others give the values."""
+
+    def program():
+        ir = popxl.Ir()
+        with ir.main_graph:
+            v = popxl.variable(popxl.initial.normal((3, 4), seed=1), popxl.float32, "v")
+            v += 1.0
+        return TaskSession([], [], addons.NamedTensors(v=v), ir=ir)
+
+    with program() as source:
+        source.save_checkpoint(tmp_path / "c")
+        expected = source.get_named_tensors_data().v.copy()
+    monkeypatch.setattr(popxl.initial.Random, "elements", None)
+    for load in (lambda s: s.load_checkpoint(tmp_path / "c"), lambda s: s.load_from_session(source)):
+        load(session := program())
+        np.testing.assert_array_equal(session.get_named_tensors_data().v, expected)
+        with session:
+            session.run()
+        np.testing.assert_array_equal(session.get_named_tensors_data().v, expected + 1)
+    given = np.zeros((3, 4), np.float32)
+    (session := program()).write_variable_data(session.state.v, given)
+    given[:] = 7
+    assert not session.get_named_tensors_data().v.any()
+    np.testing.assert_array_equal(source.get_named_tensors_data().v, expected)
+
+
 def test_what_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     """Nothing of one checkpoint is mixed with another, which a training writes to the same directory."""
     source, read_info = make(), checkpoint.read_info
@@ -291,6 +318,24 @@ def test_threads_save_one_after_the_other(tmp_path, monkeypatch):
         for thread in threads:
             thread.join()
     assert most == [1] * 4 and os.listdir(tmp_path) == ["c"]
+
+
+def test_a_signal_just_before_a_thread_starts(tmp_path, monkeypatch):
+    """What handles it may save a checkpoint, too."""
+    session = make()
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            monkeypatch.undo()
+            session.save_checkpoint(tmp_path / "handled")
+            super().start()
+
+    with session:
+        run(session, 1)
+        monkeypatch.setattr(threading, "Thread", Interrupted)
+        session.save_checkpoint(tmp_path / "c", wait=False)
+        session.wait_for_checkpoint()
+    assert os.listdir(tmp_path) == ["c"]  # the newest
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path, monkeypatch):

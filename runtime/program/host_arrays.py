@@ -169,7 +169,7 @@ class HostArrays:
     def fill(
         self, arrays: Mapping[DeviceToHostStream, np.ndarray], results: Mapping[DeviceToHostStream, np.ndarray]
     ) -> None:
-        """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
+        """Copy what a run stored into arrays. Room that the program cannot use is left as it was."""
         for s in self._layout.outputs:
             room = (self._layout.room[s], self._layout.replicas.local_count, *s.shape)
             used = self._layout.counts[s]

@@ -454,7 +454,8 @@ class Session:
         Args:
             inputs, downcast_inputs: as for `run`.
             outputs: for each stream that the program stores to, an array of its shape and dtype; see
-                `create_host_outputs`.
+                `create_host_outputs`. Slots that no store can reach are left as they are. Those that stores in the
+                branches of a conditional could have reached, and have not, become zeros.
 
         Raises:
             ValueError, PopxlRuntimeError: as `run` does, for outputs too; and for those that cannot be filled in place.

@@ -111,7 +111,12 @@ class HostArrays:
         )
 
     def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
-        """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped."""
+        """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped.
+
+        Raises:
+            ValueError: for another shape.
+            IndexError: for a number where there has to be one for each transfer or replica.
+        """
         if array.shape == shape:
             return array
         given = array.shape
@@ -128,7 +133,10 @@ class HostArrays:
         one_number_each = len(array.squeeze().shape) <= len(shape) - len(stream.shape)
         if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
             reason = f" The stream has a number of transfers of its own: {transfers} a run." if own else ""
-            raise ValueError(f"Session.run: the array for {stream} has the shape {given}; expected {shape}.{reason}")
+            has_no_axis = not given and len(shape) > len(stream.shape)  # for the replicas
+            raise (IndexError if has_no_axis else ValueError)(
+                f"Session.run: the array for {stream} has the shape {given}; expected {shape}.{reason}"
+            )
         return array.reshape(shape)
 
     # Out ------------------------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ class HostArrays:
     def fill(
         self, arrays: Mapping[DeviceToHostStream, np.ndarray], results: Mapping[DeviceToHostStream, np.ndarray]
     ) -> None:
-        """Copy what a run stored into arrays. Room that the program does not use is left as it was."""
+        """Copy what a run stored into arrays. Room that the program cannot use is left as it was."""
         for s in self._layout.outputs:
             room = (self._layout.room[s], self._layout.replicas.local_count, *s.shape)
             used = self._layout.counts[s]

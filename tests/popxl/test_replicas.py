@@ -92,6 +92,8 @@ def test_shapes_of_host_arrays(device: Any, way: str, transfers: int, shape: tup
         np.testing.assert_array_equal(filled[out], data * 2)
         with pytest.raises(ValueError, match="shape"):
             session.run({into: np.zeros((*full[:-1], 7), np.float32)})
+        with pytest.raises(IndexError, match=r"has the shape \(\)"):  # nothing there that could be the replicas'
+            session.run({into: np.float32(1)})
 
 
 @pytest.mark.parametrize("transfers", [1, 2])

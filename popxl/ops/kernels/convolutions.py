@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any
 
@@ -98,6 +99,8 @@ def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
     """A convolution, channels last. XLA has quick code for that form everywhere, and does not always choose it."""
     n = t.ndim - 2
     axes = ascii_lowercase[:n]
+    wanted = windows
+    windows = [_not_like_groups(w, places) for w, places in zip(wanted, weight.shape[2:], strict=True)]
     result = lax.conv_general_dilated(
         t.transpose(0, *range(2, n + 2), 1),
         weight.transpose(*range(2, n + 2), 1, 0),
@@ -108,4 +111,16 @@ def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
         (f"N{axes}C", f"{axes}IO", f"N{axes}C"),
         groups,
     )
-    return result.transpose(0, n + 1, *range(1, n + 1))
+    result = result.transpose(0, n + 1, *range(1, n + 1))
+    return result if windows == list(wanted) else result[:, :, *(slice(w.count) for w in wanted)]
+
+
+def _not_like_groups(w: Windows, places: int) -> Windows:
+    """The windows along an axis, with one more where XLA would take the axis for one of groups.
+
+    Where kernels are larger than what they slide over, XLA exchanges the two, and leaves such axes as they are. Sizes
+    do not agree then, and it ends the process (jax 0.10).
+    """
+    if w.spread == places > 1 and w.stride == places - 1 and w.begin == w.end == 0 and w.dilation == 1:
+        return replace(w, end=w.stride, count=w.count + 1)
+    return w

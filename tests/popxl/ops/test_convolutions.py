@@ -25,6 +25,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "xla, with all": ((2, 20, 9, 8), (4, 10, 3, 3),
                       {"stride": (2, 1), "padding": (1, 0, 2, 1), "dilation": (1, 2), "groups": 2}),
     "xla, as rows are left out": ((2, 6, 9, 11), (9, 6, 3, 3), {"stride": (3, 1)}),
+    "xla, whose gradient looks grouped": ((2, 9, 4, 3), (7, 9, 2, 5), {"stride": (2, 1), "padding": (1, 1, 1, 1)}),
     "elements": ((3, 2, 5, 6), (4, 2, 3, 2), {}),
     "elements of groups": ((3, 6, 5, 7), (12, 2, 3, 3), {"groups": 3, "padding": (1, 1, 1, 1)}),
     "elements of each channel": ((2, 5, 8, 7), (5, 1, 3, 3), {"groups": 5, "stride": (2, 3), "padding": (0, 1, 2, 0)}),

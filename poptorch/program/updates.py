@@ -81,7 +81,7 @@ from popxl import ops
 from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
-__all__ = ["State", "Update"]
+__all__ = ["LOSS_SCALE_FACTOR", "STEP", "State", "Update"]
 
 Tensors = Mapping[str, popxl.Tensor]
 
@@ -221,6 +221,11 @@ class Update:
         """The type in which gradients are to be summed over micro-batches: `accum_type`."""
         half = self._numbers[None, "accum_type"] == torch.float16 and not self._numbers[None, "use_combined_accum"]
         return popxl.float16 if half else popxl.float32
+
+    @property
+    def step_matters(self) -> bool:
+        """Whether a step depends on how many there were before, of which one number is kept for all parameters."""
+        return self._rule.takes_count
 
     # On the host ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.rules import rule_of
-from poptorch.program.updates import LOSS_SCALE_FACTOR, Update
+from poptorch.program.updates import LOSS_SCALE_FACTOR, STEP, Update
 from poptorch.run.as_data import OptimizerData
 from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
@@ -157,6 +157,22 @@ class Trainer:
         self._compiled, self._is_offline = compiled, offline
         compiled.write_numbers(self.numbers)
         self._connect()
+        self._tell_of_new()
+
+    def _tell_of_new(self) -> None:
+        """Warn of parameters that are trained from now on, where their steps depend on those made before."""
+        assert self.update is not None and self._compiled is not None
+        kept, variables = self.device.content["ipu_state"] or {}, self._compiled.ends.state
+        steps = int(kept[STEP]) if STEP in kept and self.update.step_matters else 0
+        new = {s.parameter: None for s in self.update.state if s.parameter and s.name in variables.keys() - kept.keys()}
+        if steps and new:
+            logger.warning(
+                "%s had no state in the optimizer, which has made %d steps and counts them for all parameters. PyTorch "
+                "counts them for each: the first steps of what is new are smaller or greater here. Train it with an "
+                "optimizer and a wrapper of its own, or make a new optimizer for all.",
+                ", ".join(filter(None, new)),
+                steps,
+            )
 
     def _connect(self) -> None:
         if self._compiled is None or self._is_offline:

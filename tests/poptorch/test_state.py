@@ -264,6 +264,30 @@ def test_destroying_brings_the_state_home() -> None:
     torch.testing.assert_close(optimizer.get_state_dict()["ipu_state"]["Accl1___w"], X[0])
 
 
+@pytest.mark.parametrize("make, told", [(torch.optim.Adam, True), (torch.optim.RMSprop, False)])
+def test_parameters_that_are_trained_later_are_told_of(make, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+
+        def forward(self) -> torch.Tensor:
+            return poptorch.identity_loss(self.a.sum() + self.b.sum(), "sum")
+
+    module = Two()
+    module.b.requires_grad_(False)
+    model = poptorch.trainingModel(module, optimizer=make(module.parameters(), lr=0.1))
+    model(), model()
+    model.destroy()
+    model()
+    assert not caplog.records
+    module.b.requires_grad_(True)
+    model.destroy()
+    model()
+    text = "b had no state in the optimizer, which has made 3 steps and counts them for all parameters"
+    assert (text in caplog.text) is told
+
+
 def test_the_default_optimizer() -> None:
     module = Model()
     model = poptorch.trainingModel(module)

@@ -50,7 +50,7 @@ class Work:
     steps: int
     layers: int = 8
     width: int = 256
-    rows: int = 64
+    rows: int = 256
 
     def data(self) -> np.ndarray:
         """The micro-batches of one run; always the same."""
@@ -370,7 +370,7 @@ def main() -> None:
     add("--micro-batches", type=int, default=8, help="in a run (default: 8)")
     add("--layers", type=int, default=8, help="on each device (default: 8)")
     add("--width", type=int, default=512, help="of a layer (default: 512)")
-    add("--rows", type=int, default=64, help="of a micro-batch (default: 64)")
+    add("--rows", type=int, default=256, help="of a micro-batch (default: 256)")
     add("--rounds", type=int, default=25, help="how often each schedule runs (default: 25)")
     add("--pictures", type=Path, help="the folder for timelines, as SVG")
     options = parser.parse_args()

@@ -376,6 +376,7 @@ def graphs():
     registerCustomArgParser(Graph, None)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("strategy", [SharingStrategy.Fork, SharingStrategy.ForkServer])
 def test_registered_types(graphs, strategy):
     got = accessor(graphs, sharing_strategy=strategy)
@@ -644,7 +645,7 @@ class Witness(TensorDataset):
         return torch.tensor([self.tensors[0][i] * 2, self.tensors[0].is_shared(), is_elsewhere, is_frozen])
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", SharingStrategy)
 def test_sharing_strategies(strategy):
     dataset = Witness(torch.arange(6))

@@ -434,7 +434,7 @@ def test_instances_that_do_different_things(train: Run) -> None:
     assert "Instance 0 is at Session.weights_to_host after 3 runs. Instance 1 is at popdist.synchronize." in said
 
 
-@pytest.mark.thorough(but_each=9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", [0, 1])
 def test_instances_that_run_unequally_often(poprun: Run, who: int) -> None:
     program = f"""
@@ -536,7 +536,7 @@ def test_an_instance_that_has_ended_may_be_waited_for(poprun: Run, tmp_path: Pat
     assert "poprun: instances that have ended: 1; that still run, 0.3 seconds later: 0." in done.stderr
 
 
-@pytest.mark.thorough(but_each=9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_poprun_itself_is_stopped(number: int, tmp_path: Path) -> None:
     """Nothing stays behind, neither if it can still stop the instances nor if it is killed."""

@@ -174,7 +174,7 @@ def test_kubernetes_is_asked_for_an_indexed_job_only(monkeypatch: pytest.MonkeyP
     assert instance.coordinator == "train-0.jaxpods:55527"
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["poprun in Open MPI", "popdist in Slurm"])
 def test_they_join_and_compute(how: str) -> None:
     is_slurm = how == "popdist in Slurm"

@@ -1043,7 +1043,7 @@ def test_replicated_programs_in_one_process(devices):
     ]
 
 
-@pytest.mark.thorough(but_each=9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [2, 4, 6, 8, 16])
 def test_replicated_programs_in_two_processes(poprun, replicas):
     """Each with half of the replicas, on as many devices."""

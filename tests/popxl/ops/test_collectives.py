@@ -299,7 +299,7 @@ def gradients_for(case: Case, shape: tuple[int, ...], count: int) -> Array:
     return values(case.dtype, (count, *shape), seed=1)
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("grouping", [g for g in GROUPINGS if g not in ("2 apart of 4", "8 of 8")])
 def test_what_every_replica_gets(grouping: str) -> None:
     count, stride, size = GROUPINGS[grouping]

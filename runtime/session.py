@@ -439,8 +439,9 @@ class Session:
                 else:
                     fetches = self.program.run(feeds)
             finally:  # what handles a signal may have read the variables just before they changed
-                for session in (self, *self._changed_owners):
-                    session._copies.note_run()
+                self._copies.note_run()
+                for owner in self._changed_owners:
+                    owner._copies.note_run()
         return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(

@@ -188,15 +188,16 @@ def test_another_optimizer_takes_over() -> None:
     torch.testing.assert_close(old.state_dict()["ipu_state"]["Accl1___w"], 1.5 * X[0])
 
 
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self) -> torch.Tensor:
+        return poptorch.identity_loss(self.a.sum() + self.b.sum(), "sum")
+
+
 def test_what_is_trained_by_which_group_is_a_part_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
-
-        def forward(self) -> torch.Tensor:
-            return poptorch.identity_loss(self.a.sum() + self.b.sum(), "sum")
-
     def of(*groups: torch.nn.Parameter, rates: tuple[float, ...] = (0.5, 0.0)) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(groups, rates, strict=False)], lr=0.1)
 
@@ -266,14 +267,6 @@ def test_destroying_brings_the_state_home() -> None:
 
 @pytest.mark.parametrize("make, told", [(torch.optim.Adam, True), (torch.optim.RMSprop, False)])
 def test_parameters_that_are_trained_later_are_told_of(make, told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
-
-        def forward(self) -> torch.Tensor:
-            return poptorch.identity_loss(self.a.sum() + self.b.sum(), "sum")
-
     module = Two()
     module.b.requires_grad_(False)
     model = poptorch.trainingModel(module, optimizer=make(module.parameters(), lr=0.1))

@@ -564,7 +564,7 @@ def test_deep_calls(ir, run, depth):
     assert run(ir, y) == [2.0 ** (2**depth)]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("called_graphs", ["dispatched", "kept", "inlined", "auto"])
 def test_calls_may_be_nested_deeper_than_python_recurses(ir, called_graphs, tmp_path):
     """Building, printing, differentiating, saving, checking, compiling, running and measuring."""
